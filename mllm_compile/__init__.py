@@ -1,0 +1,33 @@
+"""mllm_compile: an inference compiler for large language models.
+
+Owns the public names. They are imported on first use, so that ``import mllm_compile`` (and every module of the
+runtime, whose package this is the parent of) costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mllm_compile.config import EngineConfig
+    from mllm_compile.engine import Engine
+    from mllm_compile.outputs import CompletionOutput, RequestOutput
+    from mllm_compile.runtime.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "Engine": "mllm_compile.engine",
+    "EngineConfig": "mllm_compile.config",
+    "RequestOutput": "mllm_compile.outputs",
+    "CompletionOutput": "mllm_compile.outputs",
+    "SamplingParams": "mllm_compile.runtime.sampling_params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'mllm_compile' has no attribute {name!r}")

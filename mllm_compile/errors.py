@@ -1,0 +1,31 @@
+"""The project's errors, for `except mllm_compile.errors.…`; they are defined in runtime/errors.py."""
+
+from mllm_compile.runtime.errors import (
+    ArtifactError,
+    CaptureSizeError,
+    CheckpointError,
+    CompileError,
+    ConfigError,
+    DeviceError,
+    DeviceMemoryError,
+    EngineDeadError,
+    MllmError,
+    ModelNotFoundError,
+    RequestError,
+    UnsupportedModelError,
+)
+
+__all__ = [
+    "ArtifactError",
+    "CaptureSizeError",
+    "CheckpointError",
+    "CompileError",
+    "ConfigError",
+    "DeviceError",
+    "DeviceMemoryError",
+    "EngineDeadError",
+    "MllmError",
+    "ModelNotFoundError",
+    "RequestError",
+    "UnsupportedModelError",
+]

@@ -1,0 +1,1 @@
+"""All that runs per token. Imports neither transformers, Dynamo nor Inductor, and nothing of the compiler."""

@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: base.py has the contract, one backend a file beside it."""

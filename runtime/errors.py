@@ -1,0 +1,54 @@
+"""Errors of the project under one base; a message says what, got, expected, next step.
+
+They live in the runtime because the runtime may import nothing above it; mllm_compile.errors re-exports them.
+"""
+
+from __future__ import annotations
+
+
+class MllmError(Exception):
+    """Base of every error that is meant for a user: the command line prints its message and exits with code 2."""
+
+
+class ConfigError(MllmError, ValueError):
+    """A configuration file or value that cannot be used."""
+
+
+class ModelNotFoundError(MllmError):
+    """`model.path` names neither a usable local folder nor a reachable hub repository."""
+
+
+class UnsupportedModelError(MllmError):
+    """The model was understood well enough to know that it would not be served right."""
+
+
+class CheckpointError(MllmError):
+    """Weights that are missing, unexpected, wrongly shaped, truncated or of an unsupported format."""
+
+
+class ArtifactError(MllmError):
+    """A cached runtime that is incomplete, changed, of another format, or not to be trusted."""
+
+
+class CompileError(MllmError):
+    """The compiler could not build a piece."""
+
+
+class DeviceError(MllmError):
+    """The device that was asked for is missing, or lacks what is needed (a driver, a library, an instruction)."""
+
+
+class DeviceMemoryError(DeviceError):
+    """Too little memory; the message holds what was needed and what is free."""
+
+
+class CaptureSizeError(ConfigError):
+    """CUDA graph sizes that cannot work."""
+
+
+class RequestError(MllmError, ValueError):
+    """A request refused at the door: bad sampling parameters, prompt too long, token id out of the vocabulary."""
+
+
+class EngineDeadError(MllmError):
+    """The engine met an error that it cannot go on after; the message says which."""

@@ -1,0 +1,77 @@
+"""One step's batch, as every layer below the scheduler sees it.
+
+Shape legend: T tokens of the step (num_tokens), R requests (batch_size). In MIXED the extend_* fields cover all R rows,
+decodes first, each of length 1. Built by ModelRunner.prepare_forward_batch_*; read by the attention metadata builder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.attention.base import AttentionBackend
+    from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+
+
+class ForwardMode(IntEnum):
+    """What a step does: EXTEND computes prompt tokens (after a cached prefix or none), DECODE one token a request."""
+
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+    IDLE = 4
+
+    def is_extend(self) -> bool:
+        """EXTEND or MIXED: some request brings more than its last sampled token."""
+        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+    def is_prefill(self) -> bool:
+        """Alias of is_extend."""
+        return self.is_extend()
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    def is_mixed(self) -> bool:
+        return self is ForwardMode.MIXED
+
+    def is_idle(self) -> bool:
+        return self is ForwardMode.IDLE
+
+    def is_decode_or_idle(self) -> bool:
+        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
+
+
+@dataclass(kw_only=True)
+class ForwardBatch:
+    """The tensors of one step. Device tensors unless the name ends in _cpu."""
+
+    forward_mode: ForwardMode
+    batch_size: int
+    input_ids: torch.Tensor  # [T] int64
+    req_pool_indices: torch.Tensor  # [R] int64: rows of ReqToTokenPool
+    seq_lens: torch.Tensor  # [R] int32: prefix + new
+    out_cache_loc: torch.Tensor  # [T] int64: the KV slot that each new token is written to
+    seq_lens_sum: int  # spares a device sync
+    positions: torch.Tensor  # [T] int64
+    seq_lens_cpu: torch.Tensor | None = None  # [R] int32
+    extend_num_tokens: int | None = None
+    extend_seq_lens: torch.Tensor | None = None  # [R] int32: new tokens of each request
+    extend_prefix_lens: torch.Tensor | None = None  # [R] int32: tokens already in the KV cache
+    extend_start_loc: torch.Tensor | None = None  # [R] int32: first row of each request in [T]
+    extend_prefix_lens_cpu: torch.Tensor | None = None  # [R] int32
+    extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
+    return_logprob: bool = False
+    top_logprobs_nums: list[int] | None = None
+    req_to_token_pool: ReqToTokenPool | None = None
+    token_to_kv_pool: KVPool | None = None
+    attn_backend: AttentionBackend | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.input_ids.shape[0]
