@@ -1,0 +1,322 @@
+"""What a user asks for: the YAML file, validated and frozen.
+
+Owns the keys, their ranges and their defaults. `auto` is left as it is: `resolve.py` replaces it once, when the model's
+folder and the device are known. Nothing here imports torch, so that a mistake in a file is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from mllm_compile.errors import ConfigError
+
+MAX_PAGE_SIZE = 256
+
+Auto = Literal["auto"]
+DtypeName = Literal["float32", "float16", "bfloat16"]
+GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
+PositiveInt = Annotated[int, Field(ge=1)]
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+NameList = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+SizeList = Annotated[
+    tuple[PositiveInt, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no silent conversion (`"16"` is no 16, 1 is no `true`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model, and how its weights are read."""
+
+    path: PathText = Field(min_length=1)
+    """A Hugging Face hub id (`Qwen/Qwen3-0.6B`) or a local folder with `config.json` and safetensors files."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the hub repository; null takes the main branch. Refused for a local folder."""
+
+    dtype: Literal[Auto, DtypeName] = "auto"
+    """Type of weights and activations. auto: the checkpoint's on a GPU, float32 on a CPU."""
+
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
+
+
+class CompileConfig(Section):
+    """How the pieces between two attentions are compiled."""
+
+    backend: Literal["inductor", "eager"] = "inductor"
+    """inductor compiles; eager runs the pieces as they were traced, for debugging and for tests."""
+
+    disable_passes: NameList = ()
+    """Names of optional graph passes to leave out, as `mllm-compile inspect` prints them."""
+
+    @field_validator("disable_passes")
+    @classmethod
+    def _no_name_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return _without_repeats(names)
+
+
+class CudaGraphConfig(Section):
+    """Which batch shapes are captured as CUDA graphs."""
+
+    mode: Literal[Auto, GraphMode] = "auto"
+    """auto: full_and_piecewise on a GPU, none on a CPU (which has no CUDA graphs)."""
+
+    piecewise_tokens: Auto | SizeList = "auto"
+    """Token counts of a step for which the pieces between attentions are captured."""
+
+    decode_requests: Auto | SizeList = "auto"
+    """Request counts for which a whole decode step is captured."""
+
+    @field_validator("piecewise_tokens", "decode_requests")
+    @classmethod
+    def _some_sizes_in_order(cls, sizes: Auto | tuple[int, ...]) -> Auto | tuple[int, ...]:
+        if sizes == "auto":
+            return "auto"
+        if not sizes:
+            raise ValueError("at least one size; to capture nothing set cudagraph.mode: none")
+        return tuple(sorted(_without_repeats(sizes)))
+
+
+class RuntimeConfig(Section):
+    """The device, the memory and the batches of serving."""
+
+    device: str = "auto"
+    """auto (a GPU where there is one) | cpu | cuda | cuda:N."""
+
+    attention_backend: Literal["auto", "flashinfer", "torch"] = "auto"
+    """auto: flashinfer on a GPU, torch on a CPU and for float32."""
+
+    page_size: Auto | Annotated[int, Field(ge=1, le=MAX_PAGE_SIZE)] = "auto"
+    """Tokens in one page of the KV cache."""
+
+    kv_cache_dtype: str = "auto"
+    """Type of the KV cache; for now the model's own (auto)."""
+
+    mem_fraction_static: float = Field(default=0.9, gt=0.0, lt=1.0)
+    """The share of the device's memory for weights, KV cache and graphs together."""
+
+    max_model_len: Auto | PositiveInt = "auto"
+    """Most tokens of one request, prompt and answer together."""
+
+    max_running_requests: Auto | PositiveInt = "auto"
+    """Most requests in one step; more of them wait."""
+
+    max_num_batched_tokens: Auto | PositiveInt = "auto"
+    """Most tokens in one step; longer prompts are computed in chunks."""
+
+    enable_prefix_cache: bool = True
+    """Keep the KV cache of finished requests for prompts that begin alike."""
+
+    deterministic: bool = False
+    """Bitwise the same answer whatever else is in the batch. Not built yet: takes only false."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of requests that bring none, and of dummy weights."""
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError("auto, cpu, cuda or cuda:N")
+        return device
+
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _built_kv_cache_dtype(cls, dtype: str) -> str:
+        if dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"):
+            raise ValueError("auto, float32, float16 or bfloat16: a quantised KV cache is not built yet")
+        if dtype not in ("auto", "float32", "float16", "bfloat16"):
+            raise ValueError("auto, float32, float16 or bfloat16")
+        return dtype
+
+    @field_validator("deterministic")
+    @classmethod
+    def _deterministic_is_not_built(cls, deterministic: bool) -> bool:
+        if deterministic:
+            raise ValueError("false: the deterministic mode is not built yet")
+        return deterministic
+
+
+class CacheConfig(Section):
+    """Where compiled runtimes are kept."""
+
+    dir: PathText = Field(default="auto", min_length=1)
+    """A folder, or auto: `mllm_compile` under the user's cache directory ($XDG_CACHE_HOME, else ~/.cache)."""
+
+
+class EngineConfig(Section):
+    """One YAML file. Everything but `model.path` has a default; a mistake is a ConfigError that names the key."""
+
+    model: ModelConfig
+    compile: CompileConfig = CompileConfig()
+    cudagraph: CudaGraphConfig = CudaGraphConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    cache: CacheConfig = CacheConfig()
+
+    def __init__(self, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_describe_mistakes(error))) from None
+
+    @classmethod
+    def from_dict(cls, sections: Any, *, base_folder: Path | None = None) -> Self:
+        """Validates plain data, as a YAML file holds it.
+
+        Args:
+            sections: a mapping of section name to a mapping of keys.
+            base_folder: relative paths in `model.path` and `cache.dir` are taken from here; None leaves them be.
+
+        Raises:
+            ConfigError: naming every key that is wrong, what it got and what it takes.
+        """
+        if not isinstance(sections, dict):
+            raise ConfigError(f"the top level is {_show(sections)}; expected sections: {', '.join(cls.model_fields)}")
+        if not_text := [key for key in sections if not isinstance(key, str)]:
+            raise ConfigError(f"{not_text[0]!r} is not a known section; known: {', '.join(cls.model_fields)}")
+        config = cls(**sections)
+        return config if base_folder is None else config._anchored(base_folder)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Reads and validates a YAML file.
+
+        `model.path` is taken from the file's own folder when a folder of that name exists there, or when it starts
+        with `.` or `..`; `~` is the home folder; anything else is a hub id. A relative `cache.dir` is taken from the
+        file's folder too.
+
+        Raises:
+            ConfigError: the file cannot be read, is no YAML, names a key twice, or holds a wrong key or value.
+        """
+        path = Path(path)
+        try:
+            return cls.from_dict(_read_yaml(path), base_folder=path.absolute().parent)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def _anchored(self, folder: Path) -> Self:
+        model = self.model.model_copy(update={"path": _anchored_model_path(self.model.path, folder)})
+        cache = self.cache
+        if cache.dir != "auto":
+            cache = cache.model_copy(update={"dir": os.path.normpath(folder / Path(cache.dir).expanduser())})
+        return self.model_copy(update={"model": model, "cache": cache})
+
+
+def is_local_path(text: str) -> bool:
+    """True when `model.path` can only mean a folder: absolute, or starting with `.`, `..` or `~`."""
+    return os.path.isabs(text) or text.split("/", 1)[0] in (".", "..", "~")
+
+
+def _anchored_model_path(text: str, folder: Path) -> str:
+    candidate = os.path.normpath(folder / Path(text).expanduser())
+    return candidate if is_local_path(text) or os.path.isdir(candidate) else text
+
+
+def _without_repeats(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    for item in items:
+        if items.count(item) > 1:
+            raise ValueError(f"each entry once, but {item!r} is there {items.count(item)} times")
+    return items
+
+
+class _OneKeyOnceLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a repeated key, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is there twice; keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError("no such file; give the path of a YAML config, for example configs/tiny.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read as a text file: {error}") from None
+    try:
+        # _OneKeyOnceLoader is a SafeLoader: it builds plain data only.
+        content = yaml.load(text, Loader=_OneKeyOnceLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        raise ConfigError("the file is empty; it needs at least 'model: {path: …}'")
+    return content
+
+
+def _describe_mistakes(error: ValidationError) -> list[str]:
+    """One sentence for each wrong key; the members of a union (`auto` or a number) are joined into one."""
+    by_key: dict[tuple[str, ...], list[Any]] = {}
+    for item in error.errors():
+        by_key.setdefault(tuple(str(part) for part in item["loc"][:2]), []).append(item)
+    return [_describe_mistake(key, items) for key, items in by_key.items()]
+
+
+def _describe_mistake(key: tuple[str, ...], items: list[Any]) -> str:
+    name = ".".join(key)
+    kind = items[0]["type"]
+    if kind == "extra_forbidden":
+        return _describe_unknown_key(key)
+    if kind == "missing":  # model, or its path: nothing else is without a default
+        return "model.path is missing; give a hub id (Qwen/Qwen3-0.6B) or a local folder"
+    if kind in ("model_type", "model_attributes_type"):
+        section = EngineConfig.model_fields[key[0]].annotation
+        return f"{name} is {_show(items[0]['input'])}; expected keys: {', '.join(section.model_fields)}"  # type: ignore[union-attr]
+    # A union reports every member that did not fit; the one that came furthest (an entry of a list, a range) has the
+    # value that is really wrong.
+    wrong = max(items, key=lambda item: len(item["loc"]))["input"]
+    expected = " or ".join(dict.fromkeys(_expectation(item["msg"]) for item in items))
+    return f"{name} is {_show(wrong)}; expected {expected}"
+
+
+def _describe_unknown_key(key: tuple[str, ...]) -> str:
+    sections = {name: field.annotation.model_fields for name, field in EngineConfig.model_fields.items()}  # type: ignore[union-attr]
+    if len(key) == 1:
+        # A key that was written without its section, such as `device: cpu` at the top level, is found in its section.
+        closest = _closest(key[0], list(sections)) or next(
+            (f"{section}.{near}" for section, fields in sections.items() if (near := _closest(key[0], list(fields)))),
+            None,
+        )
+        listed = f"known sections: {', '.join(sections)}"
+    else:
+        near = _closest(key[1], list(sections[key[0]]))
+        closest = f"{key[0]}.{near}" if near else None
+        listed = f"known: {', '.join(sections[key[0]])}"
+    hint = f"did you mean {closest}? " if closest else ""
+    return f"{'.'.join(key)} is not a known key; {hint}({listed})"
+
+
+def _closest(name: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def _expectation(message: str) -> str:
+    """Pydantic's message as the rest of 'expected …'."""
+    for start in ("Value error, ", "Input should be ", "Input should "):
+        message = message.removeprefix(start)
+    return message.replace("a valid tuple", "a list")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

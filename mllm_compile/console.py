@@ -1,0 +1,45 @@
+"""Tables for people: rich on a terminal, aligned plain text in a pipe (where rich would cut at 80 columns)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+
+def print_table(stream: TextIO, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table. Columns whose every cell starts with a digit are aligned to the right."""
+    is_number = [bool(rows) and all(row[i][:1].isdigit() for row in rows) for i in range(len(columns))]
+    if stream.isatty():
+        _print_rich(stream, title, columns, rows, is_number)
+    else:
+        _print_plain(stream, title, columns, rows, is_number)
+
+
+def _print_rich(
+    stream: TextIO, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], is_number: list[bool]
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name, number in zip(columns, is_number, strict=True):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(file=stream).print(table)
+
+
+def _print_plain(
+    stream: TextIO, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], is_number: list[bool]
+) -> None:
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    print(title, file=stream)
+    for row in (columns, *rows):
+        cells = (
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, is_number, strict=True)
+        )
+        print(f"  {'  '.join(cells)}".rstrip(), file=stream)
+    stream.flush()
