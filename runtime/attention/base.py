@@ -1,0 +1,123 @@
+"""What an attention backend is, and what a layer tells it.
+
+A layer is data (AttentionLayer); a backend holds the plan of the current step and turns q, k, v of that step into the
+attention's output over the paged cache. The metadata of a step is built in metadata.py; the op that calls a backend is
+in ops.py.
+
+Shape legend: T tokens, R requests, H query heads, Hk kv heads, D query/key head dim, Dv value head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+
+
+@dataclass(frozen=True)
+class PerLayerParameters:
+    """What may differ between layers of one model and changes the kernel or its plan."""
+
+    window_left: int  # keys before the query's own that it sees: sliding_window - 1; -1: all of them
+    logits_soft_cap: float  # cap * tanh(logits / cap); 0.0: none
+    sm_scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One attention of the model. Compared by identity: two layers of equal shape have their own KV."""
+
+    name: str  # unique per attention call, the key of attn_metadata and no_compile_layers
+    layer_id: int  # index into KVPool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    params: PerLayerParameters
+    sinks: torch.Tensor | None = None  # [H] float: a logit per head that takes part in the softmax and has no value
+
+
+class AttentionBackend(ABC):
+    """Attends over the paged cache. One instance serves every layer; init_forward_metadata runs once per batch."""
+
+    @abstractmethod
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Plan `batch`: everything that its layers share. Must not wait for the device."""
+
+    @abstractmethod
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """EXTEND and MIXED: q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] → out [T, H, Dv], causal over prefix + new."""
+
+    @abstractmethod
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """DECODE: as forward_extend with one token a request, T == R."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Dispatch by the batch's mode. With save_kv_cache, k and v are first written at batch.out_cache_loc."""
+        run = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend
+        return run(q, k, v, layer, batch, save_kv_cache, out)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The sequence length that padding rows of a captured batch carry."""
+        raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
+
+    def init_cuda_graph_state(
+        self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
+    ) -> None:
+        """Allocate the persistent buffers that captured kernels read."""
+        raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+    ) -> None:
+        """Plan a batch of `bs` padded rows for capture."""
+        raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_sum: int,
+        forward_mode: ForwardMode,
+        seq_lens_cpu: torch.Tensor,
+    ) -> None:
+        """Plan again before a replay: the captured kernels read what this writes."""
+        raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")

@@ -1,0 +1,1 @@
+"""CUDA graphs over padded batch shapes."""

@@ -1,0 +1,43 @@
+"""Which graphs exist and which one a step runs in."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from mllm_compile.runtime.errors import ConfigError
+
+
+class CUDAGraphMode(Enum):
+    """NONE, PIECEWISE and FULL are what a step runs in; the pairs say (uniform decode, everything else)."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (FULL, NONE)
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+    @classmethod
+    def from_name(cls, name: str) -> CUDAGraphMode:
+        """The mode of a config value such as 'full_and_piecewise'.
+
+        Raises:
+            ConfigError: no mode has that name.
+        """
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            names = ", ".join(mode.name.lower() for mode in cls)
+            raise ConfigError(f"cudagraph.mode: expected one of {names}, got {name!r}") from None
+
+    @property
+    def is_runtime_mode(self) -> bool:
+        """Whether a step can run in it: a pair must first be resolved by decode_mode or mixed_mode."""
+        return not isinstance(self.value, tuple)
+
+    def decode_mode(self) -> CUDAGraphMode:
+        """What a uniform decode batch runs in."""
+        return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        """What any other batch runs in."""
+        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self

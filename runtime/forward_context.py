@@ -1,0 +1,160 @@
+"""What varies per batch, for ops that sit inside compiled pieces and get only tensors and a layer's name.
+
+`set_forward_context` surrounds a run of the model; the attention op and the graph wrappers call `get_forward_context`.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.attention.base import AttentionLayer
+    from mllm_compile.runtime.attention.metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """The padded shape of a batch: the key under which a graph is captured and found."""
+
+    num_tokens: int  # padded
+    num_reqs: int | None = None  # padded; None: any number, for PIECEWISE
+    uniform: bool = False  # every request has the same query length
+    has_lora: bool = False
+    num_active_loras: int = 0
+
+
+@dataclass
+class ForwardContext:
+    """One batch, as ops see it."""
+
+    no_compile_layers: Mapping[str, AttentionLayer]
+    attn_metadata: Mapping[str, AttentionMetadata]
+    slot_mapping: Mapping[str, torch.Tensor]  # layer name → [T] int64: the KV slot that each token is written to
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    batch_descriptor: BatchDescriptor | None = None
+    skip_compiled: bool = False  # call the eager model
+    additional_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.cudagraph_runtime_mode.is_runtime_mode:
+            raise RuntimeError(
+                f"a batch runs in NONE, PIECEWISE or FULL, got {self.cudagraph_runtime_mode.name}: "
+                "resolve the pair with decode_mode() or mixed_mode() first"
+            )
+
+
+class ForwardTimes:
+    """Forward times by number of tokens; logs their medians every `interval_s` seconds.
+
+    Measuring waits for the device before and after each forward, so it is for looking, not for serving.
+    """
+
+    def __init__(self, interval_s: float, device: torch.device) -> None:
+        self.interval_s = interval_s
+        self._device = device
+        self._ms_by_tokens: dict[int, list[float]] = defaultdict(list)
+        self._last_log = time.perf_counter()
+
+    @contextmanager
+    def measure(self, num_tokens: int) -> Iterator[None]:
+        start = self._now()
+        yield
+        end = self._now()
+        self._ms_by_tokens[num_tokens].append((end - start) * 1e3)
+        if end - self._last_log >= self.interval_s:
+            self._last_log = end
+            for tokens, count, median_ms in self.medians():
+                logger.info("forward of %d tokens: median %.2f ms over %d batches", tokens, median_ms, count)
+
+    def medians(self) -> list[tuple[int, int, float]]:
+        """(num_tokens, batches, median in ms), most frequent batch size first."""
+        rows = [(tokens, len(ms), statistics.median(ms)) for tokens, ms in self._ms_by_tokens.items()]
+        return sorted(rows, key=lambda row: -row[1])
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+_forward_context: ForwardContext | None = None
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the batch that is running.
+
+    Raises:
+        RuntimeError: no batch is running.
+    """
+    if _forward_context is None:
+        raise RuntimeError(
+            "no forward context is set: run the model inside `with set_forward_context(attn_metadata, "
+            "no_compile_layers=…, slot_mapping=…, num_tokens=…)`; ModelRunner.forward does so for every batch"
+        )
+    return _forward_context
+
+
+@contextmanager
+def override_forward_context(context: ForwardContext | None) -> Iterator[None]:
+    """Make `context` the current one; the previous one is back on the way out, even after an exception."""
+    global _forward_context
+    previous = _forward_context
+    _forward_context = context
+    try:
+        yield
+    finally:
+        _forward_context = previous
+
+
+@contextmanager
+def set_forward_context(
+    attn_metadata: Mapping[str, AttentionMetadata],
+    *,
+    no_compile_layers: Mapping[str, AttentionLayer],
+    slot_mapping: Mapping[str, torch.Tensor],
+    num_tokens: int,
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    batch_descriptor: BatchDescriptor | None = None,
+    skip_compiled: bool = False,
+    additional_kwargs: dict[str, Any] | None = None,
+    forward_times: ForwardTimes | None = None,
+) -> Iterator[ForwardContext]:
+    """Run the body as one batch.
+
+    Args:
+        num_tokens: padded token count; with graphs on and no descriptor given, it makes the descriptor.
+        forward_times: where to keep this forward's time, when it is to be kept.
+
+    Raises:
+        RuntimeError: cudagraph_runtime_mode is a pair of modes.
+    """
+    if batch_descriptor is None and cudagraph_runtime_mode is not CUDAGraphMode.NONE:
+        batch_descriptor = BatchDescriptor(num_tokens=num_tokens)
+    context = ForwardContext(
+        no_compile_layers=no_compile_layers,
+        attn_metadata=attn_metadata,
+        slot_mapping=slot_mapping,
+        cudagraph_runtime_mode=cudagraph_runtime_mode,
+        batch_descriptor=batch_descriptor,
+        skip_compiled=skip_compiled,
+        additional_kwargs=additional_kwargs or {},
+    )
+    with override_forward_context(context):
+        if forward_times is None:
+            yield context
+        else:
+            with forward_times.measure(num_tokens):
+                yield context

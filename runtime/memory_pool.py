@@ -1,0 +1,100 @@
+"""Where KV lives: rows of slots per request, pages of keys and values per layer.
+
+A *slot* is page * page_size + offset. Page 0 and row 0 belong to nobody: padding writes and reads there. Who gets which
+page is decided on the host, in page_allocator.py.
+
+Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mllm_compile.runtime.page_allocator import TokenToKVPoolAllocator
+
+__all__ = ["KVPool", "ReqToTokenPool", "TokenToKVPoolAllocator"]
+
+
+class ReqToTokenPool:
+    """Maps (request row, position) to the KV slot. Row 0 is the dummy row of padding, its slots all in page 0.
+
+    Attributes:
+        req_to_token: [max_reqs + 1, max_context_len] int32 on the device.
+    """
+
+    def __init__(self, max_reqs: int, max_context_len: int, device: torch.device | str) -> None:
+        self.max_reqs = max_reqs
+        self.max_context_len = max_context_len
+        self.req_to_token = torch.zeros(max_reqs + 1, max_context_len, dtype=torch.int32, device=device)
+        self._free_rows = list(range(max_reqs, 0, -1))
+
+    @property
+    def available_rows(self) -> int:
+        return len(self._free_rows)
+
+    def alloc(self) -> int | None:
+        """A free row, or None when every request row is taken."""
+        return self._free_rows.pop() if self._free_rows else None
+
+    def free(self, row: int) -> None:
+        if not 0 < row <= self.max_reqs or row in self._free_rows:
+            raise RuntimeError(f"row {row} was not handed out; rows are 1..{self.max_reqs}, each freed once")
+        self._free_rows.append(row)
+
+    def write_slots(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """req_to_token[rows[i], positions[i]] = slots[i]; all [N], on the device, rows and positions int64."""
+        self.req_to_token.index_put_((rows, positions), slots.to(torch.int32))
+
+    def write_pages(
+        self, rows: torch.Tensor, page_positions: torch.Tensor, page_ids: torch.Tensor, page_size: int
+    ) -> None:
+        """Enter whole pages: page_ids[i] becomes the page_positions[i]-th page of rows[i]; all [N] int64."""
+        paged = self.req_to_token.unflatten(1, (-1, page_size))
+        offsets = torch.arange(page_size, dtype=torch.int32, device=page_ids.device)
+        paged.index_put_((rows, page_positions), page_ids.to(torch.int32)[:, None] * page_size + offsets)
+
+
+class KVPool:
+    """Keys and values of every layer, in pages.
+
+    Args:
+        num_pages: pages, the dummy page 0 included.
+        layers: per layer (num_kv_heads, head_dim, v_head_dim).
+        dtype: of the cache; k and v are cast to it when written.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        layers: Sequence[tuple[int, int, int]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dtype = dtype
+        # Zeros, not empty: a masked-out key that happens to be NaN would still poison 0 * NaN in a value product.
+        self._k = [torch.zeros(num_pages, page_size, hk, d, dtype=dtype, device=device) for hk, d, _ in layers]
+        self._v = [torch.zeros(num_pages, page_size, hk, dv, dtype=dtype, device=device) for hk, _, dv in layers]
+
+    @staticmethod
+    def bytes_per_page(page_size: int, layers: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
+        """Bytes that one page takes over all layers."""
+        return page_size * sum(hk * (d + dv) for hk, d, dv in layers) * dtype.itemsize
+
+    def get_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k [P, S, Hk, D], v [P, S, Hk, Dv])."""
+        return self._k[layer_id], self._v[layer_id]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k [P * S, Hk, D], v [P * S, Hk, Dv]): views of the pages, indexed by slot."""
+        return self._k[layer_id].flatten(0, 1), self._v[layer_id].flatten(0, 1)
+
+    def set_kv_buffer(self, layer_id: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k [N, Hk, D], v [N, Hk, Dv] at slots `indices` [N] int64. Safe inside a CUDA graph."""
+        k_buf, v_buf = self.get_kv_buffer(layer_id)
+        k_buf.index_copy_(0, indices, k.to(self.dtype))
+        v_buf.index_copy_(0, indices, v.to(self.dtype))
