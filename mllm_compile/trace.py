@@ -1,0 +1,132 @@
+"""Traces a model once, whole, into one FX graph whose sizes are T tokens and S logit rows.
+
+torch.compile with a capturing backend and fullgraph; parameters are fake tensors, token ids and positions tiny real
+ones. T and S are *unbacked* symbols: a branch on either raises instead of being baked, so a finished trace is the proof
+that the graph holds for every size. What comes out has the placeholders `input_ids` [T], `positions` [T],
+`logits_indices` [S], and one per weight, `meta["weight_name"]` its fully-qualified name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.hf_model import HFModel, fake_copy
+
+INPUT_NAMES = ("input_ids", "positions", "logits_indices")
+_SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
+_SAMPLE_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One traced model.
+
+    Attributes:
+        graph_module: the captured graph; every node has `meta["val"]`.
+        max_tokens: the largest T that the graph was traced for.
+    """
+
+    graph_module: fx.GraphModule
+    max_tokens: int
+
+
+class _FlatTokens(torch.nn.Module):
+    """The model as a function of flat tokens: no cache, no mask, logits of chosen rows only."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
+    ) -> torch.Tensor:
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_indices,
+        )
+        return output.logits[0]
+
+
+def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
+    """Traces `hf_model` for `device`; its parameters are fake tensors afterwards.
+
+    Raises:
+        UnsupportedModelError: the model cannot be traced as one graph, or branches on the number of tokens.
+    """
+    from torch._dynamo.decorators import mark_unbacked
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    weight_names = fake_copy(hf_model.model, mode, device)
+    input_ids = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
+    positions = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
+    logits_indices = torch.zeros(_SAMPLE_ROWS, dtype=torch.int64, device=device)
+    mark_unbacked(input_ids, 0, shape_id="T", min=1, max=max_tokens)
+    mark_unbacked(positions, 0, shape_id="T", min=1, max=max_tokens)
+    mark_unbacked(logits_indices, 0, shape_id="S", min=1, max=max_tokens)
+    captured = _capture(_FlatTokens(hf_model.model), (input_ids, positions, logits_indices))
+    _name_placeholders(captured, weight_names)
+    return Trace(captured, max_tokens)
+
+
+def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    import torch._dynamo
+
+    captured: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def capturing_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        captured.append((graph_module, list(example_inputs)))
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            torch.compile(module, backend=capturing_backend, fullgraph=True)(*inputs)
+    except Exception as error:
+        if not captured:
+            raise UnsupportedModelError(f"the model cannot be traced as one graph: {_reason(error)}") from error
+        # The captured graph is whole; only running it on fake weights failed, and nobody needs that result.
+    finally:
+        torch._dynamo.reset()
+    graph_module, example_inputs = captured[0]
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        node.meta["example_input"] = example
+    return graph_module
+
+
+def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str]) -> None:
+    """Gives placeholders their public names and every node `meta["val"]` (Dynamo calls it example_value)."""
+    for node in graph_module.graph.nodes:
+        if "example_value" in node.meta:
+            node.meta["val"] = node.meta.pop("example_value")
+        if node.op != "placeholder":
+            continue
+        example = node.meta.pop("example_input")
+        if isinstance(example, torch.SymInt):
+            continue
+        weight_name = weight_names.get(id(example))
+        if weight_name is not None:
+            node.meta["weight_name"] = weight_name
+            continue
+        stem = node.name.removeprefix("l_").rstrip("_")
+        if stem not in INPUT_NAMES:
+            raise UnsupportedModelError(f"the trace has an input of unknown origin, {node.name!r}: not a weight by identity")
+        node.meta["input_name"] = stem
+
+
+def _reason(error: BaseException) -> str:
+    """The line of a Dynamo error that names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        if line.startswith(("Explanation:", "Could not guard", "Could not extract")):
+            return line
+    return lines[0] if lines else type(error).__name__
