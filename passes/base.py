@@ -1,0 +1,60 @@
+"""What a pass is: graph in, graph out, with a count of what it matched. The manager does everything else.
+
+A pass rewrites `gm` in place and may add to `gm.meta` (keys below). It keeps `meta["val"]` (a fake tensor or SymInt) on
+every node that it makes; fx_match.py has helpers. Timing, linting, recompiling, dumping and verifying are pipeline.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import fx
+
+# Keys of gm.meta that passes fill for the compiler's driver.
+PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
+ATTENTION_LAYERS = "attention_layers"  # list of AttentionSpec, in layer order
+PROGRAM = "program"  # SplitProgram, after the split
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass did."""
+
+    gm: fx.GraphModule
+    matches: int
+    nodes_before: int
+    nodes_after: int
+
+
+class GraphPass(Protocol):
+    """A rewriting of one FX graph. `name` is the file's name, the name in configs, in dumps and in tests."""
+
+    name: ClassVar[str]
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult: ...
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """One parameter inside a packed weight: its rows stand at [start, start + rows) of dimension 0."""
+
+    weight_name: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention call of the model, as the runtime needs it."""
+
+    name: str
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sm_scale: float
+    logits_soft_cap: float  # 0.0: none
+    window_left: int  # -1: none
+    sinks: str | None  # name of the weight that holds the sink logits, [H]

@@ -1,0 +1,98 @@
+"""Brings a captured graph into the one form that the later passes read."""
+
+from __future__ import annotations
+
+import operator
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.fx_match import call, identifier, input_node, is_symbolic, is_weight
+
+
+class Canonicalise:
+    """Names, sizes and dead ends.
+
+    Why: Dynamo hands over sizes as graph inputs, range checks on them, and names made of module paths; a piece must be a
+        function of tensors alone, and equal layers should read alike.
+
+    Before::
+
+        def forward(self, u0, l_input_ids_, l_self_…_q_proj_parameters_weight_):
+            ge = u0 >= 1; _assert_scalar_default = aten._assert_scalar(ge, "…")
+            x = embedding.view(1, u0, -1)
+
+    After::
+
+        def forward(self, input_ids, model_layers_0_self_attn_q_proj_weight):
+            sym_size = aten.sym_size.int(input_ids, 0)
+            x = embedding.view(1, sym_size, -1)
+
+    Requires: a graph of mllm_compile.trace. The gate has looked at the size checks before they are dropped here.
+    Preserves: every value bitwise.
+    """
+
+    name: ClassVar[str] = "canonicalise"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        matches = self._drop_checks(gm) + self._drop_size_inputs(gm)
+        self._rename_placeholders(gm)
+        gm.graph.eliminate_dead_code()
+        self._drop_unused_inputs(gm)
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+    @staticmethod
+    def _drop_checks(gm: fx.GraphModule) -> int:
+        """Range checks on sizes (the runner keeps them) and Dynamo's usage logging."""
+        dropped = 0
+        for node in reversed(list(gm.graph.nodes)):
+            if node.op != "call_function" or node.users:
+                continue
+            is_check = node.target in (torch.ops.aten._assert_scalar.default, torch._check)
+            if is_check or getattr(node.target, "__name__", "") == "_log_api_usage_once":
+                gm.graph.erase_node(node)
+                dropped += 1
+        return dropped
+
+    @staticmethod
+    def _drop_size_inputs(gm: fx.GraphModule) -> int:
+        """Sizes that are inputs become the size of a tensor that has them."""
+        dropped = 0
+        for node in list(gm.graph.nodes):
+            if node.op != "placeholder" or not is_symbolic(node.meta.get("val")):
+                continue
+            if node.users:
+                owner = _owner_of_size(gm, node.meta["val"])
+                last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+                with gm.graph.inserting_after(last_placeholder):
+                    size = call(gm.graph, torch.ops.aten.sym_size.int, owner, 0)
+                node.replace_all_uses_with(size)
+            gm.graph.erase_node(node)
+            dropped += 1
+        return dropped
+
+    @staticmethod
+    def _rename_placeholders(gm: fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            name = node.meta.get("weight_name") or node.meta["input_name"]
+            node.target = identifier(name)
+            node._rename(node.target)
+
+    @staticmethod
+    def _drop_unused_inputs(gm: fx.GraphModule) -> None:
+        for node in list(gm.graph.nodes):
+            if is_weight(node) and not node.users:
+                gm.graph.erase_node(node)
+
+
+def _owner_of_size(gm: fx.GraphModule, size: torch.SymInt) -> fx.Node:
+    for name in ("input_ids", "positions", "logits_indices"):
+        node = input_node(gm, name)
+        if operator.eq(node.meta["val"].shape[0].node.expr, size.node.expr):
+            return node
+    raise KeyError(f"no batch input has the size {size}")

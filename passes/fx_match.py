@@ -1,0 +1,61 @@
+"""Small questions about FX nodes, and the making of new ones that carry `meta["val"]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+LINEAR = torch._C._nn.linear
+
+
+def is_call(node: object, *targets: Callable[..., Any]) -> bool:
+    """True for a call_function node of one of `targets`."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_attention(node: object) -> bool:
+    """True for the trace-time attention op."""
+    return is_call(node, torch.ops.mllm.attention, torch.ops.mllm.attention.default)
+
+
+def is_attention_with_output(node: object) -> bool:
+    """True for the run-time attention op."""
+    return is_call(node, torch.ops.mllm.attention_with_output.default)
+
+
+def is_weight(node: object) -> bool:
+    """True for a placeholder that stands for a parameter, a buffer or a packed weight."""
+    return isinstance(node, fx.Node) and node.op == "placeholder" and "weight_name" in node.meta
+
+
+def input_node(gm: fx.GraphModule, name: str) -> fx.Node:
+    """The placeholder of the batch input `name`."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.meta.get("input_name") == name:
+            return node
+    raise KeyError(f"the graph has no batch input {name!r}")
+
+
+def identifier(name: str) -> str:
+    """`name` as a Python identifier, for a placeholder's target: 'a.q+k.weight' → 'a_q_k_weight'."""
+    return re.sub(r"\W", "_", name)
+
+
+def is_symbolic(value: object) -> bool:
+    """True for a SymInt (or SymBool, SymFloat): a number that depends on T or S."""
+    return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat)
+
+
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """Adds a call_function node at the graph's insertion point, its `meta["val"]` computed on fake tensors."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+    return node
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]

@@ -1,0 +1,101 @@
+"""The passes, in the order in which they run.
+
+1. canonicalise        names, sizes and dead ends of what Dynamo captured
+2. pack_projections    q, k, v and gate, up as one GEMM each
+3. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
+4. split_at_attention  one submodule per stretch between attentions, and one for the head
+5. deduplicate_pieces  equal stretches share one module
+
+To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from mllm_compile.passes.base import GraphPass, PassResult
+from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
+from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.verify import verify_graph
+
+PASSES: tuple[type[GraphPass], ...] = (
+    Canonicalise,
+    PackProjections,
+    LowerAttention,
+    SplitAtAttention,
+    DeduplicatePieces,
+)
+# What the program cannot do without; the others may be named in compile.disable_passes.
+REQUIRED = frozenset({"canonicalise", "lower_attention", "split_at_attention", "deduplicate_pieces"})
+
+Observer = Callable[["PassReport", fx.GraphModule], None]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """One line of the table of passes."""
+
+    name: str
+    matches: int
+    nodes_before: int
+    nodes_after: int
+    ms: float
+
+
+def pass_names() -> list[str]:
+    """All names, in order."""
+    return [graph_pass.name for graph_pass in PASSES]
+
+
+def optional_pass_names() -> list[str]:
+    """Names that compile.disable_passes takes."""
+    return [name for name in pass_names() if name not in REQUIRED]
+
+
+def run_passes(
+    gm: fx.GraphModule,
+    disabled: Iterable[str] = (),
+    verify: bool = True,
+    observer: Observer | None = None,
+) -> tuple[fx.GraphModule, list[PassReport]]:
+    """Runs the pipeline.
+
+    Args:
+        gm: a traced model; it is rewritten.
+        disabled: names of optional passes to leave out (validated by the config).
+        verify: check each stage's invariants.
+        observer: called after each pass with its report and the graph, to write dumps.
+
+    Returns:
+        The parent graph of pieces and attention ops, and one report a pass.
+    """
+    off = set(disabled)
+    reports = []
+    for make_pass in PASSES:
+        if make_pass.name in off:
+            continue
+        start = time.perf_counter()
+        result = _run(make_pass(), gm)
+        gm = result.gm
+        ms = (time.perf_counter() - start) * 1e3
+        if verify:
+            verify_graph(gm, make_pass.name)
+        report = PassReport(make_pass.name, result.matches, result.nodes_before, result.nodes_after, ms)
+        reports.append(report)
+        if observer is not None:
+            observer(report, gm)
+    return gm, reports
+
+
+def _run(graph_pass: GraphPass, gm: fx.GraphModule) -> PassResult:
+    result = graph_pass(gm)
+    result.gm.graph.lint()
+    result.gm.recompile()
+    return result

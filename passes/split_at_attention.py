@@ -1,0 +1,202 @@
+"""Cuts the graph at every attention and before the head's row gather; what lies between two cuts is a piece."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.fx_match import input_node, is_attention_with_output, is_symbolic
+
+PIECE_PREFIX = "piece_"
+
+
+class SplitAtAttention:
+    """One submodule per stretch between attentions, called from a parent graph.
+
+    Why: attention reads the forward context and is planned per batch, so it stays outside of what Inductor compiles and
+        (for prefill) outside of CUDA graphs; the head works on S rows, not T tokens, so it is its own piece.
+
+    Before::
+
+        qkv = linear(x, w0); …; out = new_empty; attention_with_output(q, k, v, out, "l0"); y = linear(out, w1); …
+
+    After::
+
+        q, k, v, x = piece_0(x, w0); out = new_empty(q, …); attention_with_output(q, k, v, out, "l0"); y = piece_1(out, x, w1)
+
+    Requires: attention lowered. A size never crosses a cut: each piece takes it from a tensor input (a SymInt shared
+        across layers would make equal pieces differ); getitem stays with the node that makes the tuple.
+    Preserves: every value bitwise.
+    """
+
+    name: ClassVar[str] = "split_at_attention"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        stages = _assign_stages(gm)
+        parent = _ParentBuilder(gm, stages).build()
+        return PassResult(parent, len(stages), before, len(parent.graph.nodes))
+
+
+@dataclass
+class _Stage:
+    nodes: list[fx.Node] = field(default_factory=list)
+    attention: fx.Node | None = None  # the attention that follows the stage's nodes
+
+    def inputs(self) -> list[fx.Node]:
+        """Tensors that come from outside, in order of first use, which is what makes equal layers read alike."""
+        inside = set(self.nodes)
+        found: dict[fx.Node, None] = {}
+        for node in self.nodes:
+            for arg in node.all_input_nodes:
+                if arg not in inside and not is_symbolic(arg.meta.get("val")):
+                    found[arg] = None
+        return list(found)
+
+    def outputs(self) -> list[fx.Node]:
+        inside = set(self.nodes)
+        return [
+            node
+            for node in self.nodes
+            if not is_symbolic(node.meta.get("val")) and any(user not in inside and not _is_size(user) for user in node.users)
+        ]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return is_symbolic(node.meta.get("val"))
+
+
+def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
+    rows = input_node(gm, "logits_indices")
+    stages = [_Stage()]
+    home: dict[fx.Node, _Stage] = {}
+    in_head = False
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output") or _is_size(node) or _is_attention_buffer(node):
+            continue
+        if is_attention_with_output(node):
+            stages[-1].attention = node
+            stages.append(_Stage())
+            continue
+        if not in_head and rows in node.all_input_nodes:
+            in_head = True
+            stages.append(_Stage())
+        stage = stages[-1]
+        if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            producer = node.args[0]
+            if isinstance(producer.meta.get("val"), tuple | list):
+                stage = home[producer]
+        stage.nodes.append(node)
+        home[node] = stage
+    return [stage for stage in stages if stage.nodes or stage.attention is not None]
+
+
+def _is_attention_buffer(node: fx.Node) -> bool:
+    return node.op == "call_function" and any(
+        is_attention_with_output(user) and user.args[3] is node for user in node.users
+    )
+
+
+class _ParentBuilder:
+    """Builds the parent graph: placeholders, piece calls, attention buffers and attention ops, output."""
+
+    def __init__(self, gm: fx.GraphModule, stages: list[_Stage]) -> None:
+        self.source = gm
+        self.stages = stages
+        self.graph = fx.Graph()
+        self.root = torch.nn.Module()
+        self.env: dict[fx.Node, fx.Node] = {}
+
+    def build(self) -> fx.GraphModule:
+        for node in self.source.graph.nodes:
+            if node.op == "placeholder":
+                self._copy(node, self.graph.placeholder(str(node.target)))
+        for index, stage in enumerate(self.stages):
+            if stage.nodes:
+                self._call_piece(f"{PIECE_PREFIX}{index}", stage)
+            if stage.attention is not None:
+                self._attend(stage.attention)
+        output = next(node for node in self.source.graph.nodes if node.op == "output")
+        self.graph.output(fx.map_arg(output.args[0], self.env.__getitem__))
+        parent = fx.GraphModule(self.root, self.graph)
+        parent.meta.update(self.source.meta)
+        return parent
+
+    def _copy(self, old: fx.Node, new: fx.Node) -> None:
+        new.meta.update(old.meta)
+        self.env[old] = new
+
+    def _call_piece(self, name: str, stage: _Stage) -> None:
+        inputs, outputs = stage.inputs(), stage.outputs()
+        self.root.add_module(name, _piece_module(self.source, stage, inputs, outputs))
+        result = self.graph.call_module(name, tuple(self.env[node] for node in inputs))
+        result.meta["val"] = tuple(node.meta["val"] for node in outputs)
+        for index, node in enumerate(outputs):
+            self._copy(node, self.graph.call_function(operator.getitem, (result, index)))
+
+    def _attend(self, attention: fx.Node) -> None:
+        q, k, v, buffer, layer_name = attention.args
+        shape: list[Any] = list(buffer.args[1])  # type: ignore[union-attr, arg-type]
+        size = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[q], 0))  # type: ignore[index]
+        size.meta["val"] = buffer.meta["val"].shape[0]  # type: ignore[union-attr]
+        new_buffer = self.graph.call_function(torch.ops.aten.new_empty.default, (self.env[q], [size, *shape[1:]]))  # type: ignore[index]
+        self._copy(buffer, new_buffer)  # type: ignore[arg-type]
+        operands = tuple(self.env[node] for node in (q, k, v, buffer))  # type: ignore[index]
+        self._copy(attention, self.graph.call_function(attention.target, (*operands, layer_name)))  # type: ignore[arg-type]
+
+
+def _piece_module(
+    source: fx.GraphModule, stage: _Stage, inputs: list[fx.Node], outputs: list[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta["val"] = node.meta["val"]
+    sizes = _SizeMaker(source, graph, inputs, env)
+    for node in stage.nodes:
+        for arg in node.all_input_nodes:
+            if _is_size(arg):
+                sizes.make(arg)
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in outputs))
+    return fx.GraphModule(source, graph, class_name="Piece")
+
+
+class _SizeMaker:
+    """Makes sizes inside a piece: a bare symbol from a tensor input's shape, an expression by repeating its nodes."""
+
+    def __init__(
+        self, source: fx.GraphModule, graph: fx.Graph, inputs: list[fx.Node], env: dict[fx.Node, fx.Node]
+    ) -> None:
+        self.source, self.graph, self.inputs, self.env = source, graph, inputs, env
+        self.by_expression: dict[Any, fx.Node] = {}
+
+    def make(self, node: fx.Node) -> fx.Node:
+        if node in self.env:
+            return self.env[node]
+        expression = node.meta["val"].node.expr
+        if expression not in self.by_expression:
+            found = self._from_shape(node.meta["val"], expression)
+            if found is None:
+                for arg in node.all_input_nodes:
+                    if _is_size(arg):
+                        self.make(arg)
+                found = self.graph.node_copy(node, self.env.__getitem__)
+            self.by_expression[expression] = found
+        self.env[node] = self.by_expression[expression]
+        return self.env[node]
+
+    def _from_shape(self, val: Any, expression: Any) -> fx.Node | None:
+        for node in self.inputs:
+            for dim, size in enumerate(getattr(node.meta["val"], "shape", ())):
+                if is_symbolic(size) and size.node.expr == expression:
+                    made = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[node], dim))
+                    made.meta["val"] = val
+                    return made
+        return None

@@ -1,0 +1,86 @@
+"""Invariants of the graph after each stage, declared in one table; always on in tests, by a flag in a compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.fx_match import is_attention, is_attention_with_output, is_symbolic
+
+Check = Callable[[fx.GraphModule], Iterator[str]]
+
+
+class GraphInvariantError(AssertionError):
+    """A pass broke an invariant: a bug of the pass, never a user's mistake."""
+
+
+def verify_graph(gm: fx.GraphModule, after: str) -> None:
+    """Checks what must hold after the pass called `after`.
+
+    Raises:
+        GraphInvariantError: naming the pass, the invariant and the node.
+    """
+    gm.graph.lint()
+    problems = [problem for check in (*ALWAYS, *AFTER.get(after, ())) for problem in check(gm)]
+    if problems:
+        raise GraphInvariantError(f"after {after}: " + "; ".join(problems[:5]))
+
+
+def every_node_has_a_value(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module", "placeholder") and "val" not in node.meta:
+            yield f"{node.name} has no meta['val']"
+
+
+def inputs_are_named_tensors(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            if is_symbolic(node.meta["val"]):
+                yield f"input {node.name} is a size"
+            elif not ("weight_name" in node.meta or "input_name" in node.meta):
+                yield f"input {node.name} is neither a weight nor a batch input"
+
+
+def attention_is_lowered(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if is_attention(node):
+            yield f"{node.name} is still a trace-time attention"
+
+
+def only_pieces_and_attention(gm: fx.GraphModule) -> Iterator[str]:
+    """The parent graph after the split: nothing computes but pieces and attention."""
+    allowed = (torch.ops.aten.sym_size.int, torch.ops.aten.new_empty.default)
+    for node in gm.graph.nodes:
+        if node.op == "call_method" or (
+            node.op == "call_function"
+            and node.target not in allowed
+            and getattr(node.target, "__name__", "") != "getitem"
+            and not is_attention_with_output(node)
+        ):
+            yield f"{node.name} ({node.target}) computes outside of a piece"
+
+
+def pieces_are_functions_of_tensors(gm: fx.GraphModule) -> Iterator[str]:
+    for name, piece in gm.named_children():
+        if not isinstance(piece, fx.GraphModule):
+            yield f"{name} is not a graph"
+            continue
+        for node in piece.graph.nodes:
+            if node.op == "get_attr":
+                yield f"{name}.{node.name} reads an attribute"
+            if node.op == "placeholder" and is_symbolic(node.meta["val"]):
+                yield f"{name}.{node.name}: a size crosses a cut"
+            if is_attention(node) or is_attention_with_output(node):
+                yield f"{name}.{node.name}: attention inside a piece"
+
+
+ALWAYS: tuple[Check, ...] = (every_node_has_a_value,)
+AFTER: dict[str, tuple[Check, ...]] = {
+    "canonicalise": (inputs_are_named_tensors,),
+    "pack_projections": (inputs_are_named_tensors,),
+    "lower_attention": (inputs_are_named_tensors, attention_is_lowered),
+    "split_at_attention": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
+    "deduplicate_pieces": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
+}
