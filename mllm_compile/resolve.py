@@ -1,0 +1,366 @@
+"""`auto` becomes a value, once: the config, the model's folder and the device make a ResolvedConfig.
+
+Nothing changes a value after this, and everything below reads this and never an `auto`. Each choice is kept with its
+reason, to be printed. The numbers behind `auto` are the tables at the top.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mllm_compile.config import CudaGraphConfig, DtypeName, EngineConfig, GraphMode, RuntimeConfig
+from mllm_compile.device_info import DeviceInfo
+from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
+from mllm_compile.model_folder import ModelFolder
+from mllm_compile.progress import Reporter
+
+PAGE_SIZE = 16
+# A CPU computes a few hundred tokens a second: more in flight would only make each of them later.
+MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
+MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+# The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
+MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
+# Above these a step is long enough that launching its kernels one by one costs nothing.
+PIECEWISE_TOKENS = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+DECODE_REQUESTS = (1, 2, 4, *range(8, 257, 8))
+
+BackendName = Literal["flashinfer", "torch"]
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+_PIECEWISE_MODES = ("piecewise", "full_and_piecewise")
+_FULL_MODES = ("full", "full_decode_only", "full_and_piecewise")
+
+
+class AutoChoice(NamedTuple):
+    """What one `auto` became, and why."""
+
+    key: str
+    value: str
+    why: str
+
+
+class _Resolved(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ResolvedModel(_Resolved):
+    """`source` is model.path as it was asked for, `folder` the local folder that it was found in."""
+
+    source: str
+    folder: str
+    revision: str | None
+    dtype: DtypeName
+    load_format: Literal["safetensors", "dummy"]
+    trust_remote_code: bool
+
+
+class ResolvedCompile(_Resolved):
+    backend: Literal["inductor", "eager"]
+    disable_passes: tuple[str, ...]
+
+
+class ResolvedCudaGraph(_Resolved):
+    """Sizes ascend; they are empty where the mode captures none of that kind."""
+
+    mode: GraphMode
+    piecewise_tokens: tuple[int, ...]
+    decode_requests: tuple[int, ...]
+
+
+class ResolvedRuntime(_Resolved):
+    """`device` is `cpu` or `cuda:N`."""
+
+    device: str
+    attention_backend: BackendName
+    page_size: int
+    kv_cache_dtype: DtypeName
+    mem_fraction_static: float
+    max_model_len: int
+    max_running_requests: int
+    max_num_batched_tokens: int
+    enable_prefix_cache: bool
+    deterministic: bool
+    seed: int
+
+
+class ResolvedCache(_Resolved):
+    """`dir` is absolute."""
+
+    dir: str
+
+
+class ResolvedConfig(_Resolved):
+    """EngineConfig without any `auto`; `model_dump(mode="json")` and `model_validate` take it to JSON and back."""
+
+    model: ResolvedModel
+    compile: ResolvedCompile
+    cudagraph: ResolvedCudaGraph
+    runtime: ResolvedRuntime
+    cache: ResolvedCache
+    choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
+
+    def report(self, reporter: Reporter) -> None:
+        """Shows what every `auto` became."""
+        if self.choices:
+            reporter.table("auto values", ("key", "value", "why"), self.choices)
+
+
+def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> ResolvedConfig:
+    """Replaces every `auto` and checks what only shows when the parts meet.
+
+    Args:
+        config: what the user asked for.
+        model: the checked folder of config.model.
+        device: `detect_device(config.runtime.device)`.
+
+    Raises:
+        ConfigError: values that contradict each other, the model or the device.
+        CaptureSizeError: a CUDA graph size that no batch can have.
+        DeviceError: the device lacks the attention library.
+    """
+    choices = _Choices()
+    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(model, device))
+    backend = _attention_backend(config.runtime, dtype, device, choices)
+    runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
+    return ResolvedConfig(
+        model=ResolvedModel(
+            source=config.model.path,
+            folder=str(model.path),
+            revision=config.model.revision,
+            dtype=dtype,
+            load_format=choices.settle(
+                "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
+            ),
+            trust_remote_code=config.model.trust_remote_code,
+        ),
+        compile=ResolvedCompile(backend=config.compile.backend, disable_passes=config.compile.disable_passes),
+        cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
+        runtime=runtime,
+        cache=ResolvedCache(
+            dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, _auto_cache_dir)))
+        ),
+        choices=tuple(choices.made),
+    )
+
+
+class _Choices:
+    """Collects what each `auto` became."""
+
+    def __init__(self) -> None:
+        self.made: list[AutoChoice] = []
+
+    def settle(self, key: str, asked: Any, choose: Callable[[], tuple[Any, str]]) -> Any:
+        """`asked`, or when that is auto what `choose() -> (value, why)` says."""
+        if asked != "auto":
+            return asked
+        value, why = choose()
+        self.made.append(AutoChoice(key, _show(value), why))
+        return value
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{value[0]} … {value[-1]} ({len(value)} sizes)" if len(value) > 4 else ", ".join(map(str, value)) or "-"
+    return str(value)
+
+
+def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
+    if not device.is_cuda:
+        return "float32", "a CPU computes it fastest and exactly"
+    dtype = model.checkpoint_dtype()
+    if dtype is None:
+        return "bfloat16", "the checkpoint names no type"
+    if dtype == "float32":
+        return "bfloat16", "the checkpoint's float32 is a training type; set model.dtype: float32 to keep it"
+    return dtype, "the checkpoint's"
+
+
+def _attention_backend(asked: RuntimeConfig, dtype: str, device: DeviceInfo, choices: _Choices) -> BackendName:
+    def choose() -> tuple[str, str]:
+        if not device.is_cuda:
+            return "torch", "a CPU"
+        if dtype == "float32":
+            return "torch", "FlashInfer has no float32 kernels"
+        return "flashinfer", "a GPU"
+
+    backend = choices.settle("runtime.attention_backend", asked.attention_backend, choose)
+    if backend == "flashinfer":
+        _require_flashinfer(dtype, device)
+    return backend
+
+
+def _require_flashinfer(dtype: str, device: DeviceInfo) -> None:
+    if not device.is_cuda:
+        raise ConfigError(
+            "runtime.attention_backend is flashinfer, but the device is a CPU. Set runtime.attention_backend: torch."
+        )
+    if dtype == "float32":
+        raise ConfigError(
+            "runtime.attention_backend is flashinfer, which has no float32 kernels. Set model.dtype: bfloat16, or "
+            "runtime.attention_backend: torch."
+        )
+    if not device.has_flashinfer:
+        raise DeviceError(
+            "FlashInfer is not installed, which serves attention on a GPU. Install the extra: "
+            "pip install 'mllm-compile[cuda]'; or set runtime.attention_backend: torch (much slower)."
+        )
+
+
+def _runtime(
+    asked: RuntimeConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: _Choices
+) -> ResolvedRuntime:
+    kind = "cuda" if device.is_cuda else "cpu"
+    choices.settle("runtime.device", asked.device, lambda: (device.device, device.name))
+    requests, tokens = _batch_limits(asked, kind, choices)
+    return ResolvedRuntime(
+        device=device.device,
+        attention_backend=backend,
+        page_size=choices.settle("runtime.page_size", asked.page_size, lambda: (PAGE_SIZE, "tokens a page")),
+        kv_cache_dtype=_kv_cache_dtype(asked, dtype, choices),
+        mem_fraction_static=asked.mem_fraction_static,
+        max_model_len=_max_model_len(asked, kind, model, choices),
+        max_running_requests=requests,
+        max_num_batched_tokens=tokens,
+        enable_prefix_cache=asked.enable_prefix_cache,
+        deterministic=asked.deterministic,
+        seed=asked.seed,
+    )
+
+
+def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: _Choices) -> DtypeName:
+    kv_dtype = choices.settle("runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's"))
+    if kv_dtype != dtype:
+        raise ConfigError(
+            f"runtime.kv_cache_dtype is {kv_dtype}, the model's dtype {dtype}: a KV cache of another type is not "
+            f"built yet. Set runtime.kv_cache_dtype: auto."
+        )
+    return kv_dtype
+
+
+def _batch_limits(asked: RuntimeConfig, kind: str, choices: _Choices) -> tuple[int, int]:
+    """(max_running_requests, max_num_batched_tokens): every running request needs a token of a step's budget."""
+    if asked.max_num_batched_tokens == "auto":
+        most_requests = MAX_RUNNING_REQUESTS[kind]
+    else:
+        most_requests = min(MAX_RUNNING_REQUESTS[kind], asked.max_num_batched_tokens)
+    requests = choices.settle(
+        "runtime.max_running_requests", asked.max_running_requests, lambda: (most_requests, f"for {kind}")
+    )
+    tokens = choices.settle(
+        "runtime.max_num_batched_tokens",
+        asked.max_num_batched_tokens,
+        lambda: (max(MAX_NUM_BATCHED_TOKENS[kind], requests), f"for {kind}"),
+    )
+    if requests > tokens:
+        raise ConfigError(
+            f"runtime.max_running_requests is {requests}, more than runtime.max_num_batched_tokens {tokens}: each "
+            f"running request takes a token of every step. Raise the second or lower the first."
+        )
+    return requests, tokens
+
+
+def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: _Choices) -> int:
+    limit = model.text_config_value(*_LENGTH_KEYS)
+    if not isinstance(limit, int) or limit < 1:
+        limit = None
+
+    def choose() -> tuple[int, str]:
+        if limit is not None and limit <= MAX_MODEL_LEN[kind]:
+            return limit, "the model's own limit"
+        return MAX_MODEL_LEN[kind], f"for {kind}; the model takes {limit or 'any length'}"
+
+    length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens. Set it to {limit} "
+            f"or less."
+        )
+    return length
+
+
+def _cudagraph(
+    asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, choices: _Choices
+) -> ResolvedCudaGraph:
+    mode = _graph_mode(asked, runtime, device, choices)
+    if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here
+        return ResolvedCudaGraph(mode=mode, piecewise_tokens=(), decode_requests=())
+    return ResolvedCudaGraph(
+        mode=mode,
+        piecewise_tokens=_graph_sizes(
+            "piecewise_tokens",
+            asked.piecewise_tokens,
+            PIECEWISE_TOKENS,
+            ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens),
+            mode if mode in _PIECEWISE_MODES else None,
+            choices,
+        ),
+        decode_requests=_graph_sizes(
+            "decode_requests",
+            asked.decode_requests,
+            # The largest possible batch has a graph of its own size.
+            (*DECODE_REQUESTS, runtime.max_running_requests),
+            ("runtime.max_running_requests", runtime.max_running_requests),
+            mode if mode in _FULL_MODES else None,
+            choices,
+        ),
+    )
+
+
+def _graph_mode(asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, choices: _Choices) -> GraphMode:
+    def choose() -> tuple[str, str]:
+        if not device.is_cuda:
+            return "none", "a CPU has no CUDA graphs"
+        if runtime.attention_backend == "torch":
+            return "piecewise", "the torch attention backend cannot be captured"
+        return "full_and_piecewise", "full for decode steps, piecewise for the rest"
+
+    mode = choices.settle("cudagraph.mode", asked.mode, choose)
+    if mode != "none" and not device.is_cuda:
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but the device is a CPU, which has no CUDA graphs. Set it to auto."
+        )
+    if mode in _FULL_MODES and runtime.attention_backend == "torch":
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but the torch attention backend cannot be captured. Set it to piecewise, or "
+            f"runtime.attention_backend: flashinfer."
+        )
+    return mode
+
+
+def _graph_sizes(
+    key: str,
+    asked: Any,
+    table: Iterable[int],
+    limit: tuple[str, int],
+    mode: str | None,
+    choices: _Choices,
+) -> tuple[int, ...]:
+    """Sizes to capture; `limit` is (its key, the largest batch there can be), `mode` None where none are captured."""
+    limit_key, largest = limit
+    if mode is None:
+        if asked != "auto":
+            raise ConfigError(
+                f"cudagraph.{key} lists sizes, but the mode captures none of that kind. Set cudagraph.mode: "
+                f"full_and_piecewise, or cudagraph.{key}: auto."
+            )
+        return ()
+    usable = tuple(sorted({size for size in table if size <= largest}))
+    sizes = choices.settle(f"cudagraph.{key}", asked, lambda: (usable, f"up to {usable[-1]}"))
+    if sizes[-1] > largest:
+        raise CaptureSizeError(
+            f"cudagraph.{key} holds {sizes[-1]}, but no batch is larger than {limit_key}: {largest}. Remove the size "
+            f"or raise {limit_key}."
+        )
+    return sizes
+
+
+def _auto_cache_dir() -> tuple[str, str]:
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return str(Path(base) / "mllm_compile"), "$XDG_CACHE_HOME"
+    return str(Path.home() / ".cache" / "mllm_compile"), "the user's cache"

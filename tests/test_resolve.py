@@ -1,0 +1,154 @@
+"""What `auto` becomes on a CPU and on a GPU, and what contradicts."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mllm_compile.config import EngineConfig
+from mllm_compile.device_info import DeviceInfo, detect_device
+from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
+from mllm_compile.model_folder import ModelFolder
+from mllm_compile.progress import PlainReporter
+from mllm_compile.resolve import ResolvedConfig, resolve
+
+CPU = DeviceInfo("cpu", "x86_64")
+H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True)
+QWEN = {"dtype": "bfloat16", "max_position_embeddings": 40960}
+
+
+def resolved(device: DeviceInfo = CPU, config_json: dict | None = None, **sections: dict) -> ResolvedConfig:
+    config = EngineConfig.from_dict({"model": {"path": "m"}} | sections)
+    return resolve(config, ModelFolder(Path("/models/m"), QWEN if config_json is None else config_json, ()), device)
+
+
+def test_auto_on_a_cpu_is_float32_torch_and_no_graphs():
+    config = resolved()
+    assert config.model.dtype == config.runtime.kv_cache_dtype == "float32"
+    assert (config.runtime.device, config.runtime.attention_backend) == ("cpu", "torch")
+    assert (config.runtime.page_size, config.runtime.max_model_len) == (16, 8192)
+    assert (config.runtime.max_running_requests, config.runtime.max_num_batched_tokens) == (64, 2048)
+    assert config.cudagraph.model_dump() == {"mode": "none", "piecewise_tokens": (), "decode_requests": ()}
+    assert config.model.load_format == "safetensors"
+
+
+def test_auto_on_a_gpu_is_the_checkpoints_dtype_flashinfer_and_both_kinds_of_graphs():
+    config = resolved(H200)
+    assert config.model.dtype == config.runtime.kv_cache_dtype == "bfloat16"
+    assert (config.runtime.device, config.runtime.attention_backend) == ("cuda:0", "flashinfer")
+    assert config.runtime.max_model_len == 40960
+    assert (config.runtime.max_running_requests, config.runtime.max_num_batched_tokens) == (256, 8192)
+    assert config.cudagraph.mode == "full_and_piecewise"
+    assert config.cudagraph.piecewise_tokens[-1] == 512
+    assert config.cudagraph.decode_requests[-1] == 256
+
+
+def test_no_auto_is_left_and_json_keeps_everything():
+    config = resolved(H200)
+    assert "auto" not in str(config)
+    assert ResolvedConfig.model_validate(config.model_dump(mode="json")) == config.model_copy(update={"choices": ()})
+
+
+def test_what_was_asked_for_is_kept_and_only_the_rest_is_reported():
+    config = resolved(config_json={"n_positions": 1024}, runtime={"page_size": 4, "device": "cpu"}, cache={"dir": "/c"})
+    assert config.runtime.page_size == 4
+    keys = {choice.key for choice in config.choices}
+    assert "runtime.max_model_len" in keys
+    assert not keys & {"runtime.page_size", "runtime.device", "cache.dir"}
+    stream = io.StringIO()
+    config.report(PlainReporter(stream))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "auto values"
+    assert any(line.split()[:2] == ["runtime.max_model_len", "1024"] for line in lines)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_types_are_served_on_a_cpu_when_asked_for(dtype):
+    config = resolved(model={"path": "m", "dtype": dtype})
+    assert config.model.dtype == config.runtime.kv_cache_dtype == dtype
+
+
+def test_a_float32_checkpoint_on_a_gpu_is_served_in_bfloat16_unless_float32_is_asked_for():
+    assert resolved(H200, {"dtype": "float32"}).model.dtype == "bfloat16"
+    config = resolved(H200, model={"path": "m", "dtype": "float32"})
+    assert (config.runtime.attention_backend, config.cudagraph.mode) == ("torch", "piecewise")
+
+
+def test_small_limits_pull_the_other_automatic_ones_along():
+    assert resolved(runtime={"max_num_batched_tokens": 8}).runtime.max_running_requests == 8
+    assert resolved(runtime={"max_running_requests": 4096}).runtime.max_num_batched_tokens == 4096
+    config = resolved(H200, runtime={"max_running_requests": 20, "max_num_batched_tokens": 60})
+    assert config.cudagraph.decode_requests == (1, 2, 4, 8, 16, 20)
+    assert config.cudagraph.piecewise_tokens[-1] == 56
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "error", "said"),
+    [
+        (CPU, {"cudagraph": {"mode": "full"}}, ConfigError, "the device is a CPU"),
+        (CPU, {"runtime": {"attention_backend": "flashinfer"}}, ConfigError, "the device is a CPU"),
+        (CPU, {"runtime": {"kv_cache_dtype": "bfloat16"}}, ConfigError, "not built yet"),
+        (CPU, {"runtime": {"max_model_len": 50000}}, ConfigError, "at most 40960 tokens"),
+        (
+            CPU,
+            {"runtime": {"max_running_requests": 9, "max_num_batched_tokens": 8}},
+            ConfigError,
+            "each running request takes a token",
+        ),
+        (H200, {"cudagraph": {"mode": "none", "decode_requests": [1]}}, ConfigError, "captures none of that kind"),
+        (H200, {"cudagraph": {"mode": "piecewise", "decode_requests": [1]}}, ConfigError, "captures none of that kind"),
+        (H200, {"cudagraph": {"mode": "full", "piecewise_tokens": [1]}}, ConfigError, "captures none of that kind"),
+        (H200, {"cudagraph": {"decode_requests": [1, 300]}}, CaptureSizeError, "holds 300"),
+        (H200, {"cudagraph": {"piecewise_tokens": [9000]}}, CaptureSizeError, "runtime.max_num_batched_tokens: 8192"),
+        (
+            H200,
+            {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "full"}},
+            ConfigError,
+            "cannot be captured",
+        ),
+        (
+            H200,
+            {"model": {"path": "m", "dtype": "float32"}, "runtime": {"attention_backend": "flashinfer"}},
+            ConfigError,
+            "no float32 kernels",
+        ),
+        (DeviceInfo("cuda:0", "GPU"), {}, DeviceError, r"pip install 'mllm-compile\[cuda\]'"),
+    ],
+)
+def test_contradictions_are_refused_with_the_next_step(device, sections, error, said):
+    with pytest.raises(error, match=said):
+        resolved(device, **sections)
+
+
+def test_sizes_for_a_gpu_do_not_hinder_a_cpu():
+    assert resolved(cudagraph={"decode_requests": [1, 2]}).cudagraph.decode_requests == ()
+
+
+def test_the_cache_folder_follows_xdg(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert resolved().cache.dir == "/somewhere/mllm_compile"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert resolved().cache.dir == str(Path.home() / ".cache" / "mllm_compile")
+
+
+def test_the_cpu_is_detected_without_torch():
+    code = "import sys; from mllm_compile.device_info import detect_device as d; import mllm_compile.resolve"
+    code += "; print(d('cpu').device, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cpu", "False", "False"]
+
+
+def test_a_gpu_that_is_not_there_is_a_clear_error():
+    import torch
+
+    if torch.cuda.is_available():
+        with pytest.raises(DeviceError, match=r"runtime\.device is 'cuda:99', but there are"):
+            detect_device("cuda:99")
+    else:
+        assert detect_device("auto").device == "cpu"
+        with pytest.raises(DeviceError, match=r"runtime\.device is 'cuda:1'.*sees no GPU"):
+            detect_device("cuda:1")
