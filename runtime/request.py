@@ -71,10 +71,6 @@ class Request:
         return self.prompt_token_ids + self.output_token_ids
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

@@ -1,0 +1,150 @@
+"""Radix tree over full KV pages: which prefixes of tokens have their KV in which pages.
+
+Owns the pages of its nodes until it evicts them. What a request holds privately, and when KV counts as written, is the
+business of page_tables.py and scheduler.py. Free of torch. One node is one page, so edges never split; matching costs a
+dictionary look-up a page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+Salt = tuple[Hashable, ...]
+
+
+class PageNode:
+    """One cached page: its tokens follow those of its parent. A lock on it is a lock on the whole path to the root."""
+
+    __slots__ = ("children", "key", "locks", "page", "parent")
+
+    def __init__(self, parent: PageNode | None, key: Hashable, page: int) -> None:
+        self.parent = parent  # None for a root
+        self.key = key  # the page's token ids as bytes; the salt for a root
+        self.page = page
+        self.children: dict[Hashable, PageNode] = {}
+        self.locks = 0
+
+
+class RadixCache:
+    """Prefixes by full pages, one tree for each salt, evicted by least recent use.
+
+    Locks are counted along paths, so a locked node's ancestors are locked and every unlocked node's descendants are
+    unlocked: all unlocked pages can be evicted. `_unlocked` is ordered by last use with children before their
+    parents (unlocking walks from the leaf to the root), so its first entry is always a leaf and eviction is O(1).
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._roots: dict[Salt, PageNode] = {}
+        self._unlocked: OrderedDict[PageNode, None] = OrderedDict()
+        self._num_pages = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the cache owns."""
+        return self._num_pages
+
+    @property
+    def evictable_pages(self) -> int:
+        """Those of them that no request holds a lock on."""
+        return len(self._unlocked)
+
+    def match_prefix(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageNode | None, np.ndarray]:
+        """The longest cached prefix of `token_ids` [n] in full pages: its last node (None: no hit) and its pages.
+
+        Takes no lock: lock the node before anything else may evict it.
+        """
+        node = self._roots.get(salt)
+        pages: list[int] = []
+        if node is None:
+            return None, np.empty(0, dtype=np.int32)
+        for key in self._page_keys(token_ids):
+            child = node.children.get(key)
+            if child is None:
+                break
+            node = child
+            pages.append(node.page)
+        return (node if pages else None), np.array(pages, dtype=np.int32)
+
+    def lock(self, node: PageNode | None) -> None:
+        """Keep the path to `node` from eviction until it is unlocked as often."""
+        while node is not None and node.parent is not None:
+            self._lock_one(node)
+            node = node.parent
+
+    def unlock(self, node: PageNode | None) -> None:
+        """Give one lock back; the path counts as used now."""
+        while node is not None and node.parent is not None:
+            if node.locks <= 0:
+                raise RuntimeError(f"internal error: the prefix cache's page {node.page} was unlocked once too often")
+            node.locks -= 1
+            if node.locks == 0:
+                self._unlocked[node] = None
+            node = node.parent
+
+    def extend(
+        self, node: PageNode | None, token_ids: Sequence[int] | np.ndarray, pages: np.ndarray, salt: Salt = ()
+    ) -> tuple[PageNode | None, list[int]]:
+        """Insert full pages below `node` and move the caller's lock from it to the end of the longer path.
+
+        Args:
+            node: the end of a path that the caller has locked; None: the root, no lock.
+            token_ids: [n * page_size], the tokens of the new pages, whose KV is written.
+            pages: [n] int32, owned by the caller.
+
+        Returns:
+            The new end of the locked path, and the pages that stay the caller's, because another request's page with
+            the same prefix is in the tree already. All others belong to the cache now.
+        """
+        at = node if node is not None else self._roots.get(salt)
+        if at is None:
+            at = self._roots[salt] = PageNode(None, salt, 0)
+        duplicates: list[int] = []
+        for key, page in zip(self._page_keys(token_ids), pages.tolist(), strict=True):
+            child = at.children.get(key)
+            if child is None:
+                child = at.children[key] = PageNode(at, key, page)
+                self._num_pages += 1
+                child.locks = 1
+            else:
+                duplicates.append(page)
+                self._lock_one(child)
+            at = child
+        return (at if at.parent is not None else None), duplicates
+
+    def evict(self, count: int) -> np.ndarray:
+        """Drop up to `count` unlocked pages, least recently used first; they, [≤ count] int32, are the caller's now."""
+        evicted = [self._unlocked.popitem(last=False)[0] for _ in range(min(count, len(self._unlocked)))]
+        for node in evicted:
+            self._detach(node)
+        self._num_pages -= len(evicted)
+        return np.array([node.page for node in evicted], dtype=np.int32)
+
+    def flush(self) -> np.ndarray:
+        """Forget every prefix; returns the pages that nobody uses. Locked ones come back by eviction once unlocked."""
+        self._roots = {}
+        return self.evict(len(self._unlocked))
+
+    def _lock_one(self, node: PageNode) -> None:
+        if node.locks == 0:
+            del self._unlocked[node]
+        node.locks += 1
+
+    def _detach(self, node: PageNode) -> None:
+        parent = node.parent
+        if parent is None or node.children:
+            raise RuntimeError(f"internal error: the prefix cache evicts page {node.page}, which is not a leaf")
+        del parent.children[node.key]
+        # An emptied root goes too, or a salt per request would leak; after a flush it is not the salt's root any more.
+        if parent.parent is None and not parent.children and self._roots.get(parent.key) is parent:  # type: ignore[arg-type]
+            del self._roots[parent.key]  # type: ignore[arg-type]
+
+    def _page_keys(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        num_pages = tokens.size // self.page_size
+        data = tokens.tobytes()
+        width = self.page_size * tokens.itemsize
+        return [data[i * width : (i + 1) * width] for i in range(num_pages)]

@@ -1,0 +1,541 @@
+"""Which requests run in the next step, and what becomes of them when its tokens are known.
+
+The policy: decodes first, then chunks of prompts under the token budget, then admissions, most urgent first (priority,
+then arrival). When pages run out the least urgent running request is preempted and later recomputed. The most urgent
+running request always moves, which is why nothing starves.
+
+Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on, save where
+its length ends it, which the host can count. A request found finished while a later step of its is in flight keeps its
+slot and pages until that step's update, and that step's token is dropped. A preempted one gives its pages up at once
+(steps run in order on one stream), keeps its slot until its last step is over, and keeps that step's token.
+
+Read first: request.py, scheduled_batch.py, page_tables.py. Single-threaded; free of torch. R rows of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.page_tables import PageTables
+from mllm_compile.runtime.request import FINISH_REASONS, Request, RequestStatus
+from mllm_compile.runtime.scheduled_batch import ScheduledBatch, UpdateResult
+from mllm_compile.runtime.scheduler_config import SchedulerConfig, SchedulerStats
+
+_URGENCY = attrgetter("urgency")
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+_NO_TOKENS.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DecodeRows:
+    """The constant part of decode-only batches, rebuilt only when the set of decoding requests changes."""
+
+    requests: list[Request]
+    rows: np.ndarray
+    num_new: np.ndarray
+    sample_mask: np.ndarray
+    prompt_logprob_rows: np.ndarray
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> _DecodeRows:
+        count = len(requests)
+        made = cls(
+            requests,
+            np.array([request.slot for request in requests], dtype=np.int32),
+            np.ones(count, dtype=np.int32),
+            np.ones(count, dtype=bool),
+            np.zeros(count, dtype=bool),
+        )
+        for shared in (made.rows, made.num_new, made.sample_mask, made.prompt_logprob_rows):
+            shared.setflags(write=False)
+        return made
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A prefill row of the batch being built."""
+
+    request: Request
+    start: int  # tokens computed before
+    length: int
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix cache and preemption. See the module's header."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        num_rows = config.max_running_requests + 1
+        max_pages = -(-config.max_tokens_per_request // config.page_size)
+        self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size)
+
+        self._requests: dict[str, Request] = {}  # all that are not finished
+        self._waiting: list[Request] = []  # by urgency
+        self._prefilling: list[Request] = []  # by urgency
+        self._decoding: list[Request] = []
+        self._decode_rows: _DecodeRows | None = None  # of _decoding; None: to be made anew
+
+        self._owners: list[Request | None] = [None] * num_rows  # by slot
+        self._free_slots = list(range(num_rows - 1, 0, -1))
+        self._leaving: set[int] = set()  # slots that get no further step and wait for their last one's update
+        self._prefill_ids: list[np.ndarray] = [_NO_TOKENS] * num_rows  # tokens to prefill, by slot
+        # By slot, once all scheduled steps are over: tokens with KV, that number after which no step is left, and the
+        # steps not updated yet.
+        self._computed = np.zeros(num_rows, dtype=np.int32)
+        self._last_computed = np.zeros(num_rows, dtype=np.int32)
+        self._in_flight = np.zeros(num_rows, dtype=np.int32)
+
+        self._next_sequence = 0
+        self._next_step = 0
+        self._next_update = 0
+        # Admission can only succeed anew after pages, slots or cached prefixes changed hands.
+        self._changes = 0
+        self._blocked: tuple[Request, int] | None = None
+        self._prefix_queried_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._preemptions = 0
+        self._recomputed_tokens = 0
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; sets its sequence and max_new_tokens (max_tokens clipped to max_model_len).
+
+        Raises:
+            RequestError: its id is in use, the prompt is empty, or it could never fit.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use; give each live request an id of its own")
+        request.max_new_tokens = self._max_new_tokens(request)
+        request.sequence = self._next_sequence
+        self._next_sequence += 1
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_URGENCY)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with finish_reason 'abort'. False: there is no such live request (it may just have ended)."""
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
+        """End a request from outside, as for a stop string in its text. False: there is no such live request.
+
+        A token of its that is in flight is dropped; slot and pages come back once that step is updated.
+        """
+        if reason not in FINISH_REASONS:
+            raise ValueError(f"finish reason {reason!r}; expected one of {', '.join(FINISH_REASONS)}")
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, reason, stop_reason)
+        return True
+
+    def has_work(self) -> bool:
+        """Requests that are not finished, or finished ones whose last step is still in flight."""
+        return bool(self._requests or self._leaving)
+
+    def flush_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests go on with the pages they hold."""
+        self.pages.flush_cache()
+        self._changes += 1
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=len(self._requests) - len(self._waiting),
+            waiting=len(self._waiting),
+            pages_total=self.config.usable_pages,
+            pages_used=self.pages.held_pages,
+            pages_cached=self.pages.cache.num_pages,
+            prefix_queried_tokens=self._prefix_queried_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            preemptions=self._preemptions,
+            recomputed_tokens=self._recomputed_tokens,
+        )
+
+    def _max_new_tokens(self, request: Request) -> int:
+        config, prompt_len = self.config, len(request.prompt_token_ids)
+        if prompt_len == 0:
+            raise RequestError("the prompt is empty; a request needs at least one token to compute")
+        if prompt_len >= config.max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens, but max_model_len is {config.max_model_len} with the output "
+                "included; shorten the prompt or raise max_model_len"
+            )
+        max_tokens = request.params.max_tokens
+        rest = config.max_tokens_per_request - prompt_len
+        wanted = rest if max_tokens is None else min(max_tokens, config.max_model_len - prompt_len)
+        if wanted > rest or rest < 1:
+            total = prompt_len + max(wanted, 1)
+            raise RequestError(
+                f"a prompt of {prompt_len} tokens with max_tokens {max_tokens} needs "
+                f"{self.pages.pages_for(total - 1)} KV pages of {config.page_size} tokens, but only "
+                f"{config.usable_pages} exist; lower max_tokens or the prompt, or raise mem_fraction_static"
+            )
+        return wanted
+
+    # --- a step is planned --------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan the next step; None when nothing can run now (no work, or an update must come first).
+
+        The batch is to be run before the next one, on one stream, and then handed to update() or fail().
+        """
+        preemptions = self._preemptions
+        decodes = self._plan_decodes()
+        budget = self.config.max_num_batched_tokens - len(decodes.requests)
+        prefix_lens = self._computed[decodes.rows]
+        chunks: list[_Chunk] = []
+        admitted: list[Request] = []
+        if self._prefilling:
+            budget = self._continue_prefills(chunks, budget)
+        if self._waiting and self._free_slots and budget > 0 and preemptions == self._preemptions:
+            admitted = self._admit(chunks, budget)
+        if not decodes.requests and not chunks:
+            self._check_not_stuck()
+            return None
+        self._computed[decodes.rows] += 1
+        return self._build(decodes, prefix_lens, chunks, admitted)
+
+    def _plan_decodes(self) -> _DecodeRows:
+        """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
+        while True:
+            decodes = self._current_decodes()
+            needy = self._computed[decodes.rows] == self.pages.capacity[decodes.rows]
+            num_needy = int(np.count_nonzero(needy))
+            if num_needy == 0 and not self._prefilling:
+                return decodes
+            shortage = num_needy - self.pages.available_pages
+            shortage_with_prefill = shortage + self._first_prefill_need(len(decodes.requests))
+            if shortage_with_prefill <= 0:
+                break
+            victim = self._preemption_victim()
+            if shortage <= 0 and victim is self._prefilling[0]:
+                break  # the prompt itself is the least urgent: it takes what pages the decodes leave
+            if victim is None or shortage_with_prefill <= self._pages_coming_back():
+                decodes = self._sit_out(decodes, needy)
+                needy = self._computed[decodes.rows] == self.pages.capacity[decodes.rows]
+                break
+            self._preempt(victim)
+        self.pages.grow_each(decodes.rows[needy])
+        return decodes
+
+    def _current_decodes(self) -> _DecodeRows:
+        """All requests in decode with steps left: cached until the set changes."""
+        decodes = self._decode_rows
+        if decodes is None:
+            self._decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
+            decodes = self._decode_rows = _DecodeRows.of(self._decoding)
+        done = self._computed[decodes.rows] >= self._last_computed[decodes.rows]
+        if done.any():
+            # Their last token is in flight, or its step is updated without the host having been told to go on.
+            self._leaving.update(decodes.rows[done].tolist())
+            self._decoding = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
+            decodes = self._decode_rows = _DecodeRows.of(self._decoding)
+        return decodes
+
+    def _first_prefill_need(self, num_decodes: int) -> int:
+        """Pages that the most urgent unfinished prompt lacks for its next chunk."""
+        if not self._prefilling:
+            return 0
+        slot = self._prefilling[0].slot
+        computed = int(self._computed[slot])
+        chunk = min(self._prefill_ids[slot].size - computed, self.config.max_num_batched_tokens - num_decodes)
+        return max(0, self.pages.pages_for(computed + chunk) - int(self.pages.num_pages[slot]))
+
+    def _preemption_victim(self) -> Request | None:
+        """The least urgent running request; None when there is but one."""
+        running = self._prefilling + self._decoding
+        return max(running, key=_URGENCY) if len(running) > 1 else None
+
+    def _pages_coming_back(self) -> int:
+        return sum(self.pages.private_pages(slot) for slot in self._leaving)
+
+    def _sit_out(self, decodes: _DecodeRows, needy: np.ndarray) -> _DecodeRows:
+        """Leave out the least urgent of the decodes that need a page, as many as pages lack; theirs come soon."""
+        without_page = sorted(
+            (request for request, needs in zip(decodes.requests, needy.tolist(), strict=True) if needs), key=_URGENCY
+        )[self.pages.available_pages :]
+        out = set(without_page)
+        return _DecodeRows.of([request for request in decodes.requests if request not in out]) if out else decodes
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to the queue; its pages come back at once, but for those worth caching."""
+        slot = request.slot
+        self._preemptions += 1
+        self._recomputed_tokens += int(self._computed[slot])
+        request.num_preemptions += 1
+        self._leave_running(request)
+        self._publish(request)
+        self.pages.release(slot)
+        self._changes += 1
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        insort(self._waiting, request, key=_URGENCY)
+        self._release_or_leave(slot)
+
+    def _continue_prefills(self, chunks: list[_Chunk], budget: int) -> int:
+        """Plan chunks of the prompts begun before. Returns the budget left."""
+        for request in list(self._prefilling):
+            slot = request.slot
+            room = int(self.pages.capacity[slot]) + self.pages.available_pages * self.config.page_size
+            longest = min(budget, room - int(self._computed[slot]))
+            if longest > 0:
+                budget -= self._plan_chunk(chunks, request, longest)
+        return budget
+
+    def _plan_chunk(self, chunks: list[_Chunk], request: Request, longest: int) -> int:
+        """Plan the next ≤ `longest` tokens of a prompt. Returns how many."""
+        slot = request.slot
+        start, target = int(self._computed[slot]), self._prefill_ids[slot].size
+        length = min(target - start, longest)
+        self.pages.grow(slot, self.pages.pages_for(start + length) - int(self.pages.num_pages[slot]))
+        self._computed[slot] = start + length
+        chunks.append(_Chunk(request, start, length))
+        if start + length == target:
+            self._prefilling.remove(request)
+            self._decoding = [*self._decoding, request]
+            self._decode_rows = None
+        return length
+
+    def _admit(self, chunks: list[_Chunk], budget: int) -> list[Request]:
+        """Give slots to waiting requests, strictly in their order, as long as their prompts' pages are there."""
+        admitted: list[Request] = []
+        while self._waiting and self._free_slots and budget > 0:
+            request = self._waiting[0]
+            # A preempted one still in its old slot has a token on the way, which is part of what it must recompute.
+            if request.slot >= 0 or self._blocked == (request, self._changes) or not self._try_admit(request):
+                break
+            budget -= self._plan_chunk(chunks, request, budget)
+            admitted.append(request)
+        return admitted
+
+    def _try_admit(self, request: Request) -> bool:
+        """Move the head of the queue into a slot with its cached prefix; False: too few pages for all of its prompt.
+
+        Room for one more page for each running request is left, or the newcomer would soon be preempted again.
+        """
+        slot = self._free_slots[-1]
+        token_ids = np.array(request.all_token_ids, dtype=np.int64)
+        prefix_pages = 0
+        if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
+            # Never all of it: the logits of the last token are what the request waits for.
+            prefix_pages = self.pages.attach_prefix(slot, token_ids[:-1], request.cache_salt)
+        reserved = sum(
+            self.pages.pages_for(self._prefill_ids[other.slot].size) - int(self.pages.num_pages[other.slot])
+            for other in self._prefilling
+        )
+        headroom = len(self._prefilling) + len(self._decoding)
+        if self.pages.pages_for(token_ids.size) - prefix_pages + reserved + headroom > self.pages.available_pages:
+            self.pages.release(slot)
+            self._blocked = (request, self._changes)
+            return False
+
+        self._waiting.pop(0)
+        self._free_slots.pop()
+        self._owners[slot] = request
+        self._prefill_ids[slot] = token_ids
+        cached = prefix_pages * self.config.page_size
+        self._computed[slot] = cached
+        self._last_computed[slot] = len(request.prompt_token_ids) + request.max_new_tokens - 1
+        self.pages.write_prefix(slot)
+        self._note_admission(request, cached)
+        request.slot = slot
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = cached
+        insort(self._prefilling, request, key=_URGENCY)
+        return True
+
+    def _note_admission(self, request: Request, cached: int) -> None:
+        if request.num_preemptions:
+            self._recomputed_tokens -= cached
+            return
+        request.scheduled_time = time.monotonic()
+        request.num_cached_tokens = cached
+        if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
+            self._prefix_queried_tokens += len(request.prompt_token_ids)
+            self._prefix_hit_tokens += cached
+
+    def _build(
+        self, decodes: _DecodeRows, prefix_lens: np.ndarray, chunks: list[_Chunk], admitted: list[Request]
+    ) -> ScheduledBatch:
+        page_rows, page_positions, page_ids = self.pages.take_writes()
+        requests, rows, num_new = decodes.requests, decodes.rows, decodes.num_new
+        sample_mask, prompt_logprob_rows = decodes.sample_mask, decodes.prompt_logprob_rows
+        prefill_token_ids = _NO_TOKENS
+        if chunks:
+            requests = requests + [chunk.request for chunk in chunks]
+            slots = [chunk.request.slot for chunk in chunks]
+            ends = [chunk.start + chunk.length for chunk in chunks]
+            tokens = [self._prefill_ids[slot] for slot in slots]
+            prefill_token_ids = np.concatenate(
+                [ids[chunk.start : end] for ids, chunk, end in zip(tokens, chunks, ends, strict=True)]
+            )
+            rows = _append(rows, slots)
+            num_new = _append(num_new, [chunk.length for chunk in chunks])
+            prefix_lens = _append(prefix_lens, [chunk.start for chunk in chunks])
+            sample_mask = _append(sample_mask, [end == ids.size for ids, end in zip(tokens, ends, strict=True)])
+            prompt_logprob_rows = _append(prompt_logprob_rows, [c.request.needs_prompt_logprobs for c in chunks])
+        self._in_flight[rows] += 1
+        step_id = self._next_step
+        self._next_step += 1
+        return ScheduledBatch(
+            step_id=step_id,
+            requests=requests,
+            rows=rows,
+            num_new=num_new,
+            prefix_lens=prefix_lens,
+            num_decodes=len(decodes.requests),
+            num_tokens=len(decodes.requests) + prefill_token_ids.size,
+            page_rows=page_rows,
+            page_positions=page_positions,
+            page_ids=page_ids,
+            prefill_token_ids=prefill_token_ids,
+            sample_mask=sample_mask,
+            prompt_logprob_rows=prompt_logprob_rows,
+            admitted=admitted,
+        )
+
+    def _check_not_stuck(self) -> None:
+        if self._requests and self._next_update == self._next_step:
+            raise RuntimeError(
+                f"internal error: {len(self._requests)} requests, but no step in flight and none can be planned; "
+                f"{self.stats()}"
+            )
+
+    # --- a step is over -----------------------------------------------------------------------------------------------
+
+    def update(self, batch: ScheduledBatch, token_ids: np.ndarray) -> UpdateResult:
+        """Take the sampled tokens of a batch, in the order of the batches.
+
+        Args:
+            token_ids: [R] integers; entries of rows that are not sampled are ignored.
+
+        Raises:
+            RuntimeError: a batch out of order, or a wrong number of tokens.
+        """
+        self._step_over(batch)
+        if token_ids.shape != (batch.num_requests,):
+            raise RuntimeError(
+                f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
+            )
+        accepted: list[int] = []
+        ended: list[tuple[Request, int]] = []
+        now = time.monotonic()
+        columns = zip(
+            batch.requests, token_ids.tolist(), batch.seq_lens.tolist(), batch.sample_mask.tolist(), strict=True
+        )
+        for row, (request, token, num_written, sampled) in enumerate(columns):
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens = num_written
+            if not sampled:
+                continue
+            accepted.append(row)
+            output = request.output_token_ids
+            output.append(token)
+            request.last_token_time = now
+            if len(output) == 1:
+                request.first_token_time = now
+            if token in request.stop_ids or len(output) >= request.max_new_tokens:
+                ended.append((request, token))
+        finished = [request for request, token in ended if self._end_if_due(request, token)]
+        for request in batch.requests[batch.num_decodes :]:
+            if request.status is RequestStatus.RUNNING:
+                self._publish(request)
+        self._release_idle()
+        return UpdateResult(accepted=accepted, finished=finished)
+
+    def fail(self, batch: ScheduledBatch) -> list[Request]:
+        """A step was lost: end its running requests with 'abort'; what it wrote is trusted by nobody.
+
+        To be called in the order of the batches, like update. Returns the requests that it ended.
+        """
+        self._step_over(batch)
+        ended = [request for request in batch.requests if request.status is RequestStatus.RUNNING]
+        for request in ended:
+            self._end(request, "abort", None)
+        self._release_idle()
+        return ended
+
+    def _step_over(self, batch: ScheduledBatch) -> None:
+        if batch.step_id != self._next_update:
+            raise RuntimeError(
+                f"internal error: step {batch.step_id} was updated, but step {self._next_update} is the next one due"
+            )
+        self._next_update += 1
+        self._in_flight[batch.rows] -= 1
+
+    def _end_if_due(self, request: Request, token: int) -> bool:
+        """Whether the newest token ends the request; a stop token counts only from min_tokens on."""
+        count = len(request.output_token_ids)
+        if token in request.stop_ids and count >= request.params.min_tokens:
+            is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+            self._end(request, "stop", None if is_eos else token)
+        elif count >= request.max_new_tokens:
+            self._end(request, "length", None)
+        else:
+            return False
+        return True
+
+    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
+        if request.status is RequestStatus.WAITING:
+            self._waiting.pop(bisect_left(self._waiting, request.urgency, key=_URGENCY))
+        else:
+            self._leave_running(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        del self._requests[request.request_id]
+        if request.slot >= 0:
+            self._release_or_leave(request.slot)
+
+    def _leave_running(self, request: Request) -> None:
+        """Take a running request off the lists that schedule() works on; those in decode are filtered out there."""
+        if self._prefilling and request in self._prefilling:
+            self._prefilling.remove(request)
+        else:
+            self._decode_rows = None
+
+    def _release_or_leave(self, slot: int) -> None:
+        if self._in_flight[slot]:
+            self._leaving.add(slot)
+        else:
+            self._release(slot)
+
+    def _release_idle(self) -> None:
+        """Release the slots whose last step is over."""
+        if self._leaving:
+            for slot in [slot for slot in self._leaving if not self._in_flight[slot]]:
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        """Take a slot back with whatever pages it still holds; its request is finished or preempted."""
+        request = self._owners[slot]
+        if request is None:
+            raise RuntimeError(f"internal error: slot {slot} was released twice")
+        if request.status is RequestStatus.FINISHED:
+            self._publish(request)
+            self.pages.release(slot)
+        request.slot = -1
+        self._owners[slot] = None
+        self._prefill_ids[slot] = _NO_TOKENS
+        self._leaving.discard(slot)
+        self._free_slots.append(slot)
+        self._changes += 1
+
+    def _publish(self, request: Request) -> None:
+        """Put the request's written full pages into the prefix cache."""
+        if self.config.enable_prefix_cache:
+            token_ids = request.all_token_ids
+            self.pages.publish(request.slot, token_ids, request.num_computed_tokens, request.cache_salt)
+            self._changes += 1
+
+
+def _append(array: np.ndarray, values: list) -> np.ndarray:
+    return np.concatenate([array, np.array(values, dtype=array.dtype)])

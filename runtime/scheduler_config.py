@@ -1,0 +1,67 @@
+"""What the scheduler is told once (SchedulerConfig) and what it tells at any time (SchedulerStats). Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mllm_compile.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler.
+
+    Raises:
+        ConfigError: values that cannot work together.
+    """
+
+    max_running_requests: int
+    """Requests that hold a slot at once: rows 1 … max_running_requests of ReqToTokenPool, whose row 0 is the dummy."""
+    max_num_batched_tokens: int
+    """Tokens of one step; a prompt is cut into chunks by what the decodes leave of it. At least max_running_requests,
+    so that every decode fits and a prompt, which holds one of the slots, always has a token left."""
+    max_model_len: int
+    """Longest prompt and output together, in tokens."""
+    page_size: int
+    """Tokens of a KV page."""
+    num_pages: int
+    """Pages of the KV pool with the dummy page 0, which is never handed out."""
+    enable_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        least = {"max_model_len": 2, "num_pages": 2}
+        for field in fields(self):
+            value, minimum = getattr(self, field.name), least.get(field.name, 1)
+            if field.name != "enable_prefix_cache" and value < minimum:
+                raise ConfigError(f"{field.name} is {value}; expected at least {minimum}")
+        if self.max_num_batched_tokens < self.max_running_requests:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_running_requests "
+                f"{self.max_running_requests}: a step could not hold one token of each running request. "
+                "Raise max_num_batched_tokens or lower max_running_requests."
+            )
+
+    @property
+    def usable_pages(self) -> int:
+        """All pages but the dummy."""
+        return self.num_pages - 1
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Longest prompt and output that one request can have alone; the last sampled token needs no KV."""
+        return min(self.max_model_len, self.usable_pages * self.page_size + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerStats:
+    """Figures at one moment; the last four count from the start."""
+
+    running: int
+    waiting: int
+    pages_total: int
+    pages_used: int  # held by requests, shared ones counted once
+    pages_cached: int  # owned by the prefix cache, in use or not
+    prefix_queried_tokens: int  # prompt tokens of admitted requests that asked the prefix cache
+    prefix_hit_tokens: int  # those of them that came out of it
+    preemptions: int
+    recomputed_tokens: int  # tokens whose KV was lost to preemptions and not found in the prefix cache again
