@@ -1,16 +1,20 @@
 """One step's batch, as every layer below the scheduler sees it.
 
-Shape legend: T tokens of the step (num_tokens), R requests (batch_size). In MIXED the extend_* fields cover all R rows,
-decodes first, each of length 1. Built by ModelRunner.prepare_forward_batch_*; read by the attention metadata builder.
+Shape legend: T tokens of the step (num_tokens), R requests (batch_size), S rows of logits. In MIXED the extend_* fields
+cover all R rows, decodes first, each of length 1. Built by ModelRunner.prepare_forward_batch_*; read by the attention
+metadata builder.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.attention.base import AttentionBackend
@@ -65,6 +69,7 @@ class ForwardBatch:
     extend_start_loc: torch.Tensor | None = None  # [R] int32: first row of each request in [T]
     extend_prefix_lens_cpu: torch.Tensor | None = None  # [R] int32
     extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
+    logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
     req_to_token_pool: ReqToTokenPool | None = None
@@ -75,3 +80,8 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]
+
+    @cached_property
+    def common(self) -> CommonAttentionMetadata:
+        """What the attention of every layer needs to know of this batch; made once."""
+        return CommonAttentionMetadata.from_batch(self)

@@ -1,0 +1,214 @@
+"""From a ForwardBatch to what attention reads: one builder makes `attn_metadata[layer]`, shared by all layers.
+
+What all backends need of a batch is CommonAttentionMetadata, on the host wherever planning is done there. Plans of a
+particular kernel library stay in its backend.
+
+Shape legend: T tokens, R requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.forward_batch import ForwardBatch
+    from mllm_compile.runtime.runner_config import RunnerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonAttentionMetadata:
+    """One batch, shared by its layers. Names ending in _cpu are on the host and never cost a wait for the device."""
+
+    batch: ForwardBatch
+    query_start_loc_cpu: torch.Tensor  # [R + 1] int32: rows of request i are [i] … [i + 1] in [T]
+    seq_lens: torch.Tensor  # [R] int32
+    seq_lens_cpu: torch.Tensor  # [R] int32
+    num_computed_tokens_cpu: torch.Tensor  # [R] int32: what was in the cache before this step
+    num_reqs: int
+    num_actual_tokens: int  # without padding
+    max_query_len: int
+    block_table: torch.Tensor  # [rows, max_context_len] int32: slot of each position; row i is req_pool_indices[i]
+    slot_mapping: torch.Tensor  # [T] int64
+
+    @cached_property
+    def query_start_loc(self) -> torch.Tensor:
+        """query_start_loc_cpu on the device; uploaded when first asked for."""
+        return self.query_start_loc_cpu.to(self.seq_lens.device, non_blocking=True)
+
+    @classmethod
+    def from_batch(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
+        """Derive it from the batch's host copies.
+
+        Raises:
+            RuntimeError: the batch lacks its host copies or its pools.
+        """
+        if batch.seq_lens_cpu is None or batch.req_to_token_pool is None:
+            raise RuntimeError("attention needs seq_lens_cpu and req_to_token_pool: use ModelRunner.prepare_forward_*")
+        seq_lens = batch.seq_lens_cpu.numpy()
+        if batch.forward_mode.is_extend():
+            if batch.extend_seq_lens_cpu is None:
+                raise RuntimeError("EXTEND and MIXED need extend_seq_lens_cpu: use prepare_forward_batch_extend")
+            query_lens = batch.extend_seq_lens_cpu.numpy()
+        else:
+            query_lens = np.ones_like(seq_lens)
+        starts = np.zeros(batch.batch_size + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        return cls(
+            batch=batch,
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            num_computed_tokens_cpu=torch.from_numpy(seq_lens - query_lens),
+            num_reqs=batch.batch_size,
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(query_lens.max(initial=0)),
+            block_table=batch.req_to_token_pool.req_to_token,
+            slot_mapping=batch.out_cache_loc,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """`attn_metadata[layer]`: what the attention op reads."""
+
+    batch: ForwardBatch
+    num_actual_tokens: int
+    num_decodes: int  # the first rows: one new token each
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """The layers that share one page table."""
+
+    layers: tuple[AttentionLayer, ...]
+    page_size: int
+
+
+class AttentionMetadataBuilder:
+    """Makes the metadata of a batch for the layers of one KVCacheSpec."""
+
+    def __init__(self, kv_cache_spec: KVCacheSpec, config: RunnerConfig, device: torch.device) -> None:
+        self.kv_cache_spec = kv_cache_spec
+        self.config = config
+        self.device = device
+        self._names = [layer.name for layer in kv_cache_spec.layers]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> dict[str, AttentionMetadata]:
+        """Layer name → metadata, the same object for every layer.
+
+        Args:
+            common_prefix_len: tokens that all requests share; no backend here makes use of it, so it must be 0.
+            fast_build: the caller will use the metadata once; there is no slower build that would pay off later.
+
+        Raises:
+            ValueError: common_prefix_len is not 0.
+        """
+        if common_prefix_len:
+            raise ValueError(f"common_prefix_len must be 0: no cascade attention here, got {common_prefix_len}")
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split_decodes_and_prefills(
+            common_attn_metadata
+        )
+        metadata = AttentionMetadata(
+            batch=common_attn_metadata.batch,
+            num_actual_tokens=common_attn_metadata.num_actual_tokens,
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            max_query_len=common_attn_metadata.max_query_len,
+        )
+        return dict.fromkeys(self._names, metadata)
+
+
+def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:
+    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch with its decodes first.
+
+    The leading requests of at most `decode_threshold` new tokens are decodes. A short one behind a longer one (the end
+    of a prompt, say) counts as a prefill, which computes the same.
+    """
+    if common.max_query_len <= decode_threshold:
+        return common.num_reqs, 0, common.num_actual_tokens, 0
+    starts = common.query_start_loc_cpu.numpy()
+    num_decodes = int(np.argmax(np.diff(starts) > decode_threshold))
+    num_decode_tokens = int(starts[num_decodes])
+    return (
+        num_decodes,
+        common.num_reqs - num_decodes,
+        num_decode_tokens,
+        common.num_actual_tokens - num_decode_tokens,
+    )
+
+
+class ReorderableBatch(Protocol):
+    """A persistent batch whose rows can be exchanged."""
+
+    req_ids: Sequence[str]
+
+    def swap_states(self, i: int, j: int) -> None: ...
+
+
+class ScheduledTokens(Protocol):
+    """How many new tokens each request of the step brings."""
+
+    num_scheduled_tokens: Mapping[str, int]
+
+
+def reorder_batch_to_split_decodes_and_prefills(
+    input_batch: ReorderableBatch, scheduler_output: ScheduledTokens, decode_threshold: int = 1
+) -> bool:
+    """Swap rows of `input_batch` until requests of at most `decode_threshold` new tokens come first.
+
+    As few swaps as possible: only decodes that lie behind the border change places with prefills before it.
+
+    Returns:
+        Whether anything moved.
+    """
+    is_decode = [scheduler_output.num_scheduled_tokens[req] <= decode_threshold for req in input_batch.req_ids]
+    num_decodes = sum(is_decode)
+    misplaced_prefills = [i for i in range(num_decodes) if not is_decode[i]]
+    misplaced_decodes = [i for i in range(num_decodes, len(is_decode)) if is_decode[i]]
+    for prefill, decode in zip(misplaced_prefills, misplaced_decodes, strict=True):
+        input_batch.swap_states(prefill, decode)
+    return bool(misplaced_prefills)
+
+
+def get_per_layer_parameters(layers: Iterable[AttentionLayer]) -> dict[str, PerLayerParameters]:
+    """Layer name → what may differ between layers."""
+    return {layer.name: layer.params for layer in layers}
+
+
+def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
+    """The parameters that all layers of one plan group agree on.
+
+    Raises:
+        UnsupportedModelError: two of them differ; the message names them.
+    """
+    names = iter(per_layer_params)
+    first = next(names)
+    for name in names:
+        if per_layer_params[name] != per_layer_params[first]:
+            raise UnsupportedModelError(
+                f"attention layers of one plan must agree in window, soft cap and scale, but {first} has "
+                f"{per_layer_params[first]} and {name} has {per_layer_params[name]}"
+            )
+    return per_layer_params[first]
+
+
+def get_kv_cache_layout() -> str:
+    """NHD: a page is [page_size, heads, head_dim], as KVPool allocates it."""
+    return "NHD"

@@ -1,0 +1,192 @@
+"""Attention in plain torch over the paged cache: the CPU's backend, and on CUDA the reference for the others.
+
+Decodes of a batch run together, padded to the longest of them; prefills run one request after another, in blocks of
+queries so that no score matrix grows with the square of a prompt. Slow beside a real kernel, right everywhere.
+
+Shape legend: R requests, T new tokens of one request, L keys that are looked at, H query heads, Hk kv heads,
+G = H / Hk, D head dim, Dv value head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer
+from mllm_compile.runtime.attention.metadata import split_decodes_and_prefills
+from mllm_compile.runtime.forward_batch import ForwardBatch
+
+# Bounds on what is gathered or scored at once: 64 Ki keys of 8 heads of 128 floats are 256 MiB, for K and for V.
+MAX_GATHERED_KEYS = 1 << 16
+QUERY_BLOCK = 512
+
+
+@dataclass
+class _Plan:
+    """One batch: host numbers, and the page table rows of its decodes by how far back they look."""
+
+    num_decodes: int
+    query_start: list[int]  # [R + 1]
+    seq_lens: list[int]  # [R]
+    # (window_left, Hk) → what _decode_view returns
+    decode_views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class TorchAttnBackend(AttentionBackend):
+    """See the module's header. Stateless but for the plan of the current batch."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        common = batch.common
+        num_decodes, *_ = split_decodes_and_prefills(common)
+        self._plan = _Plan(num_decodes, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.forward_extend(q, k, v, layer, batch, save_kv_cache, out)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plan = self._plan
+        if plan is None or batch.token_to_kv_pool is None:
+            raise RuntimeError("call init_forward_metadata with a batch that has its pools before forward")
+        if save_kv_cache:
+            batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
+        if out is None:
+            out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
+        if plan.num_decodes:
+            self._decode(q[: plan.num_decodes], layer, batch, out[: plan.num_decodes])
+        for i in range(plan.num_decodes, len(plan.seq_lens)):
+            rows = slice(plan.query_start[i], plan.query_start[i + 1])
+            self._prefill(q[rows], layer, batch, i, out[rows])
+        return out
+
+    def _decode_view(self, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows [R, Hk, L] of the KV buffers seen as [slots * Hk, D], visible [R, L]) for the last L positions of each
+        decode; made once per batch, window and Hk."""
+        plan, num_kv_heads, window_left = self._plan, layer.num_kv_heads, layer.params.window_left
+        key = (window_left, num_kv_heads)
+        if key not in plan.decode_views:
+            num_keys = max(plan.seq_lens[: plan.num_decodes])
+            if window_left >= 0:
+                num_keys = min(num_keys, window_left + 1)
+            requests = batch.req_pool_indices[: plan.num_decodes, None]
+            seq_lens = batch.seq_lens[: plan.num_decodes, None].long()
+            positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=0)
+            visible = positions < seq_lens
+            # A position past the end may lie beyond the table; what is read in its place is masked out.
+            slots = batch.common.block_table[requests, torch.where(visible, positions, 0)].long()
+            heads = torch.arange(num_kv_heads, device=requests.device)[:, None]
+            plan.decode_views[key] = (slots[:, None, :] * num_kv_heads + heads, visible)
+        return plan.decode_views[key]
+
+    def _decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """q [R, H, D] → out [R, H, Dv]: the last position of each request."""
+        rows, visible = self._decode_view(layer, batch)
+        k_rows, v_rows = (buffer.flatten(0, 1) for buffer in batch.token_to_kv_pool.get_kv_buffer(layer.layer_id))
+        step = max(1, MAX_GATHERED_KEYS // rows.shape[2])
+        for start in range(0, q.shape[0], step):
+            part = slice(start, start + step)
+            # Gathered head by head, so that the products below find each head's keys side by side: 5 times as fast.
+            keys = k_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)  # [R, Hk, L, D]
+            values = v_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)
+            grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
+            mask = visible[part, None, None, :]
+            out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer)).flatten(1, 2)
+
+    def _prefill(
+        self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, request: int, out: torch.Tensor
+    ) -> None:
+        """q [T, H, D] → out [T, H, Dv]: the last T positions of one request."""
+        seq_len = self._plan.seq_lens[request]
+        prefix_len = seq_len - q.shape[0]
+        slots = batch.common.block_table[batch.req_pool_indices[request], :seq_len].long()
+        k_buf, v_buf = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        for start in range(0, q.shape[0], QUERY_BLOCK):
+            block = q[start : start + QUERY_BLOCK]
+            last_key = prefix_len + start + block.shape[0]
+            first_key = 0
+            if layer.params.window_left >= 0:
+                first_key = max(0, prefix_len + start - layer.params.window_left)
+            seen = slots[first_key:last_key]
+            out[start : start + QUERY_BLOCK] = _attend_block(
+                block, k_buf.index_select(0, seen), v_buf.index_select(0, seen), prefix_len + start - first_key, layer
+            )
+
+
+def _grouped_sinks(layer: AttentionLayer) -> torch.Tensor | None:
+    """[Hk, G, 1] sink logits, or None."""
+    return None if layer.sinks is None else layer.sinks.reshape(layer.num_kv_heads, -1, 1)
+
+
+def _attend_block(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_query: int, layer: AttentionLayer
+) -> torch.Tensor:
+    """q [T, H, D] at positions first_query… of keys [L, Hk, D], values [L, Hk, Dv] → [T, H, Dv], causal."""
+    params = layer.params
+    positions = torch.arange(keys.shape[0], device=q.device)
+    distance = positions[first_query : first_query + q.shape[0], None] - positions
+    mask = distance >= 0
+    if params.window_left >= 0:
+        mask &= distance <= params.window_left
+    q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
+    if params.logits_soft_cap == 0 and layer.sinks is None:
+        return F.scaled_dot_product_attention(
+            q[None],
+            keys[None].to(q.dtype),
+            values[None].to(q.dtype),
+            attn_mask=mask,
+            scale=params.sm_scale,
+            enable_gqa=layer.num_heads != layer.num_kv_heads,
+        )[0].transpose(0, 1)
+    group = layer.num_heads // layer.num_kv_heads
+    # The G heads of a kv head become G * T queries of it: one product a kv head, and no copy of the keys.
+    folded = q.unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)  # [Hk, G * T, D]
+    sinks = _grouped_sinks(layer)
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(q.shape[1], dim=1)  # [Hk, G * T, 1]
+    folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks)
+    return folded.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    layer: AttentionLayer,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with the scores in the open: q [.., N, D], keys [.., L, D], values [.., L, Dv] → [.., N, Dv].
+
+    Computed in float32 whatever the inputs are. `sinks` [.., N, 1] take part in the softmax and carry no value.
+    """
+    logits = (q.float() @ keys.float().transpose(-1, -2)) * layer.params.sm_scale
+    cap = layer.params.logits_soft_cap
+    if cap > 0:
+        logits = cap * torch.tanh(logits / cap)
+    logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.float().expand(*logits.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(q.dtype)

@@ -1,0 +1,64 @@
+"""The ops of a compiled program that read the forward context: schemas, fakes and implementations.
+
+Registered with torch.library's define/impl: calling a `torch.library.custom_op` would import Dynamo and Inductor.
+The op that stands for attention while a model is traced is in trace_ops.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mllm_compile.runtime.forward_context import get_forward_context
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+
+
+# mllm::attention_with_output ------------------------------------------------------------------------------------------
+#
+# Reads from the forward context: the layer (no_compile_layers), the batch and its backend (attn_metadata), where to
+# write the new keys and values (slot_mapping).
+_LIBRARY.define(
+    "attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer_name) -> ()",
+)
+
+
+def attention_with_output(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_name: str
+) -> None:
+    """Write k and v into the cache and attend: causal over each request's prefix and new tokens.
+
+    Rows past the batch's tokens are padding: they are neither written to the cache nor computed, and `out` keeps what
+    it had there.
+
+    Args:
+        q: [T, H, D]; k: [T, Hk, D]; v: [T, Hk, Dv]; T may be padded.
+        out: [T, H, Dv], written.
+        layer_name: key into the forward context.
+
+    Raises:
+        RuntimeError: no forward context is set, or it does not know the layer.
+    """
+    context = get_forward_context()
+    metadata = context.attn_metadata.get(layer_name)
+    if metadata is None:
+        raise RuntimeError(
+            f"the forward context has no metadata for attention layer {layer_name!r}, only for "
+            f"{', '.join(context.attn_metadata) or 'none'}"
+        )
+    batch = metadata.batch
+    layer = context.no_compile_layers[layer_name]
+    num_tokens = metadata.num_actual_tokens
+    if num_tokens != q.shape[0]:
+        q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
+    batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, context.slot_mapping[layer_name][:num_tokens], k, v)
+    batch.attn_backend.forward(q, k, v, layer, batch, save_kv_cache=False, out=out)
+
+
+def _attention_with_output_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_name: str
+) -> None:
+    return None
+
+
+_LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::attention_with_output", _attention_with_output_fake, lib=_LIBRARY)

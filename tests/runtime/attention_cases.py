@@ -1,0 +1,166 @@
+"""Random batches over random page tables, and the attention they must get, computed the plainest way there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+
+
+def make_layer(
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    window_left: int = -1,
+    soft_cap: float = 0.0,
+    sm_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    layer_id: int = 0,
+) -> AttentionLayer:
+    return AttentionLayer(
+        name=f"layer{layer_id}",
+        layer_id=layer_id,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim or head_dim,
+        params=PerLayerParameters(window_left, soft_cap, head_dim**-0.5 if sm_scale is None else sm_scale),
+        sinks=sinks,
+    )
+
+
+@dataclass
+class AttentionCase:
+    """A batch whose prefix keys and values are in the pages already, its q, k, v and the expected output."""
+
+    batch: ForwardBatch
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    expected: torch.Tensor  # [T, H, Dv] float32
+
+
+def make_case(
+    layer: AttentionLayer,
+    prefix_lens: Sequence[int],
+    new_lens: Sequence[int],
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> AttentionCase:
+    """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order.
+
+    The mode follows from the lengths: DECODE if all new lengths are 1, MIXED if the first is, else EXTEND.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    seq_lens = [p + n for p, n in zip(prefix_lens, new_lens, strict=True)]
+    pages_of = [-(-length // page_size) for length in seq_lens]
+    max_context_len = max(pages_of) * page_size
+    table = ReqToTokenPool(len(seq_lens), max_context_len, device)
+    pool_spec = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim)]
+    kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, dtype, device)
+    page_ids = torch.randperm(sum(pages_of), generator=generator) + 1
+    # What lies in pages that are not looked at must not matter, whatever it is.
+    for buffer in kv_pool.get_pages(0):
+        buffer.fill_(1e4)
+
+    rows = [table.alloc() for _ in seq_lens]
+    table.write_pages(
+        torch.tensor(np.repeat(rows, pages_of), device=device),
+        torch.tensor(np.concatenate([np.arange(n) for n in pages_of]), device=device),
+        page_ids.to(device),
+        page_size,
+    )
+    all_k = [random(n, layer.num_kv_heads, layer.head_dim) for n in seq_lens]
+    all_v = [random(n, layer.num_kv_heads, layer.v_head_dim) for n in seq_lens]
+    queries = [random(n, layer.num_heads, layer.head_dim) for n in new_lens]
+    new_slots = []
+    for row, prefix, length, k, v in zip(rows, prefix_lens, seq_lens, all_k, all_v, strict=True):
+        slots = table.req_to_token[row, :length].long()
+        kv_pool.set_kv_buffer(0, slots[:prefix], k[:prefix], v[:prefix])
+        new_slots.append(slots[prefix:])
+
+    batch = make_batch(rows, prefix_lens, new_lens, torch.cat(new_slots), table, kv_pool, device)
+    expected = [naive_attention(q, k, v, layer) for q, k, v in zip(queries, all_k, all_v, strict=True)]
+    return AttentionCase(
+        batch=batch,
+        q=torch.cat(queries),
+        k=torch.cat([k[p:] for k, p in zip(all_k, prefix_lens, strict=True)]),
+        v=torch.cat([v[p:] for v, p in zip(all_v, prefix_lens, strict=True)]),
+        expected=torch.cat(expected),
+    )
+
+
+def make_batch(
+    rows: Sequence[int],
+    prefix_lens: Sequence[int],
+    new_lens: Sequence[int],
+    out_cache_loc: torch.Tensor,
+    table: ReqToTokenPool,
+    kv_pool: KVPool,
+    device: str,
+) -> ForwardBatch:
+    """A ForwardBatch by hand; its ids are zeros, which attention does not look at."""
+    if all(n == 1 for n in new_lens):
+        mode = ForwardMode.DECODE
+    else:
+        mode = ForwardMode.MIXED if new_lens[0] == 1 else ForwardMode.EXTEND
+    prefix, new = np.array(prefix_lens, np.int32), np.array(new_lens, np.int32)
+    num_tokens = int(new.sum())
+    positions = np.concatenate([np.arange(p, p + n) for p, n in zip(prefix_lens, new_lens, strict=True)])
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=len(rows),
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        req_pool_indices=torch.tensor(rows, dtype=torch.int64, device=device),
+        seq_lens=torch.from_numpy(prefix + new).to(device),
+        seq_lens_cpu=torch.from_numpy(prefix + new),
+        out_cache_loc=out_cache_loc,
+        seq_lens_sum=int((prefix + new).sum()),
+        positions=torch.from_numpy(positions).to(device),
+        req_to_token_pool=table,
+        token_to_kv_pool=kv_pool,
+    )
+    if mode.is_extend():
+        batch.extend_num_tokens = num_tokens
+        batch.extend_seq_lens_cpu = torch.from_numpy(new)
+        batch.extend_prefix_lens_cpu = torch.from_numpy(prefix)
+        batch.extend_seq_lens = batch.extend_seq_lens_cpu.to(device)
+        batch.extend_prefix_lens = batch.extend_prefix_lens_cpu.to(device)
+        batch.extend_start_loc = torch.from_numpy(np.cumsum(new, dtype=np.int32) - new).to(device)
+    return batch
+
+
+def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    """One request, one query and one head at a time, in float64: q are the last positions of k, v."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = layer.num_heads // layer.num_kv_heads
+    first = k.shape[0] - q.shape[0]
+    out = torch.zeros(q.shape[0], layer.num_heads, layer.v_head_dim, dtype=torch.float64, device=q.device)
+    for i in range(q.shape[0]):
+        position = first + i
+        window = layer.params.window_left
+        start = max(0, position - window) if window >= 0 else 0
+        for head in range(layer.num_heads):
+            keys, values = (x[start : position + 1, head // group] for x in (k, v))
+            logits = keys @ q[i, head] * layer.params.sm_scale
+            if layer.params.logits_soft_cap:
+                logits = layer.params.logits_soft_cap * torch.tanh(logits / layer.params.logits_soft_cap)
+            exps = torch.exp(logits)
+            total = exps.sum()
+            if layer.sinks is not None:
+                total = total + torch.exp(layer.sinks[head].double())
+            out[i, head] = (exps / total) @ values
+    return out.float()

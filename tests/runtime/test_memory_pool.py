@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+
+
+def test_rows_are_handed_out_once_and_row_0_never():
+    pool = ReqToTokenPool(3, 8, "cpu")
+    rows = [pool.alloc() for _ in range(3)]
+    assert sorted(rows) == [1, 2, 3]
+    assert pool.alloc() is None
+    pool.free(2)
+    assert pool.available_rows == 1
+    assert pool.alloc() == 2
+
+
+@pytest.mark.parametrize("row", [0, 4, 1])
+def test_freeing_a_row_that_was_not_handed_out_is_an_error(row):
+    pool = ReqToTokenPool(3, 8, "cpu")
+    with pytest.raises(RuntimeError, match="not handed out"):
+        pool.free(row)
+
+
+def test_pages_become_consecutive_slots_of_their_row():
+    pool = ReqToTokenPool(2, 8, "cpu")
+    pool.write_pages(torch.tensor([1, 2, 1]), torch.tensor([0, 1, 1]), torch.tensor([5, 3, 2]), page_size=4)
+    assert pool.req_to_token.tolist() == [
+        [0] * 8,
+        [20, 21, 22, 23, 8, 9, 10, 11],
+        [0, 0, 0, 0, 12, 13, 14, 15],
+    ]
+
+
+def test_slots_are_written_one_by_one():
+    pool = ReqToTokenPool(2, 8, "cpu")
+    pool.write_slots(torch.tensor([1, 2]), torch.tensor([0, 3]), torch.tensor([9, 7]))
+    assert pool.req_to_token[1, 0] == 9
+    assert pool.req_to_token[2, 3] == 7
+    assert pool.req_to_token.sum() == 16
+
+
+def test_kv_is_written_at_slots_and_seen_through_pages_and_buffer():
+    pool = KVPool(3, 4, [(2, 8, 8), (1, 8, 4)], torch.float32, "cpu")
+    k, v = torch.randn(2, 1, 8), torch.randn(2, 1, 4)
+    pool.set_kv_buffer(1, torch.tensor([5, 11]), k, v)
+    k_pages, v_pages = pool.get_pages(1)
+    assert k_pages.shape == (3, 4, 1, 8)
+    assert v_pages.shape == (3, 4, 1, 4)
+    assert torch.equal(k_pages[1, 1], k[0])
+    assert torch.equal(v_pages[2, 3], v[1])
+    k_buf, v_buf = pool.get_kv_buffer(1)
+    assert torch.equal(k_buf[[5, 11]], k)
+    assert torch.equal(v_buf[[5, 11]], v)
+    assert k_buf.count_nonzero() == k.count_nonzero()
+    assert pool.get_kv_buffer(0)[0].count_nonzero() == 0
+
+
+def test_kv_is_kept_in_the_pool_s_dtype():
+    pool = KVPool(2, 4, [(1, 8, 8)], torch.bfloat16, "cpu")
+    k = torch.randn(1, 1, 8)
+    pool.set_kv_buffer(0, torch.tensor([4]), k, k)
+    assert torch.equal(pool.get_kv_buffer(0)[0][4], k[0].bfloat16())
+
+
+def test_bytes_per_page_is_what_the_pool_takes():
+    layers = [(2, 8, 8), (1, 8, 4)]
+    pool = KVPool(3, 4, layers, torch.bfloat16, "cpu")
+    total = sum(t.nbytes for i in range(2) for t in pool.get_pages(i))
+    assert KVPool.bytes_per_page(4, layers, torch.bfloat16) * 3 == total

@@ -1,0 +1,89 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mllm_compile.runtime import ops
+from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.forward_context import set_forward_context
+from tests.runtime.attention_cases import make_case, make_layer
+
+LAYER = make_layer()
+
+
+def context_of(case, num_tokens=None):
+    case.batch.attn_backend = TorchAttnBackend()
+    case.batch.attn_backend.init_forward_metadata(case.batch)
+    builder = AttentionMetadataBuilder(KVCacheSpec((LAYER,), page_size=4), None, torch.device("cpu"))
+    return set_forward_context(
+        builder.build(0, case.batch.common),
+        no_compile_layers={LAYER.name: LAYER},
+        slot_mapping={LAYER.name: case.batch.out_cache_loc},
+        num_tokens=num_tokens or case.batch.num_tokens,
+    )
+
+
+def padded(x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return torch.cat((x, x.new_full((num_tokens - x.shape[0], *x.shape[1:]), 1e4)))
+
+
+def test_the_op_attends_over_prefix_and_new_tokens_of_the_context_s_batch():
+    case = make_case(LAYER, [6, 0], [1, 5])
+    out = torch.empty_like(case.q)
+    with context_of(case):
+        torch.ops.mllm.attention_with_output(case.q, case.k, case.v, out, LAYER.name)
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_function_called_without_the_dispatcher_is_the_same():
+    case = make_case(LAYER, [6, 0], [1, 5])
+    out = torch.empty_like(case.q)
+    with context_of(case):
+        ops.attention_with_output(case.q, case.k, case.v, out, LAYER.name)
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_rows_are_neither_computed_nor_written_to_the_cache():
+    case = make_case(LAYER, [3, 5], [1, 1])
+    out = torch.full((8, 4, 16), 7.0)
+    with context_of(case, num_tokens=8):
+        ops.attention_with_output(padded(case.q, 8), padded(case.k, 8), padded(case.v, 8), out, LAYER.name)
+    torch.testing.assert_close(out[:2], case.expected, atol=1e-5, rtol=1e-5)
+    assert (out[2:] == 7.0).all()
+    k_pages, _ = case.batch.token_to_kv_pool.get_pages(0)
+    assert (k_pages[0] == 1e4).all(), "page 0 held this value before"
+
+
+def test_opcheck_agrees_with_schema_and_fake():
+    case = make_case(LAYER, [6, 0], [1, 5])
+    with context_of(case):
+        torch.library.opcheck(
+            torch.ops.mllm.attention_with_output.default,
+            (case.q, case.k, case.v, torch.empty_like(case.q), LAYER.name),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def test_outside_of_a_forward_context_the_error_says_how_to_set_one():
+    case = make_case(LAYER, [0], [2])
+    with pytest.raises(RuntimeError, match="set_forward_context"):
+        ops.attention_with_output(case.q, case.k, case.v, torch.empty_like(case.q), LAYER.name)
+
+
+def test_an_unknown_layer_is_named_with_the_known_ones():
+    case = make_case(LAYER, [0], [2])
+    with context_of(case), pytest.raises(RuntimeError, match=r"'nobody', only for layer0"):
+        ops.attention_with_output(case.q, case.k, case.v, torch.empty_like(case.q), "nobody")
+
+
+def test_importing_and_calling_ops_loads_neither_dynamo_nor_inductor():
+    code = (
+        "import sys, mllm_compile.runtime.ops, torch\n"
+        "try: torch.ops.mllm.attention_with_output(*[torch.zeros(1)] * 4, 'x')\n"
+        "except RuntimeError: pass\n"
+        "print([m for m in ('torch._dynamo', 'torch._inductor', 'transformers', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
