@@ -6,7 +6,6 @@ Transformers is imported only by `check_remote_code`, for the few folders that b
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from mllm_compile.config import ModelConfig, is_local_path
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from mllm_compile.json_file import read_json_object
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -179,18 +179,12 @@ def _download_bars_on_terminals_only() -> Iterator[None]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    config = read_json_object(folder / CONFIG_FILE, ModelNotFoundError)
+    if config is None:
         raise ModelNotFoundError(
             f"{folder} holds no {CONFIG_FILE}; expected a model folder in Hugging Face's format. Set model.path to "
             f"the folder that `save_pretrained` or `hf download` wrote."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{path} cannot be read as JSON: {error}. Download it again.") from None
-    if not isinstance(config, dict):
-        raise ModelNotFoundError(f"{path} holds no JSON object; expected the model's configuration. Download it again.")
+        )
     return config
 
 
@@ -240,10 +234,10 @@ def _no_weights_message(folder: Path) -> str:
 
 
 def _shard_names(index: Path) -> list[str]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}). Download it again.") from None
+    weight_map = (read_json_object(index, CheckpointError) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} holds no map of weight names to files. Download it again.")
+    names = sorted(set(weight_map.values()))
     for name in names:
         if os.path.basename(name) != name:  # the folder's owner decides what is read, not a name in a downloaded file
             raise CheckpointError(f"{index} names {name!r}; expected a file of the same folder.")

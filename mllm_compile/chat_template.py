@@ -1,0 +1,150 @@
+"""Chat messages to prompt text, by the Jinja template that comes with a model.
+
+Behaves as Transformers' `apply_chat_template` (the same names are defined, whitespace is handled alike), without
+importing it. Templates are code from a stranger: they run in Jinja's immutable sandbox and see plain JSON data only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mllm_compile.errors import RequestError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+# Names a message's reasoning goes by; templates read the first, gpt-oss's the second.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """The templates of one model.
+
+    Args:
+        templates: name → Jinja source. `default` is used, or `tool_use` when there are tools and such a template.
+        special_tokens: bos_token, eos_token, … as templates name them.
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = dict(templates)
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, Template] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt's text, special tokens written out.
+
+        Args:
+            messages: `{"role": …, "content": …}` each; keys whose value is None count as missing.
+            tools: JSON schemas of functions that the model may call.
+            documents: passed to the template.
+            add_generation_prompt: end with the header of the assistant's answer.
+            variables: further names that the template knows, for example `enable_thinking=False`.
+
+        Raises:
+            RequestError: no messages, data that is no JSON, or a template that fails or refuses.
+        """
+        if not messages:
+            raise RequestError("the chat has no messages; expected at least one {'role': …, 'content': …}.")
+        from jinja2 import TemplateError
+
+        template = self._template("tool_use" if tools is not None and "tool_use" in self._sources else "default")
+        plain = _as_json({"messages": messages, "tools": tools, "documents": documents, "variables": variables})
+        try:
+            return template.render(
+                messages=[_normalise(message) for message in plain["messages"]],
+                tools=plain["tools"],
+                documents=plain["documents"],
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special_tokens, **plain["variables"]},
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            # What a template does with unexpected messages is up to its author: any of these is a refusal.
+            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
+
+    def _template(self, name: str) -> Template:
+        from jinja2 import TemplateError
+
+        if name not in self._sources:
+            known = ", ".join(sorted(self._sources)) or "none"
+            raise RequestError(f"the model has no default chat template (it has: {known}). Pass the prompt as text.")
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = self._environment.from_string(self._sources[name])
+            except TemplateError as error:
+                raise RequestError(f"the model's chat template is no valid Jinja template: {error}") from None
+        return self._compiled[name]
+
+    @cached_property
+    def _environment(self) -> Environment:
+        return _make_environment()
+
+
+def _normalise(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RequestError(f"a chat message is {message!r}; expected {{'role': …, 'content': …}}.")
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _as_json(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"chat messages, tools and variables must be plain JSON data (tools as JSON schemas): {error}."
+        ) from None
+
+
+def _make_environment() -> Environment:
+    """Jinja as Transformers sets it up; heavy enough to be made only when a chat is rendered."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(Extension):
+        """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is just text."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own protocol
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters, which no model has seen in training."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,230 @@
+"""The tokenizer and its chat templates, against Transformers' own on the same files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from mllm_compile.errors import CheckpointError, RequestError
+from mllm_compile.tokenizer import Tokenizer, export_tokenizer, load_tokenizer
+
+CHATML = (
+    "{%- for message in messages %}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
+    "{%- endfor %}\n"
+    "{% if add_generation_prompt %}\n"
+    "<|im_start|>assistant\n"
+    "{% endif %}"
+)
+BRACKETS = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "  {% if message['role'] == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}\n"
+    "  {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{% continue %}{% endif %}\n"
+    "[{{ message['role'] | upper }}] {{ message['content'] | trim }}{{ eos_token }}\n"
+    "{% endfor %}"
+)
+TOOLS = (
+    "{% set ns = namespace(count=0) %}{% for tool in tools or [] %}{% set ns.count = ns.count + 1 %}"
+    "{{ tool | tojson }}|{{ tool | tojson(indent=2) }}\n{% endfor %}{{ ns.count }} {{ strftime_now('%Y') }}"
+    "{% for m in messages %}{% generation %}{{ m.content }}{% if m.tool_calls is defined %}!{% endif %}"
+    "{% endgeneration %}{% endfor %}{% if think is defined and think %}<think>{% endif %}"
+)
+REASONING = "{% for m in messages %}{{ m.reasoning_content | default('-') }}:{{ m.content }}\n{% endfor %}"
+
+CHAT = [
+    {"role": "user", "content": " Hello <b>'world'</b> & ünï "},
+    {"role": "assistant", "content": "hi", "tool_calls": None},
+    {"role": "user", "content": "and?"},
+]
+TOOL = {"type": "function", "function": {"name": "f<x>", "description": "ä", "parameters": {"b": 1, "a": [True]}}}
+
+
+@pytest.fixture(scope="module")
+def backend() -> tokenizers.Tokenizer:
+    """A byte-level BPE that puts <s> in front of what it encodes."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, the end of the story"] * 20, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, backend: tokenizers.Tokenizer) -> Path:
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write_config(tmp_path)
+    return tmp_path
+
+
+def write_config(folder: Path, **keys: object) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"content": "<s>", "__type": "AddedToken"},
+        "eos_token": "</s>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | keys))
+
+
+def load(folder: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def transformers_tokenizer(folder: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_ids_and_text_equal_those_of_transformers(folder):
+    ours, theirs = load(folder), transformers_tokenizer(folder)
+    for text in ("the cat", "", " two  spaces\n", "ünï 猫 🙂", "<|im_start|>the</s>"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+        ids = ours.encode(text)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+
+
+def test_many_texts_get_what_each_gets_alone(folder):
+    tokenizer = load(folder)
+    texts = ["the cat", "", "a much longer text than the others"]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(folder, backend):
+    backend = tokenizers.Tokenizer.from_str(backend.to_str())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = load(folder)
+    assert len(tokenizer.encode("q z x v")) == 8
+    assert tokenizer.encode("q") == [0, tokenizer.token_to_id("q")]
+
+
+def test_special_ids_and_token_strings_are_known(folder):
+    tokenizer = load(folder)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.special_token_ids == {0, 1, 2, 3}
+    assert tokenizer.id_to_token(tokenizer.token_to_id("Ġthe")) == "Ġthe"
+    assert tokenizer.id_to_token(tokenizer.vocab_size) is None
+
+
+@pytest.mark.parametrize("template", [CHATML, BRACKETS, TOOLS, REASONING])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_a_chat_becomes_what_transformers_makes_of_it(folder, template, add_generation_prompt):
+    write_config(folder, chat_template=template)
+    ours, theirs = load(folder), transformers_tokenizer(folder)
+    options = {"add_generation_prompt": add_generation_prompt, "tools": [TOOL], "think": True}
+    expected = theirs.apply_chat_template(CHAT, tokenize=False, **options)
+    assert ours.apply_chat_template(CHAT, **options) == expected
+    assert ours.encode_chat(CHAT, **options) == theirs(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_reasoning_is_found_under_its_older_names(folder):
+    write_config(folder, chat_template=REASONING)
+    assert load(folder).apply_chat_template([{"role": "a", "content": "c", "thinking": "t"}]) == "t:c\n"
+
+
+def test_a_template_file_wins_over_the_config(folder):
+    write_config(folder, chat_template="old")
+    (folder / "chat_template.jinja").write_text("new {{ messages[0].content }}")
+    assert load(folder).apply_chat_template([{"role": "user", "content": "x"}]) == "new x"
+
+
+def test_tools_choose_the_template_made_for_them(folder):
+    write_config(
+        folder, chat_template=[{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    )
+    tokenizer = load(folder)
+    assert tokenizer.apply_chat_template(CHAT) == "plain"
+    assert tokenizer.apply_chat_template(CHAT, tools=[TOOL]) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", CHAT, "refuses these messages: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", CHAT, "refuses these messages"),
+        ("{{ 1 / 0 }}", CHAT, "refuses these messages"),
+        ("{% if %}", CHAT, "no valid Jinja template"),
+        ("{{ messages.append(1) }}", CHAT, "refuses these messages"),
+        ("{{ ''.__class__.__mro__ }}", CHAT, "refuses these messages"),
+        ("x", [], "no messages"),
+        ("x", ["hello"], "a chat message is 'hello'"),
+        ("x", [{"role": "user", "content": object()}], "plain JSON data"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_is_refused(folder, template, messages, said):
+    write_config(folder, chat_template=template)
+    with pytest.raises(RequestError, match=said):
+        load(folder).apply_chat_template(messages)
+
+
+def test_a_model_without_a_chat_template_takes_text_only(folder):
+    tokenizer = load(folder)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="pass the prompt as text"):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+    assert export_tokenizer(tmp_path, tmp_path / "out") is False
+
+
+def test_an_exported_tokenizer_is_the_same(folder, tmp_path):
+    write_config(folder, chat_template=CHATML)
+    out = tmp_path / "out"
+    assert export_tokenizer(folder, out) is True
+    assert load(out).encode_chat(CHAT) == load(folder).encode_chat(CHAT)
+
+
+def test_an_older_tokenizer_is_converted_through_transformers(tmp_path, backend):
+    model = json.loads(backend.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    config = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "</s>", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert export_tokenizer(tmp_path, tmp_path / "out") is True
+    text = "the cat sat on 猫"
+    assert load(tmp_path / "out").encode(text) == transformers_tokenizer(tmp_path)(text)["input_ids"]
+
+
+def test_a_tokenizer_that_cannot_be_converted_says_what_to_do(tmp_path):
+    (tmp_path / "vocab.txt").write_text("")
+    with pytest.raises(CheckpointError, match="to serve prompts given as token ids"):
+        export_tokenizer(tmp_path, tmp_path / "out")
+
+
+def test_a_damaged_tokenizer_file_is_named(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is no valid tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_loading_and_chatting_import_neither_transformers_nor_torch(folder):
+    write_config(folder, chat_template=CHATML)
+    code = (
+        "import sys; from pathlib import Path; from mllm_compile.tokenizer import load_tokenizer as load;"
+        f"t = load(Path({str(folder)!r})); t.encode_chat([{{'role': 'user', 'content': 'x'}}]);"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
