@@ -1,0 +1,70 @@
+"""Log-probabilities of given tokens and of the most probable ones, under the model's own distribution.
+
+"Raw" as vLLM's default: of the logits as the model gave them, before bias, penalties, temperature and filters. Used for
+sampled tokens and, with the next prompt token as the target of each row, for prompts.
+
+Shape legend: S rows, V vocab, K alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_CHUNK_ELEMENTS = 2**24  # float32 logits worked on at a time: 64 MiB, and as much again for their exponentials
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Device tensors, one row a token.
+
+    Attributes:
+        logprobs: [S] float32: of the given token.
+        ranks: [S] int64: 1 for the most probable token; tokens that tie share the better rank.
+        top_token_ids: [S, K] int64, most probable first.
+        top_logprobs: [S, K] float32.
+    """
+
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_token_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
+    """Log-probabilities of one token a row, and of the row's `num_top` most probable ones.
+
+    Rows are taken a chunk at a time, so that a long prompt's float32 copies stay small beside its logits. No sync.
+
+    Args:
+        logits: [S, V], any float dtype; computed in float32.
+        token_ids: [S] int64: for prompt row i (logits after token i) the prompt's token i + 1.
+        num_top: K, from 0 to V.
+    """
+    rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    chunks = [
+        _chunk_logprobs(logits_part, ids_part, num_top)
+        for logits_part, ids_part in zip(logits.split(rows), token_ids.split(rows), strict=True)
+    ]
+    if len(chunks) == 1:
+        return chunks[0]
+    return TokenLogprobs(
+        logprobs=torch.cat([chunk.logprobs for chunk in chunks]),
+        ranks=torch.cat([chunk.ranks for chunk in chunks]),
+        top_token_ids=torch.cat([chunk.top_token_ids for chunk in chunks]),
+        top_logprobs=torch.cat([chunk.top_logprobs for chunk in chunks]),
+    )
+
+
+def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
+    logits = logits.float()
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, token_ids[:, None])
+    top = logits.topk(num_top, dim=-1)
+    return TokenLogprobs(
+        logprobs=(chosen - normaliser).squeeze(1),
+        ranks=(logits > chosen).sum(dim=-1) + 1,
+        top_token_ids=top.indices,
+        top_logprobs=top.values - normaliser,
+    )

@@ -1,0 +1,172 @@
+"""From logits to the next token of each row: batched, on the device, with no host sync and no per-request Python.
+
+The way of a row's logits: bias, penalties, min_tokens; then argmax for a greedy row, or temperature, filters
+(logit_filters) and a draw that depends on the request's seed and position alone (counter_rng). Every operation leaves a
+row that does not use it bit for bit as it was, so a row's token is the same in any batch that gives it these logits.
+
+Ties: an argmax takes the lowest token id (torch.argmax on CPU does; on CUDA it does too, as tests check).
+
+Shape legend: S rows to sample (rows of a prefill chunk are not passed in), V vocab, K alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mllm_compile.runtime.counter_rng import BLOCK, draw_tokens
+from mllm_compile.runtime.logit_filters import filter_scores
+from mllm_compile.runtime.logprobs import TokenLogprobs, token_logprobs
+from mllm_compile.runtime.penalties import PenaltyParams, apply_penalties
+from mllm_compile.runtime.sampling_params import GREEDY_TEMPERATURE
+from mllm_compile.runtime.sampling_state import RowParams, SamplingFlags, SamplingState
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerOutput:
+    """Device tensors of one step.
+
+    Attributes:
+        token_ids: [S] int64, each under V.
+        logprobs: Of token_ids and flags.max_logprobs alternatives, by the model's own distribution; None when
+            flags.max_logprobs is.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: TokenLogprobs | None
+
+
+class Sampler:
+    """Chooses the tokens of a step; all it remembers is in the SamplingState that it is given."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        state: SamplingState,
+        rows: torch.Tensor,
+        flags: SamplingFlags,
+        positions: torch.Tensor,
+    ) -> SamplerOutput:
+        """Sample each row once, and count the tokens for penalties.
+
+        Greedy and plain temperature steps (no penalties, filters, bias, min_tokens) can be captured in a CUDA graph:
+        call state.flush() before the capture and before each replay. A greedy step is one argmax.
+
+        Args:
+            logits: [S, V] float32, bfloat16 or float16; not changed. Computed with in float32.
+            state: Of the running requests; its counts change.
+            rows: [S] int64: the slot of each row; slot 0 for padding.
+            flags: state.flags, or what covers them (the flags that a graph was captured with).
+            positions: [S] int: tokens of each request so far, prompt and output (a decode step's seq_lens). It is the
+                draw's counter, so a preempted and recomputed request draws the same tokens.
+        """
+        token_ids = self._choose(logits, state, rows, flags, positions)
+        logprobs = None if flags.max_logprobs is None else token_logprobs(logits, token_ids, flags.max_logprobs)
+        return SamplerOutput(token_ids=token_ids, logprobs=logprobs)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        state: SamplingState,
+        rows: torch.Tensor,
+        flags: SamplingFlags,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        if flags.all_greedy and not flags.changes_logits:
+            return logits.argmax(dim=-1)
+        state.flush()
+        params = state.gather(rows)
+        if flags.changes_logits:
+            logits = _adjust(logits, state, params, flags, positions)
+        if flags.all_greedy:
+            token_ids = logits.argmax(dim=-1)
+        else:
+            token_ids = _draw(
+                logits,
+                params.temperature,
+                params.top_k if flags.needs_top_k else None,
+                params.top_p if flags.needs_top_p else None,
+                params.log_min_p if flags.needs_min_p else None,
+                params.seed,
+                positions,
+            )
+            if flags.any_greedy:
+                token_ids = torch.where(params.is_greedy != 0, logits.argmax(dim=-1), token_ids)
+        if flags.needs_penalties:
+            state.counts.record(params.count_row, token_ids)
+        return token_ids
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ps: torch.Tensor | None,
+    top_ks: torch.Tensor | None,
+    penalty_params: PenaltyParams | None,
+    *,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same kernels on parameters given as tensors: what ModelRunner.sample is made of. It counts no tokens.
+
+    Args:
+        logits: [S, V], any float dtype; not changed.
+        temperatures: [S] float32; under 1e-5: greedy.
+        top_ps: [S] float32 in (0, 1], 1: off; None: off for all.
+        top_ks: [S] int, 0: off; None: off for all.
+        penalty_params: Penalties and token counts of the rows; None: none.
+        seeds, positions: [S] int; None: seeds from torch's default generator of the device, position 0.
+
+    Returns:
+        [S] int32.
+    """
+    if penalty_params is not None:
+        logits = apply_penalties(logits.float(), penalty_params)
+    if seeds is None:
+        seeds = torch.randint(2**63 - 1, logits.shape[:1], device=logits.device)
+    if positions is None:
+        positions = torch.zeros_like(seeds)
+    is_greedy = temperatures < GREEDY_TEMPERATURE
+    drawn = _draw(logits, torch.where(is_greedy, 1.0, temperatures), top_ks, top_ps, None, seeds, positions)
+    return torch.where(is_greedy, logits.argmax(dim=-1), drawn).to(torch.int32)
+
+
+def _adjust(
+    logits: torch.Tensor, state: SamplingState, params: RowParams, flags: SamplingFlags, positions: torch.Tensor
+) -> torch.Tensor:
+    """A float32 copy of the logits with bias, penalties and min_tokens applied. [S, V] → [S, V]."""
+    adjusted = logits.to(torch.float32, copy=True)
+    if flags.needs_bias:
+        state.biases.add_to(adjusted, params.slots)
+    if flags.needs_penalties:
+        penalties = PenaltyParams(
+            repetition_penalties=params.repetition_penalty,
+            frequency_penalties=params.frequency_penalty,
+            presence_penalties=params.presence_penalty,
+            token_histories=state.counts.gather(params.count_row),
+        )
+        adjusted = apply_penalties(adjusted, penalties)
+    if flags.needs_min_tokens:
+        state.forbidden.add_to(adjusted, params.slots, positions < params.min_tokens_end)
+    return adjusted
+
+
+def _draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+    log_min_ps: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One token a row from what temperature and filters leave. [S, V] → [S] int64."""
+    num_rows, vocab_size = logits.shape
+    num_blocks = -(-vocab_size // BLOCK)
+    scores = torch.empty(num_rows, num_blocks * BLOCK, dtype=torch.float32, device=logits.device)
+    torch.div(logits, temperatures[:, None], out=scores[:, :vocab_size])
+    scores[:, vocab_size:] = -torch.inf
+    scores = filter_scores(scores, top_ks, top_ps, log_min_ps)
+    # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would then crash the embedding.
+    return draw_tokens(scores, seeds, positions).clamp_(max=vocab_size - 1)
