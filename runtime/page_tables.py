@@ -1,8 +1,9 @@
 """Which pages each running request holds: the host's page tables over the allocator and the prefix cache.
 
-A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. Where a path's node
-was first filled by another request that computed the same prefix at the same time, the row keeps reading its own page
-(a duplicate, private too), so a row's page never changes under a step in flight. Policy is scheduler.py's.
+A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. Of two requests
+that compute the same prefix at once one is published first; the other's pages stay private until it is released, so a
+row's page never changes under a step in flight, and no request ever holds a page more than its tokens need. Policy is
+scheduler.py's.
 
 Pages may be given away while a step that writes them is in flight: steps run in order on one stream, so the next
 owner's writes come later. Shape legend: P pages of a row, N page writes. Free of torch.
@@ -33,7 +34,6 @@ class PageTables:
         self.capacity = np.zeros(num_rows, dtype=np.int32)  # num_pages * page_size, tokens
         self._paths: list[PageNode | None] = [None] * num_rows
         self._path_pages = [0] * num_rows  # length of the path
-        self._duplicates: list[list[int]] = [[] for _ in range(num_rows)]
         self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     @property
@@ -50,8 +50,8 @@ class PageTables:
         return -(-num_tokens // self.page_size)
 
     def private_pages(self, row: int) -> int:
-        """Pages that come back for certain when the row is released."""
-        return int(self.num_pages[row]) - self._path_pages[row] + len(self._duplicates[row])
+        """Pages that can be had again for certain once the row is released."""
+        return int(self.num_pages[row]) - self._path_pages[row]
 
     def attach_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> int:
         """Start an empty row with the longest cached prefix of `token_ids`, locked. Returns its pages.
@@ -104,28 +104,38 @@ class PageTables:
         return rows, positions, pages
 
     def publish(self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt) -> None:
-        """Let others reuse the row's full pages: the first `num_written` of its tokens have their KV written."""
+        """Let others reuse the row's full pages: the first `num_written` of its tokens have their KV written.
+
+        Does nothing where another row has published the next page already: to go on below it would lock that page as
+        well, and a request that fits alone would no longer do so.
+        """
         start, end = self._path_pages[row], num_written // self.page_size
         if end <= start:
             return
-        node, duplicates = self.cache.extend(
-            self._paths[row],
-            token_ids[start * self.page_size : end * self.page_size],
-            self.table[row, start:end],
-            salt,
-        )
-        self._paths[row] = node
-        self._path_pages[row] = end
-        self._duplicates[row] += duplicates
+        tokens = token_ids[start * self.page_size : end * self.page_size]
+        if not self.cache.has_next(self._paths[row], tokens, salt):
+            pages = self.table[row, start:end]
+            self._paths[row], _ = self.cache.extend(self._paths[row], tokens, pages, salt)
+            self._path_pages[row] = end
+
+    def publish_and_release(
+        self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt
+    ) -> None:
+        """Give up the row's pages, the written full ones to the cache, save those that it has from another row."""
+        start, end = self._path_pages[row], num_written // self.page_size
+        if end > start:
+            tokens = token_ids[start * self.page_size : end * self.page_size]
+            self._paths[row], duplicates = self.cache.extend(self._paths[row], tokens, self.table[row, start:end], salt)
+            self._path_pages[row] = end
+            self.allocator.free(duplicates)
+        self.release(row)
 
     def release(self, row: int) -> None:
         """Give up the row's pages: private ones become free, those of its path evictable unless others hold them."""
-        private = self.table[row, self._path_pages[row] : self.num_pages[row]]
-        self.allocator.free(np.concatenate([private, np.array(self._duplicates[row], dtype=np.int32)]))
+        self.allocator.free(self.table[row, self._path_pages[row] : self.num_pages[row]])
         self.cache.unlock(self._paths[row])
         self._paths[row] = None
         self._path_pages[row] = 0
-        self._duplicates[row] = []
         self._set_num_pages(row, 0)
 
     def flush_cache(self) -> None:

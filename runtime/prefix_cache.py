@@ -85,9 +85,14 @@ class RadixCache:
                 self._unlocked[node] = None
             node = node.parent
 
+    def has_next(self, node: PageNode | None, token_ids: Sequence[int] | np.ndarray, salt: Salt = ()) -> bool:
+        """Whether the first page of `token_ids` is in the tree right below `node` (None: the root)."""
+        at = node if node is not None else self._roots.get(salt)
+        return at is not None and self._page_keys(token_ids[: self.page_size])[0] in at.children
+
     def extend(
         self, node: PageNode | None, token_ids: Sequence[int] | np.ndarray, pages: np.ndarray, salt: Salt = ()
-    ) -> tuple[PageNode | None, list[int]]:
+    ) -> tuple[PageNode | None, np.ndarray]:
         """Insert full pages below `node` and move the caller's lock from it to the end of the longer path.
 
         Args:
@@ -96,8 +101,8 @@ class RadixCache:
             pages: [n] int32, owned by the caller.
 
         Returns:
-            The new end of the locked path, and the pages that stay the caller's, because another request's page with
-            the same prefix is in the tree already. All others belong to the cache now.
+            The new end of the locked path, and the pages ([≤ n] int32) that stay the caller's, because another page
+            with the same prefix is in the tree already. All others belong to the cache now.
         """
         at = node if node is not None else self._roots.get(salt)
         if at is None:
@@ -113,7 +118,7 @@ class RadixCache:
                 duplicates.append(page)
                 self._lock_one(child)
             at = child
-        return (at if at.parent is not None else None), duplicates
+        return (at if at.parent is not None else None), np.array(duplicates, dtype=np.int32)
 
     def evict(self, count: int) -> np.ndarray:
         """Drop up to `count` unlocked pages, least recently used first; they, [≤ count] int32, are the caller's now."""

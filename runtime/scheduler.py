@@ -270,9 +270,7 @@ class Scheduler:
         self._recomputed_tokens += int(self._computed[slot])
         request.num_preemptions += 1
         self._leave_running(request)
-        self._publish(request)
-        self.pages.release(slot)
-        self._changes += 1
+        self._give_up_pages(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         insort(self._waiting, request, key=_URGENCY)
@@ -520,8 +518,7 @@ class Scheduler:
         if request is None:
             raise RuntimeError(f"internal error: slot {slot} was released twice")
         if request.status is RequestStatus.FINISHED:
-            self._publish(request)
-            self.pages.release(slot)
+            self._give_up_pages(request)
         request.slot = -1
         self._owners[slot] = None
         self._prefill_ids[slot] = _NO_TOKENS
@@ -530,11 +527,19 @@ class Scheduler:
         self._changes += 1
 
     def _publish(self, request: Request) -> None:
-        """Put the request's written full pages into the prefix cache."""
+        """Put the request's written full pages into the prefix cache while it goes on."""
         if self.config.enable_prefix_cache:
-            token_ids = request.all_token_ids
-            self.pages.publish(request.slot, token_ids, request.num_computed_tokens, request.cache_salt)
+            tokens = self._prefill_ids[request.slot]
+            self.pages.publish(request.slot, tokens, request.num_computed_tokens, request.cache_salt)
             self._changes += 1
+
+    def _give_up_pages(self, request: Request) -> None:
+        if self.config.enable_prefix_cache:
+            tokens, num_written = request.all_token_ids, request.num_computed_tokens
+            self.pages.publish_and_release(request.slot, tokens, num_written, request.cache_salt)
+        else:
+            self.pages.release(request.slot)
+        self._changes += 1
 
 
 def _append(array: np.ndarray, values: list) -> np.ndarray:
