@@ -1,0 +1,102 @@
+"""The command line: one file a command, put together here.
+
+`mllm-compile CONFIG.yaml` is `mllm-compile compile CONFIG.yaml`. A user's mistake is one line on stderr and exit code
+2; MLLM_COMPILE_DEBUG=1 shows the traceback instead. Nothing heavy (torch, Transformers) is imported until a command
+runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from mllm_compile import __version__
+from mllm_compile.cli.compile import compile_command
+from mllm_compile.cli.generate import generate_command
+from mllm_compile.cli.inspect import inspect_command
+from mllm_compile.errors import MllmError
+
+PROGRAM = "mllm-compile"
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "compile": compile_command,
+    "generate": generate_command,
+    "inspect": inspect_command,
+}
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+def _options_of_the_program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Compile a Hugging Face model into a cached runtime, and serve tokens from it.
+
+    `mllm-compile CONFIG.yaml` compiles; what it leaves starts in seconds.
+    """
+
+
+def make_app() -> typer.Typer:
+    app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    app.callback()(_options_of_the_program)
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
+    return app
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs one command line; returns the exit code."""
+    try:
+        code = make_app()(args=_with_default_command(list(args)), prog_name=PROGRAM, standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        message = _message_for_user(error)
+        if message is None or os.environ.get("MLLM_COMPILE_DEBUG") == "1":
+            raise
+        typer.echo(f"{PROGRAM}: {typer.style('error:', fg='red', bold=True)} {message}", err=True)
+        return EXIT_MISTAKE
+    # typer returns the code of an Exit, and what the command returned (None) otherwise.
+    return code if isinstance(code, int) else 0
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _with_default_command(args: list[str]) -> list[str]:
+    """Puts `compile` in front of what is no command: a file, or an option of compile."""
+    if not args:
+        return ["--help"]
+    first = args[0]
+    if first in _COMMANDS or first in ("--help", "--version"):
+        return args
+    is_config = first.startswith("-") or first.endswith((".yaml", ".yml")) or os.path.exists(first)
+    # Anything else is a mistyped command; typer names the closest one.
+    return ["compile", *args] if is_config else args
+
+
+def _message_for_user(error: Exception) -> str | None:
+    """One line for a user's mistake, None for an error of ours."""
+    if isinstance(error, MllmError):
+        return " ".join(str(error).split())
+    # typer's usage errors; their base class has moved between its versions, the method has not.
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else PROGRAM
+    return f"{' '.join(format_message().split())} (see {path} --help)"
