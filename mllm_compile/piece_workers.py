@@ -1,0 +1,157 @@
+"""Compiles distinct pieces side by side, each worker its own process that speaks JSON lines.
+
+Workers are started before tracing, so that importing Inductor (seconds) overlaps with it. What crosses the pipe is JSON
+naming files; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any
+
+from mllm_compile.errors import CompileError
+from mllm_compile.piece_compiler import PieceInput
+
+_MAX_WORKERS = 4
+
+
+@dataclass(frozen=True)
+class PieceJob:
+    """One piece to compile: its source, its inputs, and where the package goes."""
+
+    piece: str
+    source_path: Path
+    inputs: tuple[PieceInput, ...]
+    package_path: Path
+
+
+class PieceWorkers:
+    """A pool of compiler processes; a context manager that ends them."""
+
+    def __init__(self, device: str, max_sizes: dict[str, int], count: int | None = None) -> None:
+        self._device, self._max_sizes = device, max_sizes
+        self._workers = [_Worker() for _ in range(count or min(_MAX_WORKERS, os.cpu_count() or 1))]
+
+    def compile(self, jobs: list[PieceJob], done: Callable[[PieceJob], None]) -> None:
+        """Compiles all jobs; `done` is called as each ends, from this thread's pool.
+
+        Raises:
+            CompileError: naming the piece and the first line of the compiler's error.
+        """
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            idle.put(worker)
+
+        def run(job: PieceJob) -> None:
+            worker = idle.get()
+            try:
+                worker.compile(job, self._device, self._max_sizes)
+            finally:
+                idle.put(worker)
+            done(job)
+
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            for result in [threads.submit(run, job) for job in jobs]:
+                result.result()
+
+    def __enter__(self) -> PieceWorkers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile("w+")
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mllm_compile.piece_workers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+        self._lock = threading.Lock()
+
+    def compile(self, job: PieceJob, device: str, max_sizes: dict[str, int]) -> None:
+        request = {
+            "source": str(job.source_path),
+            "inputs": [spec.to_json() for spec in job.inputs],
+            "device": device,
+            "max_sizes": max_sizes,
+            "package": str(job.package_path),
+        }
+        with self._lock:
+            answer = self._ask(json.dumps(request))
+        if answer.get("error"):
+            raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {job.source_path})")
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        try:
+            print(line, file=stdin, flush=True)
+            answer = stdout.readline() if stdout else ""
+        except (BrokenPipeError, OSError):
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        self._log.seek(0)
+        last_lines = " | ".join(self._log.read().strip().splitlines()[-3:])
+        return {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}
+
+    def close(self) -> None:
+        if self._process.stdin:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._log.close()
+
+
+def _serve(requests: IO[str], answers: IO[str]) -> None:
+    """The worker's side: one JSON request a line, one answer each, until the pipe closes."""
+    import torch._inductor.compile_fx
+
+    from mllm_compile.piece_compiler import compile_piece
+
+    for line in requests:
+        request = json.loads(line)
+        try:
+            compile_piece(
+                Path(request["source"]),
+                [PieceInput.from_json(spec) for spec in request["inputs"]],
+                request["device"],
+                request["max_sizes"],
+                Path(request["package"]),
+            )
+            answer = {}
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    # Whatever Inductor or a compiler prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _serve(sys.stdin, answers)

@@ -1,0 +1,89 @@
+"""Reads the parent graph that the passes leave (pieces and attention ops) into the runtime's Program."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict
+
+import torch
+from torch import fx
+
+from mllm_compile.errors import CompileError
+from mllm_compile.passes.base import ATTENTION_LAYERS
+from mllm_compile.passes.fx_match import is_attention_with_output, is_weight
+from mllm_compile.piece_compiler import PieceInput
+from mllm_compile.piece_source import size_of
+from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, Step
+
+_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S"}
+
+
+def build_program(graph: fx.GraphModule) -> Program:
+    """One step for each piece call and each attention, in order."""
+    steps: list[Step] = []
+    for node in graph.graph.nodes:
+        if node.op == "call_module":
+            outputs = sorted((user.args[1], user.name) for user in node.users if user.target is operator.getitem)
+            count = len(node.meta["val"])
+            names = dict(outputs)
+            steps.append(
+                PieceStep(
+                    piece=str(node.target),
+                    inputs=tuple(_value_name(arg) for arg in node.args),
+                    outputs=tuple(names.get(index, f"{node.name}.unused{index}") for index in range(count)),
+                )
+            )
+        elif is_attention_with_output(node):
+            q, k, v, out = (_value_name(arg) for arg in node.args[:4])
+            steps.append(AttentionStep(layer=node.args[4], q=q, k=k, v=v, out=out))
+    layers = tuple(LayerSpec(**asdict(spec)) for spec in graph.meta[ATTENTION_LAYERS])
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    (logits,) = output.args[0]
+    sinks = [layer.sinks for layer in layers if layer.sinks]
+    weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
+    return Program(tuple(steps), layers, weights, _value_name(logits))
+
+
+def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name → shape and dtype of every weight input."""
+    return {
+        node.meta["weight_name"]: (tuple(int(size) for size in node.meta["val"].shape), node.meta["val"].dtype)
+        for node in graph.graph.nodes
+        if is_weight(node)
+    }
+
+
+def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
+    """The trace's symbols by their public names: {"u0": "T", "u2": "S"}."""
+    return {
+        str(node.meta["val"].shape[0].node.expr): _SIZE_NAMES[node.meta["input_name"]]
+        for node in graph.graph.nodes
+        if node.meta.get("input_name") in _SIZE_NAMES
+    }
+
+
+def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceInput, ...]:
+    """What the piece compiler needs to know of a piece's inputs.
+
+    Raises:
+        CompileError: an input has a size that is a multiple of T or S.
+    """
+    inputs = []
+    for node in piece.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        val = node.meta["val"]
+        shape = tuple(size_of(size, symbols) for size in val.shape)
+        stride = tuple(size_of(step, symbols) for step in val.stride())
+        if any(isinstance(size, str) and size not in symbols.values() for size in shape):
+            raise CompileError(f"input {node.name} has shape {list(shape)}: a size must be a number, T or S")
+        inputs.append(PieceInput(shape, stride, str(val.dtype).removeprefix("torch.")))
+    return tuple(inputs)
+
+
+def _value_name(node: object) -> str:
+    if not isinstance(node, fx.Node):
+        raise CompileError(f"a step reads {node!r}, which is no value of the graph")
+    if node.op == "placeholder":
+        return node.meta.get("weight_name") or node.meta["input_name"]
+    return node.name

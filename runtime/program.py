@@ -1,0 +1,222 @@
+"""The compiled program: a list of steps over named values, and the executor that runs it, cold or warm alike.
+
+A step is a piece (a compiled function of tensors) or an attention (the op that reads the forward context). Values are
+the batch's inputs, weights by name, and what pieces give. Stored as JSON; how pieces become callables is pieces.py's.
+
+Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.ops import attention_with_output
+
+BATCH_INPUTS = ("input_ids", "positions", "logits_indices")
+PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention of the program; `sinks` is the name of a weight [H] or None."""
+
+    name: str
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sm_scale: float
+    logits_soft_cap: float
+    window_left: int
+    sinks: str | None
+
+
+@dataclass(frozen=True)
+class PieceStep:
+    """outputs = piece(inputs); inputs name values or weights."""
+
+    piece: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache."""
+
+    layer: str
+    q: str
+    k: str
+    v: str
+    out: str
+
+
+Step = PieceStep | AttentionStep
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
+
+    steps: tuple[Step, ...]
+    layers: tuple[LayerSpec, ...]
+    weights: tuple[str, ...]
+    output: str
+
+    def piece_ids(self) -> list[str]:
+        """Distinct pieces, in order of first use."""
+        return list(dict.fromkeys(step.piece for step in self.steps if isinstance(step, PieceStep)))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps": [{"op": "piece" if isinstance(step, PieceStep) else "attention", **asdict(step)} for step in self.steps],
+            "layers": [asdict(layer) for layer in self.layers],
+            "weights": list(self.weights),
+            "output": self.output,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Program:
+        """Raises ArtifactError for anything that to_json would not have written."""
+        try:
+            return cls(
+                steps=tuple(_step_from_json(step) for step in data["steps"]),
+                layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
+                weights=tuple(data["weights"]),
+                output=data["output"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ArtifactError(f"the program is not one that this version writes ({error}); compile the model again") from error
+
+
+def _step_from_json(data: dict[str, Any]) -> Step:
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "op"}
+    if data["op"] == "piece":
+        return PieceStep(**fields)
+    if data["op"] == "attention":
+        return AttentionStep(**fields)
+    raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
+
+
+class ProgramExecutor:
+    """Runs a program. Holds no batch state: safe inside a CUDA graph capture, values die at their last use."""
+
+    def __init__(
+        self, program: Program, pieces: Mapping[str, PieceFunction], weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """
+        Args:
+            program: what to run.
+            pieces: piece id → compiled function.
+            weights: name → tensor, in its final place.
+
+        Raises:
+            ArtifactError: a piece or a weight that the program names is missing.
+        """
+        missing = [name for name in program.weights if name not in weights]
+        missing += [piece for piece in program.piece_ids() if piece not in pieces]
+        if missing:
+            raise ArtifactError(f"the program needs {', '.join(missing[:5])}, which the runtime does not hold")
+        self.program = program
+        self.weights = dict(weights)
+        self._slots = {name: slot for slot, name in enumerate((*BATCH_INPUTS, *program.weights))}
+        self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
+        self._template += [self.weights[name] for name in program.weights]
+        self._steps = self._link(pieces)
+
+    def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
+        """Replaces every piece call's function by `wrap(piece id, index of the call, function)`."""
+        self._steps = [
+            _LinkedPiece(step.piece, step.index, wrap(step.piece, step.index, step.function), step.inputs, step.outputs, step.dead)
+            if isinstance(step, _LinkedPiece)
+            else step
+            for step in self._steps
+        ]
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """
+        Args:
+            inputs: `input_ids` [T] int64, `positions` [T] int64, `logits_indices` [S] int64.
+
+        Returns:
+            Logits [S, V] in the model's dtype.
+        """
+        values = self._template.copy()
+        values.extend([None] * (len(self._slots) - len(values)))
+        for slot, name in enumerate(BATCH_INPUTS):
+            values[slot] = inputs[name]
+        for step in self._steps:
+            step.run(values)
+            for slot in step.dead:
+                values[slot] = None
+        logits = values[self._slots[self.program.output]]
+        if logits is None:
+            raise ArtifactError(f"the program never computes its output {self.program.output!r}")
+        return logits
+
+    def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
+        """Names become slots; each step learns which values die after it."""
+        layers = {layer.name: layer for layer in self.program.layers}
+        last_use = self._last_uses()
+        linked: list[_LinkedPiece | _LinkedAttention] = []
+        for index, step in enumerate(self.program.steps):
+            dead = tuple(self._slot(name) for name, last in last_use.items() if last == index)
+            if isinstance(step, PieceStep):
+                inputs = tuple(self._slot(name) for name in step.inputs)
+                outputs = tuple(self._slot(name) for name in step.outputs)
+                linked.append(_LinkedPiece(step.piece, index, pieces[step.piece], inputs, outputs, dead))
+            else:
+                slots = [self._slot(name) for name in (step.q, step.k, step.v, step.out)]
+                layer = layers[step.layer]
+                linked.append(_LinkedAttention(layer.name, (layer.num_heads, layer.v_head_dim), *slots, dead))
+        return linked
+
+    def _slot(self, name: str) -> int:
+        return self._slots.setdefault(name, len(self._slots))
+
+    def _last_uses(self) -> dict[str, int]:
+        """Value → index of the last step that reads or makes it; weights, inputs and the output live on."""
+        keep = {*self.program.weights, *BATCH_INPUTS, self.program.output}
+        last: dict[str, int] = {}
+        for index, step in enumerate(self.program.steps):
+            names = (*step.inputs, *step.outputs) if isinstance(step, PieceStep) else (step.q, step.k, step.v, step.out)
+            last.update({name: index for name in names if name not in keep})
+        return last
+
+
+@dataclass(slots=True)
+class _LinkedPiece:
+    piece: str
+    index: int
+    function: PieceFunction
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dead: tuple[int, ...]
+
+    def run(self, values: list[Any]) -> None:
+        results = self.function([values[slot] for slot in self.inputs])
+        for slot, result in zip(self.outputs, results, strict=True):
+            values[slot] = result
+
+
+@dataclass(slots=True)
+class _LinkedAttention:
+    layer: str
+    out_shape: tuple[int, int]
+    q: int
+    k: int
+    v: int
+    out: int
+    dead: tuple[int, ...]
+
+    def run(self, values: list[Any]) -> None:
+        q = values[self.q]
+        out = q.new_empty((q.shape[0], *self.out_shape))
+        attention_with_output(q, values[self.k], values[self.v], out, self.layer)
+        values[self.out] = out

@@ -1,0 +1,106 @@
+"""Reads the header of a safetensors file: names, dtypes, shapes and byte ranges, without touching the data.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON object, the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mllm_compile.runtime.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: bytes [begin, end) of its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """A file's tensors by name, and the raw header bytes (what a reference to the file is hashed by)."""
+
+    tensors: dict[str, TensorEntry]
+    raw: bytes
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """Reads and checks the header of `path`.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or not safetensors; the message says which and what to do.
+    """
+    try:
+        file_bytes = os.path.getsize(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+                raise CheckpointError(_broken(path, f"its header would be {length} bytes of a file of {file_bytes}"))
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    tensors = {
+        name: _entry(path, name, fields, 8 + length, file_bytes)
+        for name, fields in _parse(path, raw).items()
+        if name != "__metadata__"
+    }
+    return SafetensorsHeader(tensors, raw)
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, dict[str, object]]:
+    try:
+        header = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(_broken(path, "its header is not JSON")) from error
+    if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
+        raise CheckpointError(_broken(path, "its header is not an object of objects"))
+    return header
+
+
+def _entry(path: Path, name: str, fields: dict[str, object], data_start: int, file_bytes: int) -> TensorEntry:
+    dtype_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if dtype_name not in DTYPES:
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype_name!r}; known: {', '.join(DTYPES)}")
+    if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):  # type: ignore[arg-type]
+        raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shape!r} at {offsets!r}"))
+    dtype = DTYPES[dtype_name]  # type: ignore[index]
+    begin, end = (data_start + offset for offset in offsets)  # type: ignore[union-attr]
+    if end - begin != math.prod(shape) * dtype.itemsize:  # type: ignore[arg-type]
+        raise CheckpointError(_broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))
+    if end > file_bytes:
+        raise CheckpointError(_broken(path, f"tensor {name!r} ends at byte {end} of a file of {file_bytes}"))
+    return TensorEntry(dtype, tuple(shape), begin, end)  # type: ignore[arg-type]
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(n, int) and n >= 0 for n in value)
+
+
+def _broken(path: Path, why: str) -> str:
+    return f"{path} is truncated or corrupt: {why}. Download it again."
