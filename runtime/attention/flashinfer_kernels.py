@@ -1,0 +1,117 @@
+"""Which FlashInfer kernel serves which layer and batch, and which layers none does. Every such choice is made here.
+
+Free of FlashInfer itself, so that a model is refused, and a choice tested, on a machine without a GPU.
+Figures: H200, FlashInfer 0.6.18, bf16, head dim 128, page 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
+
+HEAD_DIMS = (64, 128, 256)
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FA3_QUERY_TILE = 128
+
+# Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
+# SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
+# requests of one token, their query heads packed, can need.
+_MIN_WORKSPACE_BYTES = 128 << 20
+_BLOCKS_PER_SM = 2
+_QUERY_TILES = (16, 64, 128)
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """Layers that one plan serves: equal in all that a plan or its kernel depends on."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    params: PerLayerParameters
+
+    @classmethod
+    def of(cls, layer: AttentionLayer) -> PlanGroup:
+        return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params)
+
+
+def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
+    """Whether decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
+
+    32/8 heads at 64 requests of 1024 tokens: 77.6 µs on tensor cores, 102.5 without; 16/8 heads: the CUDA-core kernel
+    is the faster. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves no hole.)
+    """
+    if kv_cache_dtype in _FP8_DTYPES:
+        return True
+    return kv_cache_dtype in QUERY_DTYPES and num_attention_heads // num_kv_heads >= 4
+
+
+def prefill_kernels(group: PlanGroup, is_hopper: bool) -> tuple[str, ...]:
+    """The kernels that prefills of the group may get.
+
+    Windows and soft caps stay with fa2: their fa3 variants are further kernels of five minutes' compilation each.
+    """
+    is_plain = group.params.window_left < 0 and group.params.logits_soft_cap == 0
+    return ("fa2", "fa3") if is_hopper and is_plain else ("fa2",)
+
+
+def choose_prefill_kernel(group: PlanGroup, query_lens: Sequence[int], num_sms: int, is_hopper: bool) -> str:
+    """'fa3' or 'fa2' for the prefills of a batch, of `query_lens` new tokens each.
+
+    fa3 is the faster (455 against 281 TFLOP/s over 4 prompts of 2048), but it does not split the keys: work for fewer
+    blocks than the GPU has SMs leaves the others idle, which is when fa2 splits.
+    """
+    num_blocks = group.num_heads * sum(-(-length // _FA3_QUERY_TILE) for length in query_lens)
+    return "fa3" if "fa3" in prefill_kernels(group, is_hopper) and num_blocks >= num_sms else "fa2"
+
+
+def workspace_bytes(groups: Iterable[PlanGroup], max_requests: int, num_sms: int) -> int:
+    """Bytes of the float workspace that holds the partial results of any batch."""
+    needed = _MIN_WORKSPACE_BYTES
+    for group in groups:
+        blocks = _BLOCKS_PER_SM * num_sms // group.num_kv_heads
+        packed = group.num_heads // group.num_kv_heads
+        decode_tile = next((tile for tile in _QUERY_TILES if packed <= tile), _QUERY_TILES[-1])
+        decode_tiles = -(-max_requests * packed // decode_tile) + max_requests - 1
+        rows = max(blocks * _QUERY_TILES[-1], decode_tiles * decode_tile)
+        needed = max(needed, group.num_heads * rows * (group.head_dim + 1) * 4 + 1024)
+    return needed
+
+
+def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> None:
+    """Refuse what the kernels cannot do, before anything is allocated.
+
+    Raises:
+        ConfigError: the model's dtype is not one of the kernels'.
+        UnsupportedModelError: a layer's shape or feature has no kernel; the message names it.
+    """
+    if q_dtype not in QUERY_DTYPES:
+        raise ConfigError(
+            f"attention_backend flashinfer computes in float16 or bfloat16, but model.dtype is {q_dtype}. "
+            "Set model.dtype: bfloat16, or runtime.attention_backend: torch."
+        )
+    for layer in layers:
+        problem = _problem(layer)
+        if problem:
+            raise UnsupportedModelError(
+                f"attention layer {layer.name}: {problem}, which the flashinfer backend cannot do. "
+                "Set runtime.attention_backend: torch."
+            )
+
+
+def _problem(layer: AttentionLayer) -> str | None:
+    if layer.sinks is not None:
+        return "it has attention sinks"
+    if layer.head_dim != layer.v_head_dim:
+        return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
+    if layer.head_dim not in HEAD_DIMS:
+        return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, HEAD_DIMS))}"
+    if layer.num_heads % layer.num_kv_heads:
+        return f"its {layer.num_heads} query heads do not divide among {layer.num_kv_heads} KV heads"
+    return None

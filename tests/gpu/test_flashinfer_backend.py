@@ -1,0 +1,212 @@
+"""FlashInfer against the naive float64 reference and the torch backend, in every mode, over random page tables.
+
+Kernels (names of prebuild_kernels): decode, fa2, fa3, and decode_/fa2_ with swa, cap and swa_cap.
+"""
+
+import pytest
+import torch
+
+from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, WrapperDispatch
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.forward_batch import ForwardMode
+from tests.runtime.attention_cases import AttentionCase, make_batch, make_case, make_layer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}  # bf16 inputs and output against float64
+BATCHES = {
+    "decode": ([70, 0, 129, 33], [1, 1, 1, 1]),
+    "decode_alone": ([500], [1]),
+    "prefill": ([0, 0, 0], [50, 2, 90]),
+    "prefill_after_prefix": ([40, 0, 17], [50, 33, 2]),
+    "mixed_without_prefix": ([60, 111, 0, 0], [1, 1, 60, 55]),
+    "mixed_with_prefix": ([60, 111, 30, 0], [1, 1, 60, 55]),
+}
+PARAMETERS = {
+    "plain": {},
+    "window": {"window_left": 20},
+    "soft_cap": {"soft_cap": 5.0},
+    "soft_cap_and_window": {"soft_cap": 5.0, "window_left": 20},
+    "scale": {"sm_scale": 0.2},
+}
+
+
+def layer_of(group: int, **parameters):
+    return make_layer(num_heads=2 * group, num_kv_heads=2, head_dim=128, **parameters)
+
+
+def case_of(layer, batch, page_size=16, seed=0) -> AttentionCase:
+    return make_case(layer, *batch, page_size=page_size, dtype=torch.bfloat16, device="cuda", seed=seed)
+
+
+def backend_for(layers, batch, page_size=16, max_bs=64) -> FlashInferAttnBackend:
+    table = batch.req_to_token_pool.req_to_token
+    return FlashInferAttnBackend(
+        layers[0].num_heads,
+        layers[0].num_kv_heads,
+        layers[0].head_dim,
+        torch.bfloat16,
+        torch.bfloat16,
+        table.shape[1],
+        table,
+        "cuda",
+        max_bs,
+        page_size=page_size,
+        layers=layers,
+    )
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_every_mode_equals_the_reference(group, parameters, batch):
+    layer = layer_of(group, **PARAMETERS[parameters])
+    case = case_of(layer, BATCHES[batch])
+    backend = backend_for([layer], case.batch)
+    backend.init_forward_metadata(case.batch)
+    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_sizes_make_no_difference(page_size):
+    layer = layer_of(4)
+    case = case_of(layer, BATCHES["mixed_with_prefix"], page_size)
+    backend = backend_for([layer], case.batch, page_size)
+    backend.init_forward_metadata(case.batch)
+    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("prefix", [0, 100])
+def test_a_prefill_large_enough_for_fa3_equals_the_torch_backend(prefix):
+    layer = make_layer(num_heads=32, num_kv_heads=8, head_dim=128)
+    case = case_of_long(layer, [prefix, prefix], [700, 1300])
+    expected = run_torch(case, layer)
+    backend = backend_for([layer], case.batch)
+    backend.init_forward_metadata(case.batch)
+    assert backend.prefill_metadata.use_ragged is (prefix == 0)
+    wrapper = backend.prefill_metadata.prefill_wrappers[0]
+    is_hopper = torch.cuda.get_device_properties(0).major == 9
+    assert wrapper._backend == ("fa3" if is_hopper else "fa2")
+    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+
+
+def case_of_long(layer, prefix_lens, new_lens, seed=0) -> AttentionCase:
+    """make_case's naive reference takes one query at a time: leave it out."""
+    import tests.runtime.attention_cases as cases
+
+    naive, cases.naive_attention = cases.naive_attention, lambda q, k, v, layer: q.float()
+    try:
+        return make_case(layer, prefix_lens, new_lens, 16, torch.bfloat16, "cuda", seed)
+    finally:
+        cases.naive_attention = naive
+
+
+def run_torch(case: AttentionCase, layer) -> torch.Tensor:
+    backend = TorchAttnBackend()
+    backend.init_forward_metadata(case.batch)
+    return backend.forward(case.q, case.k, case.v, layer, case.batch)
+
+
+def test_layers_with_and_without_a_window_have_a_plan_each_in_one_batch():
+    full, window = layer_of(2), layer_of(2, window_left=20)
+    object.__setattr__(window, "name", "windowed")
+    for batch in BATCHES.values():
+        case = case_of(full, batch)
+        backend = backend_for([full, window], case.batch)
+        assert backend.dispatch_reason is WrapperDispatch.SLIDING_WINDOW
+        backend.init_forward_metadata(case.batch)
+        for layer in (full, window, full):
+            out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+            torch.testing.assert_close(out, run_torch(case, layer), **TOLERANCE)
+
+
+def test_a_strided_query_is_read_as_it_lies():
+    layer = layer_of(4)
+    for batch in ("decode", "prefill", "prefill_after_prefix"):
+        case = case_of(layer, BATCHES[batch])
+        packed = torch.cat((case.q, case.k, case.v), dim=1)
+        q, k, v = packed.split((8, 2, 2), dim=1)
+        backend = backend_for([layer], case.batch)
+        backend.init_forward_metadata(case.batch)
+        out = backend.forward(q, k, v, layer, case.batch)
+        torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
+
+
+def test_planning_does_not_wait_for_the_device():
+    layer = layer_of(4)
+    case = case_of(layer, BATCHES["mixed_with_prefix"])
+    backend = backend_for([layer], case.batch)
+    for _ in range(3):
+        backend.init_forward_metadata(case.batch)
+        case.batch.__dict__.pop("common")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.init_forward_metadata(case.batch)
+        backend.forward(case.q, case.k, case.v, layer, case.batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_plans_made_ahead_of_the_gpu_do_not_overwrite_each_other():
+    layer = layer_of(4)
+    cases = [case_of(layer, ([40 * i + 9, 7 * i], [1, 1]), seed=i) for i in range(1, 9)]
+    backend = backend_for([layer], cases[0].batch)
+    outs = []
+    torch.cuda._sleep(200_000_000)  # about 0.1 s, so that all plans below are queued before any runs
+    for case in cases:
+        backend.init_forward_metadata(case.batch)
+        outs.append(backend.forward(case.q, case.k, case.v, layer, case.batch))
+    for case, out in zip(cases, outs, strict=True):
+        torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("parameters", ["plain", "window"])
+def test_a_captured_decode_replays_over_other_requests_pages_and_padding(group, parameters):
+    layer = layer_of(group, **PARAMETERS[parameters])
+    bs = 4
+    case = case_of(layer, ([300, 300, 300, 300, 300], [1, 1, 1, 1, 1]))
+    table, pool = case.batch.req_to_token_pool, case.batch.token_to_kv_pool
+    backend = backend_for([layer], case.batch)
+    backend.init_cuda_graph_state(bs, bs)
+
+    q, k, v = (x[:bs].clone() for x in (case.q, case.k, case.v))
+    out = torch.zeros_like(q)
+    slots = torch.zeros(bs, dtype=torch.int64, device="cuda")
+    rows = torch.zeros(bs, dtype=torch.int64, device="cuda")
+    batch = make_batch([0] * bs, [0] * bs, [1] * bs, slots, table, pool, "cuda")
+    batch.req_pool_indices = rows
+    backend.init_forward_metadata_capture_cuda_graph(bs, bs, rows, batch.seq_lens, ForwardMode.DECODE)
+    backend.forward(q, k, v, layer, batch, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.forward(q, k, v, layer, batch, out=out)
+
+    for requests, prefix_lens in [([1, 2, 3], [17, 250, 64]), ([5], [299]), ([4, 2, 5, 1], [15, 16, 0, 120])]:
+        n = len(requests)
+        wanted = torch.tensor(requests, device="cuda")
+        new_slots = table.req_to_token[wanted, torch.tensor(prefix_lens, device="cuda")].long()
+        eager = make_batch(requests, prefix_lens, [1] * n, new_slots, table, pool, "cuda")
+        reference = TorchAttnBackend()
+        reference.init_forward_metadata(eager)
+        expected = reference.forward(q[:n], k[:n], v[:n], layer, eager)
+
+        rows.zero_()
+        slots.zero_()
+        rows[:n], slots[:n] = wanted, new_slots
+        lens = torch.ones(bs, dtype=torch.int32)
+        lens[:n] = eager.seq_lens_cpu
+        backend.init_forward_metadata_replay_cuda_graph(
+            bs, rows, lens.cuda(), int(lens.sum()), ForwardMode.DECODE, lens
+        )
+        graph.replay()
+        torch.testing.assert_close(out[:n], expected, **TOLERANCE)
+        assert out.isfinite().all()

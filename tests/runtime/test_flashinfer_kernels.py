@@ -1,0 +1,111 @@
+import pytest
+import torch
+
+from mllm_compile.runtime.attention.base import PerLayerParameters
+from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, should_use_tensor_core
+from mllm_compile.runtime.attention.flashinfer_kernels import (
+    PlanGroup,
+    check_supported,
+    choose_prefill_kernel,
+    workspace_bytes,
+)
+from mllm_compile.runtime.attention.flashinfer_plan import make_paged_view
+from mllm_compile.runtime.errors import ConfigError, DeviceError, UnsupportedModelError
+from tests.runtime.attention_cases import make_case, make_layer
+
+PLAIN = PlanGroup(32, 8, 128, PerLayerParameters(-1, 0.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "expected"),
+    [
+        (torch.bfloat16, 32, 8, True),
+        (torch.float16, 28, 4, True),
+        (torch.bfloat16, 16, 8, False),
+        (torch.bfloat16, 8, 8, False),
+        (torch.float8_e4m3fn, 8, 8, True),
+        (torch.float8_e5m2, 16, 8, True),
+    ],
+)
+def test_tensor_cores_decode_fp8_caches_and_groups_of_four_or_more(dtype, heads, kv_heads, expected):
+    assert should_use_tensor_core(dtype, heads, kv_heads) is expected
+
+
+def test_fa3_prefills_when_its_blocks_fill_the_gpu_and_fa2_otherwise():
+    assert choose_prefill_kernel(PLAIN, [2048, 2048], num_sms=132, is_hopper=True) == "fa3"
+    assert choose_prefill_kernel(PLAIN, [512], num_sms=132, is_hopper=True) == "fa2", "4 tiles * 32 heads = 128 blocks"
+    assert choose_prefill_kernel(PLAIN, [512, 1], num_sms=132, is_hopper=True) == "fa3"
+    assert choose_prefill_kernel(PLAIN, [2048, 2048], num_sms=132, is_hopper=False) == "fa2"
+
+
+@pytest.mark.parametrize("params", [PerLayerParameters(63, 0.0, 0.1), PerLayerParameters(-1, 30.0, 0.1)])
+def test_windows_and_soft_caps_are_prefilled_by_fa2(params):
+    group = PlanGroup(32, 8, 128, params)
+    assert choose_prefill_kernel(group, [2048, 2048], num_sms=132, is_hopper=True) == "fa2"
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (make_layer(head_dim=96), "96"),
+        (make_layer(head_dim=128, v_head_dim=64), "value head dim 64"),
+        (make_layer(head_dim=128, sinks=torch.zeros(4)), "sinks"),
+        (make_layer(num_heads=5, num_kv_heads=2, head_dim=128), "5 query heads"),
+    ],
+)
+def test_a_layer_that_no_kernel_serves_is_refused_by_name(layer, named):
+    with pytest.raises(UnsupportedModelError, match=f"layer0: .*{named}.*attention_backend: torch"):
+        check_supported([make_layer(head_dim=128), layer], torch.bfloat16)
+
+
+def test_float32_is_refused_with_the_keys_to_change():
+    with pytest.raises(ConfigError, match=r"model\.dtype"):
+        check_supported([make_layer(head_dim=128)], torch.float32)
+
+
+def test_the_workspace_grows_with_heads_and_requests():
+    assert workspace_bytes([PLAIN], 256, 132) == 128 << 20
+    # 132 * 2 blocks over one kv head, 128 rows each, 64 heads of 128 floats and their sums
+    multi_query = PlanGroup(64, 1, 128, PLAIN.params)
+    assert workspace_bytes([PLAIN, multi_query], 256, 132) == 264 * 128 * 64 * 129 * 4 + 1024
+
+
+def test_off_cuda_the_backend_says_what_to_set():
+    with pytest.raises(DeviceError, match="attention_backend: torch"):
+        FlashInferAttnBackend(4, 2, 128, torch.bfloat16, torch.bfloat16, 64, torch.zeros(2, 64), "cpu", 1)
+
+
+@pytest.mark.parametrize("window_left", [-1, 0, 3, 4, 9])
+def test_the_page_list_holds_exactly_the_pages_that_queries_can_see(window_left):
+    page_size = 4
+    prefix_lens, new_lens = [13, 0, 8, 3], [1, 6, 9, 1]
+    batch = make_case(make_layer(), prefix_lens, new_lens, page_size=page_size).batch
+    common = batch.common
+    view = make_paged_view(
+        common.block_table,
+        batch.req_pool_indices,
+        common.seq_lens_cpu,
+        common.num_computed_tokens_cpu,
+        window_left,
+        page_size,
+    )
+    for i, (prefix, new, row) in enumerate(zip(prefix_lens, new_lens, batch.req_pool_indices.tolist(), strict=True)):
+        first = 0 if window_left < 0 else max(0, prefix - window_left)
+        seen = common.block_table[row, first : prefix + new] // page_size
+        part = view.part(i, i + 1)
+        assert part.indices.tolist() == list(dict.fromkeys(seen.tolist()))
+        assert part.last_page_len_cpu.tolist() == [(prefix + new - 1) % page_size + 1]
+        assert part.indptr_cpu.tolist() == [0, part.indices.numel()]
+    assert view.indices.dtype == view.indptr_cpu.dtype == view.last_page_len_cpu.dtype == torch.int32
+
+
+def test_the_page_list_can_be_written_into_a_buffer():
+    batch = make_case(make_layer(), [5, 2], [1, 1]).batch
+    common = batch.common
+    buffer = torch.full((10,), -1, dtype=torch.int32)
+    computed = common.num_computed_tokens_cpu
+    args = (common.block_table, batch.req_pool_indices, common.seq_lens_cpu, computed, -1, 4)
+    view = make_paged_view(*args, indices_out=buffer)
+    assert view.indices.data_ptr() == buffer.data_ptr()
+    assert buffer[:3].tolist() == make_paged_view(*args).indices.tolist()
+    assert buffer[3:].tolist() == [-1] * 7
