@@ -38,13 +38,17 @@ class Trace:
 class _FlatTokens(torch.nn.Module):
     """The model as a function of flat tokens: no cache, no mask, logits of chosen rows only."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, max_tokens: int) -> None:
         super().__init__()
         self.model = model
+        self.max_tokens = max_tokens
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
     ) -> torch.Tensor:
+        for sized in (input_ids, logits_indices):
+            torch._check(sized.shape[0] >= 1)
+            torch._check(sized.shape[0] <= self.max_tokens)
         output = self.model(
             input_ids=input_ids[None],
             position_ids=positions[None],
@@ -69,10 +73,10 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     input_ids = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
     logits_indices = torch.zeros(_SAMPLE_ROWS, dtype=torch.int64, device=device)
-    mark_unbacked(input_ids, 0, shape_id="T", min=1, max=max_tokens)
-    mark_unbacked(positions, 0, shape_id="T", min=1, max=max_tokens)
-    mark_unbacked(logits_indices, 0, shape_id="S", min=1, max=max_tokens)
-    captured = _capture(_FlatTokens(hf_model.model), (input_ids, positions, logits_indices))
+    mark_unbacked(input_ids, 0, shape_id="T")
+    mark_unbacked(positions, 0, shape_id="T")
+    mark_unbacked(logits_indices, 0, shape_id="S")
+    captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
     _name_placeholders(captured, weight_names)
     return Trace(captured, max_tokens)
 
