@@ -1,0 +1,56 @@
+# On a fresh machine with Python >= 3.11, make and a C++ compiler:
+#   make demo    install into .venv, compile configs/tiny.yaml, generate text from it
+#   make test    install into .venv, run the tests
+# Others: test-all (with the slow, full counts), lint, format, clean.
+#
+# PYTHON=python3.12     the interpreter that .venv is made with
+# TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#                       what pip installs as torch; here a build without CUDA, which is a tenth of the size
+
+PYTHON ?= python3
+VENV ?= .venv
+
+ifneq ($(shell nvidia-smi -L 2>/dev/null | grep -m 1 GPU),)
+TORCH ?= 'torch>=2.11,<2.14'
+EXTRAS := cuda,dev
+else
+TORCH ?= torch==2.13.0
+EXTRAS := dev
+endif
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-all lint format clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	$(BIN)/mllm-compile configs/tiny.yaml
+	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --max-tokens 48 --prompt 'The for statement is used to'
+	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --max-tokens 48 --prompt 'Return a new list'
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+
+# torch first, so that a choice made with TORCH is not replaced while the other requirements are resolved.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
