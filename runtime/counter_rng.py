@@ -18,7 +18,6 @@ _MASK64 = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
-_TOKEN_COUNTERS = 2**32  # counters of the second stage start here, after any block number
 
 
 def _signed(value: int) -> int:
@@ -49,31 +48,36 @@ def _mix64(bits: torch.Tensor) -> torch.Tensor:
 
 
 def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One key a draw. seeds, positions: [S] int → [S] int64."""
-    return _mix64(_mix64(seeds.long()) + positions)
+    """One key a draw. seeds, positions: [S] int → [S] int64.
+
+    Multiples of the golden ratio's 64 bits keep so far apart that (seed, position) pairs with seeds within 2**30 and
+    positions within 2**33 of each other never meet; others meet with the chance of any two 64-bit numbers.
+    """
+    return _mix64(seeds.long() * _signed(_GAMMA) + positions)
 
 
-def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """Uniform values in (0, 1), finely spaced towards 0. keys [S], counters [N] or [S, N] int64 → [S, N] float32."""
-    bits = _mix64(keys[:, None] + (counters + 1) * _signed(_GAMMA))
+def uniform(keys: torch.Tensor, num_values: int) -> torch.Tensor:
+    """Uniform values in (0, 1), ever more finely spaced towards 0. keys: [S] int64 → [S, num_values] float32."""
+    counters = torch.arange(1, num_values + 1, device=keys.device) * _signed(_GAMMA)
+    bits = _mix64(keys[:, None] + counters)
     # |int64| as float32 keeps 24 significant bits however small it is. The factor keeps the largest below 1; the clamp
     # keeps the one zero in 2**63 above it.
     return bits.to(torch.float32).abs_().mul_((1 - 2**-24) / 2**63).clamp_(min=2**-64)
 
 
-def gumbel(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel values, finite. keys [S], counters [N] or [S, N] int64 → [S, N] float32.
+def negative_gumbel(keys: torch.Tensor, num_values: int) -> torch.Tensor:
+    """Standard Gumbel values, their sign turned; finite. keys: [S] int64 → [S, num_values] float32.
 
-    -log(-log(1 - u)): the large values, which decide an argmax over many tokens, come from small u, where u is fine.
+    log(-log(1 - u)): the extreme ones, which decide an argmax over many tokens, come from small u, where u is fine.
     """
-    return uniform(keys, counters).neg_().log1p_().neg_().log_().neg_()
+    return uniform(keys, num_values).neg_().log1p_().neg_().log_()
 
 
 def draw_tokens(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draw one index a row with probability softmax(scores). Gumbel-max in two stages: a block, then a token in it.
 
     Exact: a block's logsumexp is its log-probability, and the token is drawn from the block's own scores. It hashes
-    B + BLOCK counters a row in place of W, which makes a draw about as cheap as reading the scores. No data-dependent
+    B + BLOCK counters a row in place of W, which makes a draw little dearer than reading the scores. No data-dependent
     shape and no sync: safe inside a CUDA graph.
 
     Args:
@@ -84,11 +88,9 @@ def draw_tokens(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tens
     Returns:
         [S] int64 indices in [0, W).
     """
-    blocks = scores.view(scores.shape[0], -1, BLOCK)
-    keys = row_keys(seeds, positions)
-    block_numbers = torch.arange(blocks.shape[1], device=scores.device)
-    chosen = (blocks.logsumexp(dim=-1) + gumbel(keys, block_numbers)).argmax(dim=-1)
+    num_blocks = scores.shape[1] // BLOCK
+    blocks = scores.view(-1, num_blocks, BLOCK)
+    noise = negative_gumbel(row_keys(seeds, positions), num_blocks + BLOCK)
+    chosen = (blocks.logsumexp(dim=-1) - noise[:, :num_blocks]).argmax(dim=-1)
     in_block = blocks.gather(1, chosen[:, None, None].expand(-1, 1, BLOCK)).squeeze(1)
-    first = chosen * BLOCK
-    token_ids = first[:, None] + torch.arange(BLOCK, device=scores.device)
-    return first + (in_block + gumbel(keys, token_ids + _TOKEN_COUNTERS)).argmax(dim=-1)
+    return chosen * BLOCK + (in_block - noise[:, num_blocks:]).argmax(dim=-1)

@@ -78,6 +78,7 @@ def _mask_with_flashinfer(
         scores = kernels.top_k_mask_logits(scores, torch.where(top_ks > 0, top_ks, width).clamp(max=width).int())
     if top_ps is not None:
         probs = scores.softmax(dim=-1)
+        top_ps = top_ps.contiguous()  # the kernel reads a column of a table as if it were dense
         # Sums in integers: with float atomics, whether a token is kept could change from run to run.
         kept = kernels.top_p_renorm_probs(probs, top_ps, is_deterministic=True)
         scores.masked_fill_((kept == 0) & (top_ps < 1)[:, None], -torch.inf)

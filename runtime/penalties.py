@@ -37,15 +37,16 @@ class PenaltyParams:
     token_histories: TokenHistories
 
 
-def apply_penalties(logits: torch.Tensor, params: PenaltyParams) -> torch.Tensor:
-    """Penalised logits: [S, V] float32 → a new [S, V] float32. A row of 1, 0, 0 keeps its very values."""
+def apply_penalties(logits: torch.Tensor, params: PenaltyParams) -> None:
+    """Penalise logits in place. logits: [S, V] float32. A row of 1, 0, 0 keeps its very values."""
     counts = params.token_histories.output_counts
     in_output = counts > 0
     factor = torch.where(params.token_histories.prompt_mask | in_output, params.repetition_penalties[:, None], 1.0)
-    penalised = torch.where(logits > 0, logits / factor, logits * factor)
-    penalised -= counts * params.frequency_penalties[:, None]
-    penalised -= in_output * params.presence_penalties[:, None]
-    return penalised
+    divided = logits / factor
+    torch.where(logits > 0, divided, factor.mul_(logits), out=logits)
+    del factor, divided  # as large as the logits each
+    logits.sub_(counts * params.frequency_penalties[:, None])
+    logits.sub_(in_output * params.presence_penalties[:, None])
 
 
 class TokenCounts:

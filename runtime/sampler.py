@@ -22,6 +22,8 @@ from mllm_compile.runtime.penalties import PenaltyParams, apply_penalties
 from mllm_compile.runtime.sampling_params import GREEDY_TEMPERATURE
 from mllm_compile.runtime.sampling_state import RowParams, SamplingFlags, SamplingState
 
+_PENALTY_ELEMENTS = 2**23  # logits penalised at a time: bounds what that takes beside them to about 150 MiB
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOutput:
@@ -122,7 +124,8 @@ def sample_tokens(
         [S] int32.
     """
     if penalty_params is not None:
-        logits = apply_penalties(logits.float(), penalty_params)
+        logits = logits.to(torch.float32, copy=True)
+        apply_penalties(logits, penalty_params)
     if seeds is None:
         seeds = torch.randint(2**63 - 1, logits.shape[:1], device=logits.device)
     if positions is None:
@@ -140,16 +143,23 @@ def _adjust(
     if flags.needs_bias:
         state.biases.add_to(adjusted, params.slots)
     if flags.needs_penalties:
-        penalties = PenaltyParams(
-            repetition_penalties=params.repetition_penalty,
-            frequency_penalties=params.frequency_penalty,
-            presence_penalties=params.presence_penalty,
-            token_histories=state.counts.gather(params.count_row),
-        )
-        adjusted = apply_penalties(adjusted, penalties)
+        num_rows = max(1, _PENALTY_ELEMENTS // logits.shape[1])
+        for start in range(0, logits.shape[0], num_rows):
+            _penalise(adjusted, state, params, slice(start, start + num_rows))
     if flags.needs_min_tokens:
         state.forbidden.add_to(adjusted, params.slots, positions < params.min_tokens_end)
     return adjusted
+
+
+def _penalise(logits: torch.Tensor, state: SamplingState, params: RowParams, part: slice) -> None:
+    """Apply the penalties to these rows of float32 logits, in place."""
+    penalties = PenaltyParams(
+        repetition_penalties=params.repetition_penalty[part],
+        frequency_penalties=params.frequency_penalty[part],
+        presence_penalties=params.presence_penalty[part],
+        token_histories=state.counts.gather(params.count_row[part]),
+    )
+    apply_penalties(logits[part], penalties)
 
 
 def _draw(

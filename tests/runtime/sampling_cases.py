@@ -29,8 +29,8 @@ def make_state(
 
 def sample(state: SamplingState, logits: torch.Tensor, slots: list[int], positions: list[int]) -> SamplerOutput:
     """One step of these slots."""
-    rows = torch.tensor(slots, device=logits.device)
-    return Sampler()(logits, state, rows, state.flags, torch.tensor(positions, device=logits.device))
+    rows = torch.tensor(slots, dtype=torch.int64, device=logits.device)
+    return Sampler()(logits, state, rows, state.flags, torch.tensor(positions, dtype=torch.int64, device=logits.device))
 
 
 def draws(params: SamplingParams, logits: torch.Tensor, num_draws: int) -> torch.Tensor:

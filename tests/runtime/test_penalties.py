@@ -17,7 +17,9 @@ def penalise(logits, prompt_mask, output_counts, repetition=1.0, frequency=0.0, 
         presence_penalties=torch.full((rows,), presence),
         token_histories=TokenHistories(prompt_mask=prompt_mask, output_counts=output_counts),
     )
-    return apply_penalties(logits, params)
+    penalised = logits.clone()
+    apply_penalties(penalised, params)
+    return penalised
 
 
 def test_the_repetition_penalty_is_transformers_over_prompt_and_output():

@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mllm_compile.runtime import sampler
 from mllm_compile.runtime.penalties import PenaltyParams, TokenHistories
 from mllm_compile.runtime.sampler import Sampler, sample_tokens
 from mllm_compile.runtime.sampling_params import SamplingParams
@@ -157,6 +158,20 @@ def test_a_resumed_request_is_penalised_for_the_output_it_had():
     assert [step(resumed, 3, i) for i in range(5, 12)] == tokens[5:]
 
 
+def test_rows_penalised_a_few_at_a_time_are_penalised_alike(monkeypatch):
+    logits = random_logits(10, spread=0.1)
+    slots = list(range(1, 11))
+    params = [SamplingParams(temperature=0, repetition_penalty=1 + i / 10, presence_penalty=i / 10) for i in range(10)]
+
+    def tokens():
+        state = make_state(*params)
+        return [sample(state, logits, slots, [9] * 10).token_ids.tolist() for _ in range(4)]
+
+    at_once = tokens()
+    monkeypatch.setattr(sampler, "_PENALTY_ELEMENTS", 3 * VOCAB)
+    assert tokens() == at_once
+
+
 def test_a_step_that_still_runs_for_a_cleared_slot_harms_no_one():
     params = SamplingParams(temperature=0, presence_penalty=2.0)
     state = make_state(params, params)
@@ -236,6 +251,12 @@ def test_flags_say_what_the_active_slots_use_and_no_more():
 
 def test_filters_of_a_greedy_request_cost_nothing():
     assert make_state(SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.2)).flags == SamplingFlags()
+
+
+@pytest.mark.parametrize("params", [GREEDY, CROWD[3], CROWD[6], CROWD[9]])
+def test_a_step_without_rows_to_sample_gives_no_tokens(params):
+    output = sample(make_state(params, stop_ids=(8,)), torch.empty(0, VOCAB), [], [])
+    assert output.token_ids.shape == (0,)
 
 
 def test_logits_that_are_not_numbers_still_give_an_id_of_the_vocabulary():
