@@ -1,0 +1,438 @@
+"""The engine's one thread: takes requests in, runs steps, hands tokens out.
+
+EngineCore owns the scheduler and the step runner; nobody else touches them while its thread runs. Callers put commands
+into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the tokens of
+step n are waited for, so the device is not idle while the host works. Free of torch: any StepRunner will do.
+
+When a step fails, its requests end with an error and their pages come back; the others go on if the device still
+answers, else the engine is dead and says why. Read next: runtime/scheduler.py, sequences.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from mllm_compile.errors import DeviceMemoryError, EngineDeadError, MllmError, RequestError
+from mllm_compile.outputs import FinishReason
+from mllm_compile.runtime.request import Request
+from mllm_compile.runtime.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.scheduler import Scheduler
+from mllm_compile.sequences import Sequence, Submission
+from mllm_compile.stats import EngineStats, StatsRecorder
+
+logger = logging.getLogger("mllm_compile.engine")
+
+T = TypeVar("T")
+
+
+class StepOutput(Protocol):
+    """What a step brought to the host.
+
+    Attributes:
+        token_ids: [R] int64; entries of rows that were not sampled mean nothing.
+    """
+
+    @property
+    def token_ids(self) -> np.ndarray: ...
+
+
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepOutput:
+        """Blocks until its tokens are on the host; raises what went wrong on the device."""
+
+
+class StepRunner(Protocol):
+    """Runs steps in the order in which they are submitted; runtime/step.py has the real one."""
+
+    def submit(self, batch: ScheduledBatch) -> StepHandle:
+        """Launches a step without waiting for it, nor for the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: ScheduledBatch
+    handle: StepHandle
+
+
+class _Call(Generic[T]):
+    """A function that the engine's thread runs for someone else."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self.future: Future[T] = Future()
+
+    def __call__(self) -> None:
+        try:
+            self.future.set_result(self._function())
+        except Exception as error:  # it is the caller's, who gets it from the future
+            self.future.set_exception(error)
+
+
+class EngineCore:
+    """Runs requests to their end; `submit`, `abort`, `stats`, `flush_prefix_cache` and `close` from any thread.
+
+    Args:
+        scheduler: not used by anyone else from now on.
+        step_runner: likewise.
+        check_device: raises when the device cannot be used any more; asked after a step has failed.
+        log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        step_runner: StepRunner,
+        *,
+        check_device: Callable[[], None] = lambda: None,
+        log_interval_s: float = 10.0,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = step_runner
+        self._check_device = check_device
+        self._log_interval_s = log_interval_s
+        self._next_log = time.monotonic() + log_interval_s
+        self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1)
+
+        self._condition = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error
+        self._end_error: EngineDeadError | None = None  # set once: no step will run after it
+        self._is_closing = False
+
+        # Of the engine's thread alone.
+        self._in_flight: _Step | None = None
+        self._submissions: dict[str, Submission] = {}
+        self._live: dict[Request, Sequence] = {}  # what the scheduler holds
+        self._watched: dict[Request, Sequence] = {}  # those of them whose every token matters
+        # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
+        self._leaders: dict[Request, Submission] = {}
+
+        self._thread = threading.Thread(target=self._run, name="mllm-engine", daemon=True)
+        self._thread.start()
+
+    # --- any thread ---------------------------------------------------------------------------------------------------
+
+    @property
+    def end_error(self) -> EngineDeadError | None:
+        """Why no further request is taken; None while the engine can go on."""
+        return self._end_error
+
+    def submit(self, submissions: Iterable[Submission]) -> None:
+        """Queues submissions that were not refused yet; their sinks hear of all that follows, refusals included.
+
+        Raises:
+            EngineDeadError: the engine is closed or dead.
+        """
+        arrived = list(submissions)
+        self._post(lambda: self._admit(arrived))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests with finish_reason 'abort'; ids that are not, or no longer, there are passed over."""
+        ids = list(request_ids)
+        self._post_if_alive(lambda: self._abort(ids))
+
+    def withdraw(self, submissions: Iterable[Submission]) -> None:
+        """As abort, by those who submitted them: never ends another's request that has the same id."""
+        withdrawn = list(submissions)
+        self._post_if_alive(lambda: self._withdraw(withdrawn))
+
+    def stats(self) -> EngineStats:
+        """Figures as they are between two steps; after the end the last ones."""
+        return self._call(lambda: self._recorder.snapshot(self._scheduler.stats()))
+
+    def flush_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self._call(self._scheduler.flush_prefix_cache)
+
+    def close(self) -> None:
+        """Aborts all requests, waits for the step in flight and ends the thread. May be called again."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._condition:
+            if self._end_error is not None:
+                raise self._end_error
+            if self._is_closing:
+                raise _closed()
+            self._inbox.append(command)
+            self._condition.notify()
+
+    def _post_if_alive(self, command: Callable[[], None]) -> None:
+        with self._condition:
+            if self._end_error is None:
+                self._inbox.append(command)
+                self._condition.notify()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        call = _Call(function)
+        with self._condition:
+            if self._end_error is None:
+                self._inbox.append(call)
+                self._condition.notify()
+                call_here = False
+            else:
+                call_here = True  # the thread has let go of everything
+        if call_here:
+            self._thread.join()
+            call()
+        return call.future.result()
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._step()
+            self._finish_step_in_flight()
+            self._abort(list(self._submissions))
+            error = _closed()
+        except EngineDeadError as dead:
+            logger.error("%s", dead)
+            error = dead
+        except Exception as fault:
+            logger.exception("the engine met an internal error")
+            error = EngineDeadError(f"the engine met an internal error and stopped: {_describe(fault)}. {_RESTART}")
+            error.__cause__ = fault
+        self._end(error)
+
+    def _take_commands(self) -> bool:
+        """Carries out what callers want; blocks while there is nothing to do. False: the engine is to end."""
+        has_work = self._in_flight is not None or self._scheduler.has_work()
+        with self._condition:
+            while not (has_work or self._inbox or self._is_closing):
+                self._condition.wait()
+            commands, self._inbox = self._inbox, []
+            is_closing = self._is_closing
+        for command in commands:
+            command()
+        return not is_closing
+
+    def _end(self, error: EngineDeadError) -> None:
+        """No step will run any more: whoever still waits gets `error`."""
+        with self._condition:
+            self._end_error = error
+            commands, self._inbox = self._inbox, []
+        for command in commands:  # submissions among them are refused, now that _end_error is set
+            command()
+        for submission in list(self._submissions.values()):
+            self._fail(submission, error)
+
+    def _admit(self, submissions: list[Submission]) -> None:
+        for submission in submissions:
+            if self._end_error is not None:
+                self._fail(submission, self._end_error)
+            elif submission.request_id in self._submissions:
+                message = f"request id {submission.request_id!r} is in use; give each live request an id of its own"
+                submission.refuse(RequestError(message))
+            else:
+                self._submissions[submission.request_id] = submission
+                self._add_first(submission)
+
+    def _add_first(self, submission: Submission) -> None:
+        """Queues the completions of a new submission, siblings later where they can share the first one's prompt."""
+        config = self._scheduler.config
+        first, *siblings = submission.sequences
+        shares = config.enable_prefix_cache and len(submission.prompt_token_ids) > config.page_size
+        if siblings and shares:
+            self._leaders[first.request] = submission
+            self._add(first)
+        else:
+            for sequence in submission.sequences:
+                self._add(sequence)
+
+    def _add(self, sequence: Sequence) -> None:
+        if sequence.finish_reason is not None:  # the submission failed with an earlier one of its completions
+            return
+        request = sequence.request
+        try:
+            self._scheduler.add(request)
+        except RequestError as error:
+            self._fail(sequence.submission, error)
+            return
+        self._live[request] = sequence
+        if sequence.is_watched:
+            self._watched[request] = sequence
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            submission = self._submissions.get(request_id)
+            if submission is not None:
+                self._end_submission(submission, "abort")
+
+    def _withdraw(self, submissions: list[Submission]) -> None:
+        for submission in submissions:
+            if self._submissions.get(submission.request_id) is submission:
+                self._end_submission(submission, "abort")
+
+    def _fail(self, submission: Submission, error: MllmError) -> None:
+        submission.failure = error
+        self._end_submission(submission, "error")
+
+    def _end_submission(self, submission: Submission, reason: FinishReason) -> None:
+        """Ends every completion that still runs."""
+        for sequence in submission.sequences:
+            if sequence.finish_reason is None:
+                if sequence.request in self._live:  # else it was not queued yet, and the id may be someone else's
+                    self._scheduler.abort(sequence.request.request_id)
+                sequence.end(reason)
+                self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """A completion has ended and its end was told."""
+        request, submission = sequence.request, sequence.submission
+        self._live.pop(request, None)
+        self._watched.pop(request, None)
+        self._leaders.pop(request, None)
+        self._recorder.completion_ended(sequence.finish_reason or "error")
+        if submission.is_finished and self._submissions.get(submission.request_id) is submission:
+            del self._submissions[submission.request_id]
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Launches the next step, if there is one, then waits for the one before it."""
+        batch = self._scheduler.schedule()
+        launched = None
+        if batch is not None:
+            try:
+                launched = _Step(batch, self._runner.submit(batch))
+            except Exception as error:
+                self._finish_step_in_flight()
+                self._steps_failed([batch], error)
+                return
+        previous, self._in_flight = self._in_flight, launched
+        if previous is not None:
+            self._finish_step(previous)
+        self._log_figures()
+
+    def _finish_step_in_flight(self) -> None:
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._finish_step(step)
+
+    def _finish_step(self, step: _Step) -> None:
+        """Waits for a step and hands its tokens out; the one launched after it stays in flight."""
+        batch = step.batch
+        try:
+            output = step.handle.wait()
+        except Exception as error:
+            lost = [batch]
+            later, self._in_flight = self._in_flight, None
+            if later is not None:
+                _settle(later.handle)
+                lost.append(later.batch)
+            self._steps_failed(lost, error)
+            return
+        result = self._scheduler.update(batch, output.token_ids)
+        self._recorder.step_over(batch, result.accepted)
+        if self._leaders:
+            self._release_siblings(batch, result.accepted)
+        if self._watched:
+            for row in result.accepted:
+                sequence = self._watched.get(batch.requests[row])
+                if sequence is not None:
+                    self._advance(sequence)
+        for request in result.finished:
+            sequence = self._live.get(request)
+            if sequence is not None:  # not watched, else it is gone already
+                sequence.end()
+                self._forget(sequence)
+
+    def _release_siblings(self, batch: ScheduledBatch, accepted: list[int]) -> None:
+        """Queues the siblings of every first completion that has its first token: the prompt's KV is cached now."""
+        for row in accepted:
+            submission = self._leaders.pop(batch.requests[row], None)
+            if submission is not None:
+                for sequence in submission.sequences[1:]:
+                    self._add(sequence)
+
+    def _advance(self, sequence: Sequence) -> None:
+        """Looks at a watched sequence's new tokens."""
+        try:
+            stop_string = sequence.advance()
+        except Exception as error:  # a fault of the tokenizer; the other requests are not hurt by it
+            logger.exception("request %s: its tokens could not be turned into text", sequence.request.request_id)
+            self._fail(sequence.submission, MllmError(f"the tokens could not be turned into text: {_describe(error)}"))
+            return
+        if stop_string is not None:
+            self._scheduler.finish(sequence.request.request_id, "stop", stop_string)
+        if sequence.finish_reason is not None:
+            self._forget(sequence)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _steps_failed(self, batches: list[ScheduledBatch], error: Exception) -> None:
+        """Ends the requests of lost steps.
+
+        Raises:
+            EngineDeadError: the device does not answer any more.
+        """
+        shape = ", ".join(f"{batch.num_requests} requests and {batch.num_tokens} tokens" for batch in batches[:1])
+        logger.error("a step of %s failed", shape, exc_info=error)
+        lost = [request for batch in batches for request in self._scheduler.fail(batch)]
+        try:
+            self._check_device()
+        except Exception as fault:
+            dead = EngineDeadError(
+                f"a step of {shape} failed: {_describe(error)}; the device cannot be used any more: "
+                f"{_describe(fault)}. {_RESTART}"
+            )
+            dead.__cause__ = error
+            raise dead from error
+        failure = _step_error(shape, error)
+        for request in lost:
+            sequence = self._live.get(request)
+            if sequence is not None:
+                self._fail(sequence.submission, failure)
+        logger.warning("%d requests ended with an error; the engine goes on", len(lost))
+
+    def _log_figures(self) -> None:
+        now = time.monotonic()
+        if self._log_interval_s and now >= self._next_log:
+            self._next_log = now + self._log_interval_s
+            logger.info("%s", self._recorder.snapshot(self._scheduler.stats()))
+
+
+_RESTART = "Close this engine and make a new one."
+
+
+def _closed() -> EngineDeadError:
+    return EngineDeadError("the engine is closed. Make a new one.")
+
+
+def _settle(handle: StepHandle) -> None:
+    """Waits for a step whose result is of no use, so that nothing of it runs any more."""
+    try:
+        handle.wait()
+    except Exception as error:
+        logger.debug("the step after the failed one failed too: %s", error)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _step_error(shape: str, error: Exception) -> MllmError:
+    # By name: torch.OutOfMemoryError without importing torch.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        failure: MllmError = DeviceMemoryError(
+            f"a step of {shape} ran out of memory: {error}. The engine goes on. Lower runtime.mem_fraction_static or "
+            "runtime.max_num_batched_tokens."
+        )
+    else:
+        failure = MllmError(f"a step of {shape} failed: {_describe(error)}. The engine goes on.")
+    failure.__cause__ = error
+    return failure

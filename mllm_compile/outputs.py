@@ -1,0 +1,120 @@
+"""What a request gives back, in the shape that vLLM's users know.
+
+Owns the plain data only; `sequences.py` fills it. In an answer (`Engine.generate`, `Engine.chat`) every field covers
+the whole completion. In a stream (`Engine.stream`, `AsyncEngine.generate`) each RequestOutput holds what is new since
+the one before: `text`, `token_ids` and `logprobs` of its completions, concatenated over the stream, are the answer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token of a position: natural-log probability, rank (1 is the likeliest), its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt (there are `SamplingParams.n`).
+
+    Attributes:
+        index: which of the n completions.
+        text: the detokenized output, without the stop string and the end-of-sequence token unless they were asked for.
+        token_ids: every sampled token, the one that ended the completion included.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for.
+        logprobs: for each token the sampled one and the top alternatives by token id; None unless asked for.
+        finish_reason: None while it runs; "error" when it was refused or a step failed (see `RequestOutput.error`).
+        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where the time of a request went, in seconds; None for what was never reached.
+
+    Attributes:
+        arrival_time: when the request came, seconds since the epoch.
+        time_in_queue: from arrival to the first step that held it.
+        prefill_time: from there to the first token.
+        decode_time: from the first token to the last, of the completion that ended last.
+        time_to_first_token: from arrival to the first token.
+        total_time: from arrival to the last token.
+        tokens_per_second: output tokens of all completions over `total_time`.
+    """
+
+    arrival_time: float
+    time_in_queue: float | None = None
+    prefill_time: float | None = None
+    decode_time: float | None = None
+    time_to_first_token: float | None = None
+    total_time: float | None = None
+    tokens_per_second: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt, or in a stream what is new of it.
+
+    Attributes:
+        request_id: the engine's name of the request; what `abort` takes.
+        prompt: the text of the prompt; None when it was given as token ids.
+        prompt_token_ids: the ids that the model saw.
+        outputs: the completions; in a stream only those with news.
+        finished: whether all completions have ended.
+        prompt_logprobs: for each prompt token its log-probability and alternatives, None at the first; None unless
+            asked for. In a stream it comes with the first output.
+        num_cached_tokens: prompt tokens that the prefix cache held.
+        metrics: times; in a stream they come with the last output.
+        error: why the request was refused or failed, when `finish_reason` is "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the first completion."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first completion ended; None while it runs."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """Log-probabilities of the first completion, if asked for."""
+        return self.outputs[0].logprobs

@@ -1,0 +1,268 @@
+"""What a caller passes in becomes Submissions, or a refusal that says what is wrong; runs on the caller's thread.
+
+A list of prompts is taken apart here, texts become token ids, and each prompt is checked against the vocabulary. What
+depends on the KV cache (too long to ever fit) is the scheduler's to refuse, also before the request is queued.
+"""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mllm_compile.detokenizer import Decoder
+from mllm_compile.errors import RequestError
+from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.sequences import Submission
+
+Prompt = str | Seq[int]
+Prompts = Prompt | Seq[str] | Seq[Seq[int]]
+Message = Mapping[str, Any]
+
+
+class PromptTokenizer(Decoder, Protocol):
+    """What the engine needs of a tokenizer; mllm_compile.tokenizer.Tokenizer is one."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_batch(self, texts: Seq[str], add_special_tokens: bool = True) -> list[list[int]]: ...
+
+    def apply_chat_template(self, messages: Seq[Message], **options: Any) -> str: ...
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A prompt on its way to a Submission: token ids, or the reason why it has none."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    error: RequestError | None = None
+
+
+class RequestBuilder:
+    """Makes Submissions for one engine; thread-safe.
+
+    Args:
+        tokenizer: None when the model has none; prompts are token ids then and answers have no text.
+        vocab_size: rows of the model's embedding.
+        eos_token_ids: ids that end a completion.
+        default_params: for callers that pass none.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PromptTokenizer | None,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        default_params: SamplingParams,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._default_params = default_params
+        self._numbers = itertools.count()
+
+    def build(
+        self, prompts: Prompts, params: SamplingParams | Seq[SamplingParams] | None, priority: int = 0
+    ) -> list[Submission]:
+        """One Submission a prompt, in order. A prompt that is refused carries its reason in `failure`.
+
+        Raises:
+            RequestError: `prompts` or `params` as a whole are not what is expected.
+        """
+        items = as_prompt_list(prompts)
+        each = self._params_of_each(params, len(items))
+        return self._submissions(self._prepare(items), each, priority)
+
+    def build_chats(
+        self,
+        conversations: Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        template_options: Mapping[str, Any],
+        priority: int = 0,
+    ) -> list[Submission]:
+        """As build, for conversations through the chat template.
+
+        Raises:
+            RequestError: `params` as a whole is not what is expected, or there is no tokenizer.
+        """
+        each = self._params_of_each(params, len(conversations))
+        render = self._chat_renderer(template_options)
+        return self._submissions([render(messages) for messages in conversations], each, priority)
+
+    def build_one(
+        self, prompt: Prompt, params: SamplingParams | None, *, request_id: str | None = None, priority: int = 0
+    ) -> Submission:
+        """The Submission of a single prompt.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        if not is_single_prompt(prompt):
+            raise RequestError(f"prompt: expected one text or one list of token ids, got {_brief(prompt)}")
+        return self._one(self._prepare([prompt])[0], params, request_id, priority)
+
+    def build_chat(
+        self,
+        messages: Seq[Message],
+        params: SamplingParams | None,
+        template_options: Mapping[str, Any],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Submission:
+        """The Submission of a single conversation.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        return self._one(self._chat_renderer(template_options)(messages), params, request_id, priority)
+
+    def _one(
+        self, prepared: _Prepared, params: SamplingParams | None, request_id: str | None, priority: int
+    ) -> Submission:
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise RequestError(f"request_id: expected a text that is not empty, got {request_id!r}")
+        each = self._params_of_each(params, 1)
+        submission = self._submissions([prepared], each, priority, request_id)[0]
+        if submission.failure is not None:
+            raise submission.failure
+        return submission
+
+    def _params_of_each(self, params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self._default_params
+        if isinstance(params, SamplingParams):
+            params.check_vocab(self._vocab_size)  # it is every prompt's, so it is the call that is wrong
+            return [params] * count
+        if not isinstance(params, Seq) or not all(isinstance(one, SamplingParams) for one in params):
+            raise RequestError(f"sampling_params: expected SamplingParams or a list of them, got {_brief(params)}")
+        if len(params) != count:
+            raise RequestError(
+                f"sampling_params: expected one, or one for each of the {count} prompts, got {len(params)}"
+            )
+        return list(params)
+
+    def _submissions(
+        self, prepared: list[_Prepared], params: list[SamplingParams], priority: int, request_id: str | None = None
+    ) -> list[Submission]:
+        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+            raise RequestError(f"priority: expected an integer, lower is served first, got {priority!r}")
+        return [self._submission(p, one, int(priority), request_id) for p, one in zip(prepared, params, strict=True)]
+
+    def _submission(
+        self, prepared: _Prepared, params: SamplingParams, priority: int, request_id: str | None
+    ) -> Submission:
+        submission = Submission(
+            f"req-{next(self._numbers)}" if request_id is None else request_id,
+            prepared.text,
+            prepared.token_ids or [],
+            params,
+            eos_token_ids=self._eos_token_ids,
+            priority=priority,
+            decoder=self._tokenizer,
+        )
+        error = prepared.error or self._fault(prepared.token_ids or [], params)
+        if error is not None:
+            submission.refuse(error)
+        return submission
+
+    def _fault(self, token_ids: list[int], params: SamplingParams) -> RequestError | None:
+        """Why these token ids with these parameters cannot be served, None when they can."""
+        if not token_ids:
+            return RequestError("the prompt is empty; a request needs at least one token to compute")
+        if params.stop and self._tokenizer is None:
+            return RequestError("stop: the model has no tokenizer, so there is no text to stop at. Use stop_token_ids.")
+        try:
+            params.check_vocab(self._vocab_size)
+        except RequestError as error:
+            return error
+        return None
+
+    def _prepare(self, items: Seq[Any]) -> list[_Prepared]:
+        """Token ids of every prompt; texts are tokenized together, on several threads."""
+        prepared = [self._prepare_text(item) if isinstance(item, str) else self._prepare_ids(item) for item in items]
+        texts = [p for p in prepared if p.text is not None and p.error is None]
+        if texts and self._tokenizer is not None:
+            encoded = self._tokenizer.encode_batch([p.text for p in texts if p.text is not None])
+            for p, token_ids in zip(texts, encoded, strict=True):
+                p.token_ids = token_ids
+                p.error = self._vocab_fault(token_ids)
+        return prepared
+
+    def _prepare_text(self, text: str) -> _Prepared:
+        if self._tokenizer is None:
+            return _Prepared(text, error=RequestError("the model has no tokenizer; give the prompt as token ids"))
+        if not text:
+            return _Prepared(text, error=RequestError("the prompt is an empty text; expected at least one character"))
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return _Prepared(text, error=RequestError(f"the prompt is no valid Unicode text: {error}"))
+        return _Prepared(text)
+
+    def _prepare_ids(self, item: Any) -> _Prepared:
+        if not isinstance(item, Seq) or isinstance(item, (bytes, bytearray)):
+            return _Prepared(error=RequestError(f"a prompt is a text or a list of token ids, got {_brief(item)}"))
+        wrong = next((t for t in item if isinstance(t, bool) or not isinstance(t, numbers.Integral)), None)
+        if wrong is not None:
+            return _Prepared(error=RequestError(f"a prompt's token ids are integers, got {_brief(wrong)} among them"))
+        token_ids = [int(t) for t in item]
+        return _Prepared(None, token_ids, self._vocab_fault(token_ids))
+
+    def _vocab_fault(self, token_ids: list[int]) -> RequestError | None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return None
+        position = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+        return RequestError(
+            f"the prompt's token {position} is {token_ids[position]}; expected ids from 0 to {self._vocab_size - 1}, "
+            "the model's vocabulary. Take ids from the model's own tokenizer."
+        )
+
+    def _chat_renderer(self, template_options: Mapping[str, Any]) -> Callable[[Seq[Message]], _Prepared]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError("the model has no tokenizer, so no chat template; give prompts as token ids")
+
+        def render(messages: Seq[Message]) -> _Prepared:
+            try:
+                text = tokenizer.apply_chat_template(messages, **template_options)
+            except RequestError as error:
+                return _Prepared(error=error)
+            # The template has written out all special tokens.
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            return _Prepared(text, token_ids, self._vocab_fault(token_ids))
+
+        return render
+
+
+def is_single_prompt(prompts: object) -> bool:
+    """One text, or one list of token ids."""
+    if isinstance(prompts, str):
+        return True
+    return isinstance(prompts, Seq) and bool(prompts) and isinstance(prompts[0], numbers.Integral)
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """The prompts one by one: a text or a list of token ids is one prompt.
+
+    Raises:
+        RequestError: neither a prompt nor a list.
+    """
+    if is_single_prompt(prompts):
+        return [prompts]
+    if isinstance(prompts, Seq) and not isinstance(prompts, (bytes, bytearray)):
+        return list(prompts)
+    hint = " Call its tolist()." if hasattr(prompts, "tolist") else ""
+    raise RequestError(
+        f"prompts: expected a text, a list of texts or a list of token-id lists, got {_brief(prompts)}.{hint}"
+    )
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,171 @@
+"""Stand-ins for the model and the tokenizer, so that the engine is tested in milliseconds and without torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mllm_compile.engine import Engine, EngineParts
+from mllm_compile.runtime.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.scheduler import Scheduler
+from mllm_compile.runtime.scheduler_config import SchedulerConfig
+
+EOS = 256
+VOCAB_SIZE = 260
+
+NextToken = Callable[[list[int]], int]
+
+
+def hashed_token(token_ids: list[int]) -> int:
+    """A lower-case letter or a space that depends on all tokens before it."""
+    choice = zlib.crc32(np.array(token_ids, dtype=np.int32).tobytes()) % 27
+    return 32 if choice == 26 else 97 + choice
+
+
+def expected_tokens(prompt: Sequence[int], count: int, next_token: NextToken = hashed_token) -> list[int]:
+    """What FakeStepRunner samples after a prompt."""
+    token_ids = list(prompt)
+    for _ in range(count):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+def recite(text: str, end: int = EOS) -> NextToken:
+    """A model that says `text` byte by byte after any prompt that ends in ':', and then `end`."""
+    data = text.encode()
+
+    def next_token(token_ids: list[int]) -> int:
+        said = len(token_ids) - 1 - max(i for i, t in enumerate(token_ids) if t == ord(":"))
+        return data[said] if said < len(data) else end
+
+    return next_token
+
+
+class ByteTokenizer:
+    """Token ids are UTF-8 bytes; 256 and above are special."""
+
+    special_token_ids = frozenset(range(EOS, VOCAB_SIZE))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        parts: list[str] = []
+        run: list[int] = []
+        for token_id in token_ids:
+            if token_id < EOS:
+                run.append(token_id)
+            elif not skip_special_tokens:
+                parts += [bytes(run).decode(errors="replace"), f"<{token_id}>"]
+                run = []
+        return "".join([*parts, bytes(run).decode(errors="replace")])
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return "".join(f"{m['role']}={m['content']};" for m in messages) + options.get("suffix", "assistant=")
+
+
+class StepFailed(RuntimeError):
+    """What a fake step raises when told to."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@dataclass(frozen=True)
+class FakeStepOutput:
+    token_ids: np.ndarray
+
+
+@dataclass
+class FakeStepHandle:
+    runner: FakeStepRunner
+    step: int
+    token_ids: np.ndarray
+
+    def wait(self) -> FakeStepOutput:
+        self.runner.gate.wait()
+        time.sleep(self.runner.delay_s)
+        self.runner.waited.append(self.step)
+        error = self.runner.fail_wait.pop(self.step, None)
+        if error is not None:
+            raise error
+        return FakeStepOutput(self.token_ids)
+
+
+@dataclass
+class FakeStepRunner:
+    """Samples `next_token` of each row's tokens; like the real one it knows decode inputs only by slot.
+
+    `fail_submit` and `fail_wait` map a step's number to what it raises; while `gate` is cleared no step ends.
+    """
+
+    next_token: NextToken = hashed_token
+    fail_submit: dict[int, Exception] = field(default_factory=dict)
+    fail_wait: dict[int, Exception] = field(default_factory=dict)
+    gate: threading.Event = field(default_factory=threading.Event)
+    delay_s: float = 0.0  # of each step
+    batches: list[ScheduledBatch] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
+    slots: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def submit(self, batch: ScheduledBatch) -> FakeStepHandle:
+        step = len(self.batches)
+        self.batches.append(batch)
+        error = self.fail_submit.pop(step, None)
+        if error is not None:
+            raise error
+        for request in batch.admitted:
+            self.slots[request.slot] = list(request.all_token_ids)
+        sampled = np.zeros(batch.num_requests, dtype=np.int64)
+        for row, slot in enumerate(batch.rows.tolist()):
+            if batch.sample_mask[row]:
+                sampled[row] = self.next_token(self.slots[slot])
+                self.slots[slot].append(int(sampled[row]))
+        return FakeStepHandle(self, step, sampled)
+
+
+def scheduler_config(**changes: Any) -> SchedulerConfig:
+    """Small limits: 4 requests, 32 tokens a step, pages of 4 tokens."""
+    limits: dict[str, Any] = {
+        "max_running_requests": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 256,
+        "page_size": 4,
+        "num_pages": 129,
+    }
+    return SchedulerConfig(**(limits | changes))
+
+
+def fake_engine(runner: FakeStepRunner | None = None, **changes: Any) -> Engine:
+    """An Engine over fakes; `changes` are fields of EngineParts or of SchedulerConfig."""
+    parts_fields = EngineParts.__dataclass_fields__
+    limits = {key: value for key, value in changes.items() if key not in parts_fields}
+    parts: dict[str, Any] = {
+        "scheduler": Scheduler(scheduler_config(**limits)),
+        "step_runner": runner or FakeStepRunner(),
+        "tokenizer": ByteTokenizer(),
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": frozenset({EOS}),
+    }
+    parts |= {key: value for key, value in changes.items() if key in parts_fields}
+    return Engine.from_parts(EngineParts(**parts))
+
+
+def all_pages_are_back(engine: Engine) -> bool:
+    """No request holds a page, and flushing the prefix cache frees the rest."""
+    engine.flush_prefix_cache()
+    stats = engine.stats()
+    return (stats.running, stats.waiting, stats.kv_pages_used, stats.kv_pages_cached) == (0, 0, 0, 0)
