@@ -185,7 +185,6 @@ class Scheduler:
 
         The batch is to be run before the next one, on one stream, and then handed to update() or fail().
         """
-        preemptions = self._preemptions
         decodes = self._plan_decodes()
         budget = self.config.max_num_batched_tokens - len(decodes.requests)
         prefix_lens = self._computed[decodes.rows]
@@ -193,7 +192,7 @@ class Scheduler:
         admitted: list[Request] = []
         if self._prefilling:
             budget = self._continue_prefills(chunks, budget)
-        if self._waiting and self._free_slots and budget > 0 and preemptions == self._preemptions:
+        if self._waiting and self._free_slots and budget > 0:
             admitted = self._admit(chunks, budget)
         if not decodes.requests and not chunks:
             self._check_not_stuck()
@@ -323,12 +322,9 @@ class Scheduler:
         if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
             # Never all of it: the logits of the last token are what the request waits for.
             prefix_pages = self.pages.attach_prefix(slot, token_ids[:-1], request.cache_salt)
-        reserved = sum(
-            self.pages.pages_for(self._prefill_ids[other.slot].size) - int(self.pages.num_pages[other.slot])
-            for other in self._prefilling
-        )
+        # An unfinished prompt needs no page set aside here: it has used up the step's budget, or the pages.
         headroom = len(self._prefilling) + len(self._decoding)
-        if self.pages.pages_for(token_ids.size) - prefix_pages + reserved + headroom > self.pages.available_pages:
+        if self.pages.pages_for(token_ids.size) - prefix_pages + headroom > self.pages.available_pages:
             self.pages.release(slot)
             self._blocked = (request, self._changes)
             return False

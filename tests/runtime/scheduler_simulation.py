@@ -139,11 +139,18 @@ class Simulation:
     def plan(self) -> ScheduledBatch | None:
         """Schedule one batch and run it; its tokens are kept back until collect."""
         batch = self.scheduler.schedule()
+        self._check_the_most_urgent_moves(batch)
         if batch is not None:
             self.num_steps += 1
             check_batch(batch, self.config)
             self.in_flight.append((batch, self.device.run(batch)))
         return batch
+
+    def _check_the_most_urgent_moves(self, batch: ScheduledBatch | None) -> None:
+        """No request starves, because the first in order is in every step, save where pages come back by waiting."""
+        running = self.scheduler._prefilling + self.scheduler._decoding
+        if running and not self.scheduler._leaving:
+            assert batch is not None and min(running, key=lambda request: request.urgency) in batch.requests
 
     def collect(self) -> list[Request]:
         """Hand the oldest step's tokens to the scheduler; the requests that this ended."""

@@ -461,16 +461,16 @@ def test_a_preempted_request_can_end_with_its_token_in_flight_or_be_aborted() ->
     assert aborted.slot == request.slot == -1
 
 
-def test_an_older_prompt_takes_its_pages_from_younger_decodes() -> None:
-    """A long prompt at the head moves on even if a younger request's decode has taken the pages promised to it."""
-    simulation = Simulation(make_config(num_pages=11, max_num_batched_tokens=6, max_running_requests=3))
-    simulation.add(make_request("old", prompt_of(30), max_tokens=8, **FREE))
-    simulation.add(make_request("young", prompt_of(2), max_tokens=30, priority=1, **FREE))
+def test_a_more_urgent_prompt_takes_its_pages_from_the_decodes_that_ate_them() -> None:
+    simulation = Simulation(make_config(num_pages=11, max_num_batched_tokens=3, max_running_requests=3))
+    calm = simulation.add(make_request("calm", prompt_of(2), priority=1, max_tokens=30, **FREE))
+    simulation.step()
+    urgent = simulation.add(make_request("urgent", prompt_of(30), max_tokens=8, **FREE))
+    while not urgent.is_finished:
+        assert urgent in simulation.step().requests
+    assert (calm.num_preemptions, urgent.num_preemptions) == (1, 0)
     simulation.run()
     simulation.check_answers()
-    old, young = simulation.requests
-    assert old.num_preemptions == 0
-    assert old.last_token_time <= young.last_token_time
 
 
 def test_answers_do_not_depend_on_chunks_overlap_or_the_crowd() -> None:
