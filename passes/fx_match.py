@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
 
 LINEAR = torch._C._nn.linear
 
@@ -53,7 +56,11 @@ def is_symbolic(value: object) -> bool:
 def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """Adds a call_function node at the graph's insertion point, its `meta["val"]` computed on fake tensors."""
     node = graph.call_function(target, args, kwargs)
-    node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+    values = fx.map_arg(args, _value)
+    mode = detect_fake_mode(values)
+    # The Python dispatcher: without it torch 2.11 asks for the number of elements of a tensor of T tokens.
+    with enable_python_dispatcher(), mode or nullcontext():
+        node.meta["val"] = target(*values, **fx.map_arg(kwargs, _value))
     return node
 
 
