@@ -1,0 +1,43 @@
+"""Which class serves an attention_backend name."""
+
+from __future__ import annotations
+
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.memory_pool import ReqToTokenPool
+from mllm_compile.runtime.model_source import LoadedModel
+from mllm_compile.runtime.runner_config import RunnerConfig
+
+
+def make_attention_backend(
+    config: RunnerConfig, model: LoadedModel, req_to_token_pool: ReqToTokenPool, device: torch.device
+) -> AttentionBackend:
+    """The backend that config.attention_backend names.
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot compute in the model's dtype.
+        DeviceError: its library or its device is missing.
+        UnsupportedModelError: the model has a layer that it cannot do.
+    """
+    if config.attention_backend == "torch":
+        return TorchAttnBackend()
+    if config.attention_backend == "flashinfer":
+        from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
+
+        return FlashInferAttnBackend(
+            model.num_attention_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            config.kv_cache_dtype,
+            config.dtype,
+            req_to_token_pool.max_context_len,
+            req_to_token_pool.req_to_token,
+            device,
+            config.max_running_requests,
+            page_size=config.page_size,
+            layers=model.layers,
+        )
+    raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {config.attention_backend!r}")

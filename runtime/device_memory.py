@@ -1,0 +1,141 @@
+"""How much memory a device has, and how much of it the KV pages get.
+
+On CUDA the budget is what mem_fraction_static leaves after the weights, what the libraries hold, and the peak of a real
+run of the largest batch. On a CPU it is a share of the free memory, and no more than all requests together can use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mllm_compile.runtime.errors import DeviceMemoryError
+from mllm_compile.runtime.runner_config import RunnerConfig
+
+GIB = 1 << 30
+# The rest is for weights of other processes, the page cache that weights are read through, and activations.
+CPU_KV_SHARE = 0.25
+
+
+def get_available_gpu_memory(device: str, gpu_id: int) -> float:
+    """Free memory in GB (2**30 bytes) of GPU `gpu_id`, or of the machine when device is 'cpu'."""
+    return _memory_bytes(device, gpu_id)[0] / GIB
+
+
+def get_total_gpu_memory(device: str, gpu_id: int) -> float:
+    """All memory in GB (2**30 bytes) of GPU `gpu_id`, or of the machine when device is 'cpu'."""
+    return _memory_bytes(device, gpu_id)[1] / GIB
+
+
+def _memory_bytes(device: str, gpu_id: int) -> tuple[int, int]:
+    """(free, total)."""
+    return torch.cuda.mem_get_info(gpu_id) if device == "cuda" else _host_memory_bytes()
+
+
+def _host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """(available, total) of the machine, or of the control group that holds this process if that is less."""
+    fields = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, value, *_ = line.split()
+        fields[name.rstrip(":")] = int(value) * 1024
+    available, total = fields["MemAvailable"], fields["MemTotal"]
+    group = root / "sys/fs/cgroup"
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return available, total
+    return min(available, max(0, limit - used)), min(total, limit)
+
+
+def check_weights_fit(weight_bytes: int, config: RunnerConfig, device: torch.device) -> None:
+    """Say so before loading rather than fail amid it.
+
+    Raises:
+        DeviceMemoryError: the weights need more than the device has free, or than mem_fraction_static allows.
+    """
+    free, total = _memory_bytes(device.type, device.index or 0)
+    share = total * config.mem_fraction_static if device.type == "cuda" else total
+    allowed = min(free, share)
+    if weight_bytes > allowed:
+        raise DeviceMemoryError(
+            f"the weights need {_gib(weight_bytes)}; {device} has {_gib(free)} free of {_gib(total)}, of which "
+            f"{_gib(allowed)} may be used. Free memory on it, raise runtime.mem_fraction_static "
+            f"(now {config.mem_fraction_static}), or take a smaller model or dtype."
+        )
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """What the pages may take, and why."""
+
+    kv_bytes: int
+    explanation: str  # "… GiB free, …": how kv_bytes came about, for errors and logs
+
+    def num_pages(self, bytes_per_page: int, config: RunnerConfig) -> int:
+        """Pages with the dummy page: what fits, at most what all requests can use together.
+
+        Raises:
+            DeviceMemoryError: not even one request of max_model_len tokens fits.
+        """
+        pages_per_request = -(-config.max_model_len // config.page_size)
+        useful = 1 + config.max_running_requests * pages_per_request
+        fitting = self.kv_bytes // bytes_per_page
+        if fitting < 1 + pages_per_request:
+            raise DeviceMemoryError(
+                f"the KV cache of one request of {config.max_model_len} tokens needs "
+                f"{_gib((1 + pages_per_request) * bytes_per_page)}, but {_gib(max(0, self.kv_bytes))} are left for it: "
+                f"{self.explanation}. Lower runtime.max_model_len, runtime.max_num_batched_tokens "
+                f"(now {config.max_num_batched_tokens}) or runtime.max_running_requests "
+                f"(now {config.max_running_requests}), or raise runtime.mem_fraction_static "
+                f"(now {config.mem_fraction_static})."
+            )
+        return min(fitting, useful)
+
+
+def cpu_kv_budget() -> KVBudget:
+    """CPU_KV_SHARE of what is available."""
+    available, _ = _host_memory_bytes()
+    return KVBudget(int(available * CPU_KV_SHARE), f"{CPU_KV_SHARE:.0%} of {_gib(available)} available memory")
+
+
+def cuda_kv_budget(config: RunnerConfig, device: torch.device, run_largest_batch: Callable[[], None]) -> KVBudget:
+    """What is left of the static share after a real run of the largest batch.
+
+    Args:
+        run_largest_batch: runs it; its transient memory is what every later step may need again.
+
+    Raises:
+        DeviceMemoryError: the largest batch itself does not fit.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        run_largest_batch()
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        free, total = _memory_bytes("cuda", device.index)
+        raise DeviceMemoryError(
+            f"a step of {config.max_num_batched_tokens} tokens and {config.max_running_requests} requests does not fit "
+            f"into what the weights leave of {_gib(total)} ({_gib(free)} are free now). Lower "
+            "runtime.max_num_batched_tokens or runtime.max_running_requests."
+        ) from error
+    peak_reserved = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    # Reserved, not allocated: what fragmentation costs is in it.
+    transient = peak_reserved - torch.cuda.memory_reserved(device)
+    free, total = _memory_bytes("cuda", device.index)
+    share = int(total * config.mem_fraction_static)
+    resident = total - free
+    return KVBudget(
+        share - resident - transient,
+        f"{config.mem_fraction_static:.0%} of {_gib(total)} is {_gib(share)}, of which weights, libraries and other "
+        f"processes hold {_gib(resident)} and the largest step takes {_gib(transient)}",
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

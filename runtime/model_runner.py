@@ -1,0 +1,374 @@
+"""Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
+
+Steps of an engine are made by step.py, which turns a ScheduledBatch into a ForwardBatch and its logits into tokens.
+
+Shape legend: T tokens, R requests, S rows of logits, V vocab.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.factory import make_attention_backend
+from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.device_memory import check_weights_fit, cpu_kv_budget, cuda_kv_budget
+from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.forward_context import ForwardTimes, set_forward_context
+from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+from mllm_compile.runtime.model_source import LoadedModel, ModelSource
+from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.sampler import sample_tokens
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.penalties import PenaltyParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LogitsProcessorOutput:
+    """What a forward gives.
+
+    Attributes:
+        next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
+    """
+
+    next_token_logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+
+
+class ModelRunner:
+    """See the module's header. `initialize()` before anything else, `shutdown()` at the end.
+
+    Attributes:
+        max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
+        forward_pass_id: forwards so far.
+    """
+
+    def __init__(self, config: RunnerConfig, source: ModelSource) -> None:
+        self.config = config
+        self.max_running_requests = config.max_running_requests
+        self.kv_cache_dtype = config.kv_cache_dtype
+        self.forward_pass_id = 0
+        self.graph_runner: Any = None
+        self._source = source
+
+    # Lifecycle --------------------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Take the device, load the model, allocate pools, plan attention, capture graphs.
+
+        Raises:
+            DeviceError: the device or a library for it is missing.
+            DeviceMemoryError: weights, the largest step or the KV of one request do not fit.
+            ConfigError, UnsupportedModelError: the attention backend cannot do what is asked.
+        """
+        self.device = _open_device(self.config.device)
+        with self.on_device():
+            self.load_model()
+            self.init_memory_pool()
+            self.init_attention_backend()
+            self.init_cuda_graphs()
+
+    def load_model(self) -> None:
+        """Load program and weights; sets the model's sizes."""
+        check_weights_fit(self._source.weight_bytes, self.config, self.device)
+        try:
+            model = self._source.load(self.device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the weights ({self._source.weight_bytes / 2**30:.2f} GiB) did not fit on {self.device}: {error}"
+            ) from error
+        self.model: LoadedModel | None = model
+        self.num_hidden_layers = model.num_hidden_layers
+        self.num_attention_heads = model.num_attention_heads
+        self.num_kv_heads = model.num_kv_heads
+        self.head_dim = model.head_dim
+        self.hidden_size = model.hidden_size
+        self.vocab_size = model.vocab_size
+        self.context_len = model.context_len
+        self._layers = {layer.name: layer for layer in model.layers}
+        spec = KVCacheSpec(model.layers, self.config.page_size)
+        self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
+        interval_s = self.config.forward_times_interval_s
+        self._forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
+
+    def init_memory_pool(self) -> None:
+        """Allocate the table of slots and as many KV pages as fit; config.num_pages overrules the measurement."""
+        config = self.config
+        max_context_len = -(-config.max_model_len // config.page_size) * config.page_size
+        self.req_to_token_pool = ReqToTokenPool(config.max_running_requests, max_context_len, self.device)
+        num_pages = self._measure_num_pages() if config.num_pages is None else config.num_pages
+        self.token_to_kv_pool = self._make_kv_pool(num_pages)
+        self.max_total_num_tokens = (num_pages - 1) * config.page_size
+
+    def init_attention_backend(self) -> None:
+        """Make the backend that batches are planned with."""
+        self.attn_backend: AttentionBackend = make_attention_backend(
+            self.config, self.model, self.req_to_token_pool, self.device
+        )
+
+    def init_cuda_graphs(self) -> None:
+        """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate.
+
+        Raises:
+            ConfigError: a mode other than none is asked for.
+        """
+        mode = CUDAGraphMode.from_name(self.config.cudagraph_mode)
+        if self.device.type != "cuda" or mode is CUDAGraphMode.NONE or not self.is_generation:
+            return
+        raise ConfigError(f"cudagraph.mode: only none is built yet, got {self.config.cudagraph_mode}. Set it to none.")
+
+    def shutdown(self) -> None:
+        """Give all memory back; the runner cannot be used any more."""
+        for name in ("model", "attn_backend", "req_to_token_pool", "token_to_kv_pool", "graph_runner"):
+            setattr(self, name, None)
+        self._layers, self._metadata_builder = {}, None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the model gives logits of next tokens; the only kind that is compiled."""
+        return True
+
+    @property
+    def sliding_window_size(self) -> int | None:
+        """Tokens that a query of the windowed layers sees, itself included; None: no layer has a window."""
+        windows = {layer.params.window_left + 1 for layer in self._layers.values() if layer.params.window_left >= 0}
+        return max(windows, default=None)
+
+    # Batches ----------------------------------------------------------------------------------------------------------
+
+    def prepare_forward_batch_decode(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        *,
+        seq_lens_cpu: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """One new token a request.
+
+        Args:
+            input_ids: [R] int64; req_pool_indices: [R] int64; out_cache_loc: [R] int64; seq_lens: [R] int32, with the
+                new token. On the device.
+            seq_lens_cpu: seq_lens on the host; without it this waits for the device.
+            positions: [R] int64; seq_lens - 1 otherwise.
+        """
+        seq_lens_cpu = seq_lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE if len(seq_lens_cpu) else ForwardMode.IDLE,
+            batch_size=len(seq_lens_cpu),
+            input_ids=input_ids,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=int(seq_lens_cpu.sum()),
+            out_cache_loc=out_cache_loc,
+            positions=seq_lens.long() - 1 if positions is None else positions,
+            return_logprob=return_logprob,
+            top_logprobs_nums=top_logprobs_nums,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.token_to_kv_pool,
+            attn_backend=self.attn_backend,
+        )
+
+    def prepare_forward_batch_extend(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        *,
+        num_decodes: int = 0,
+        extend_seq_lens_cpu: torch.Tensor | None = None,
+        extend_prefix_lens_cpu: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """Prompt tokens, after `num_decodes` decodes (MIXED) or alone (EXTEND).
+
+        Args:
+            input_ids: [T] int64, request after request; out_cache_loc: [T] int64; req_pool_indices: [R] int64;
+                seq_lens, extend_seq_lens, extend_prefix_lens: [R] int32: prefix + new, new, prefix. On the device.
+            extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host; without them this waits for the device.
+            positions: [T] int64; made from the lengths otherwise.
+        """
+        new = extend_seq_lens.cpu() if extend_seq_lens_cpu is None else extend_seq_lens_cpu
+        prefix = extend_prefix_lens.cpu() if extend_prefix_lens_cpu is None else extend_prefix_lens_cpu
+        starts_cpu = torch.cumsum(new, 0, dtype=torch.int32) - new
+        if positions is None:
+            offsets = np.repeat((prefix - starts_cpu).numpy(), new.numpy())
+            positions = torch.from_numpy(offsets + np.arange(offsets.size)).to(self.device)
+        return ForwardBatch(
+            forward_mode=ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND,
+            batch_size=len(new),
+            input_ids=input_ids,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            seq_lens_cpu=prefix + new,
+            seq_lens_sum=int((prefix + new).sum()),
+            out_cache_loc=out_cache_loc,
+            positions=positions,
+            extend_num_tokens=int(new.sum()),
+            extend_seq_lens=extend_seq_lens,
+            extend_prefix_lens=extend_prefix_lens,
+            extend_start_loc=torch.cumsum(extend_seq_lens, 0, dtype=torch.int32) - extend_seq_lens,
+            extend_seq_lens_cpu=new,
+            extend_prefix_lens_cpu=prefix,
+            return_logprob=return_logprob,
+            top_logprobs_nums=top_logprobs_nums,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.token_to_kv_pool,
+            attn_backend=self.attn_backend,
+        )
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run the model on a batch. Launches without waiting for the device."""
+        self.forward_pass_id += 1
+        if batch.forward_mode.is_idle():
+            return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.config.dtype, device=self.device))
+        return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
+
+    def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
+        if batch.logits_indices is None:
+            batch.logits_indices = torch.arange(batch.batch_size, device=self.device)
+        return self._run_eager(batch)
+
+    def forward_extend(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """EXTEND and MIXED: the logits of each request's last token, unless logits_indices say otherwise."""
+        if batch.logits_indices is None:
+            batch.logits_indices = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
+        return self._run_eager(batch)
+
+    def sample(
+        self,
+        logits_output: LogitsProcessorOutput,
+        forward_batch: ForwardBatch,
+        temperatures: torch.Tensor,
+        top_ps: torch.Tensor | None = None,
+        top_ks: torch.Tensor | None = None,
+        penalty_params: PenaltyParams | None = None,
+    ) -> torch.Tensor:
+        """Next tokens [R] int32 from parameters given as tensors, drawn at each request's position.
+
+        The engine's steps use the Sampler, which keeps parameters and counts per slot on the device.
+        """
+        logits = logits_output.next_token_logits
+        positions = forward_batch.seq_lens.long()
+        return sample_tokens(logits, temperatures, top_ps, top_ks, penalty_params, positions=positions)
+
+    def _run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """The program piece by piece, no graph."""
+        attn_metadata = self._metadata_builder.build(0, batch.common)
+        batch.attn_backend.init_forward_metadata(batch)
+        with set_forward_context(
+            attn_metadata,
+            no_compile_layers=self._layers,
+            slot_mapping=dict.fromkeys(attn_metadata, batch.out_cache_loc),
+            num_tokens=batch.num_tokens,
+            forward_times=self._forward_times,
+        ):
+            logits = self.model.executor(
+                {
+                    "input_ids": batch.input_ids,
+                    "positions": batch.positions,
+                    "logits_indices": batch.logits_indices,
+                }
+            )
+        return LogitsProcessorOutput(logits)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """The runner's GPU as the calling thread's current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    def _make_kv_pool(self, num_pages: int) -> KVPool:
+        config = self.config
+        return KVPool(num_pages, config.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
+
+    def _kv_shapes(self) -> list[tuple[int, int, int]]:
+        return [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.model.layers]
+
+    def _measure_num_pages(self) -> int:
+        config = self.config
+        if self.device.type == "cuda":
+            budget = cuda_kv_budget(config, self.device, self._run_largest_batch)
+        else:
+            budget = cpu_kv_budget()
+        bytes_per_page = KVPool.bytes_per_page(config.page_size, self._kv_shapes(), config.kv_cache_dtype)
+        num_pages = budget.num_pages(bytes_per_page, config)
+        logger.info("%d KV pages of %d tokens: %s", num_pages, config.page_size, budget.explanation)
+        return num_pages
+
+    @torch.inference_mode()
+    def _run_largest_batch(self) -> None:
+        """Forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone."""
+        config, device = self.config, self.device
+        num_requests = min(config.max_running_requests, config.max_num_batched_tokens)
+        num_tokens = min(config.max_num_batched_tokens, num_requests * config.max_model_len)
+        new_cpu = torch.full((num_requests,), num_tokens // num_requests, dtype=torch.int32)
+        new_cpu[: num_tokens % num_requests] += 1
+        new = new_cpu.to(device)
+        self.token_to_kv_pool = self._make_kv_pool(1)
+        self.attn_backend = make_attention_backend(config, self.model, self.req_to_token_pool, device)
+        batch = self.prepare_forward_batch_extend(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            req_pool_indices=torch.zeros(num_requests, dtype=torch.int64, device=device),
+            seq_lens=new,
+            extend_seq_lens=new,
+            extend_prefix_lens=torch.zeros_like(new),
+            out_cache_loc=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            extend_seq_lens_cpu=new_cpu,
+            extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
+        )
+        logits = self.forward(batch)
+        ones = torch.ones(num_requests, device=device)
+        self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
+        self.token_to_kv_pool = self.attn_backend = None
+
+
+def _open_device(name: str) -> torch.device:
+    """The device of a name such as cpu or cuda:0.
+
+    Raises:
+        DeviceError: it is not there.
+    """
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise DeviceError(f"runtime.device: expected cpu, cuda or cuda:N, got {name!r}")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"runtime.device is {name}, but torch sees no NVIDIA GPU (torch {torch.__version__}). Install a driver and "
+            "a CUDA build of torch, or set runtime.device: cpu."
+        )
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"runtime.device is {name}, but there are {torch.cuda.device_count()} GPUs, cuda:0 onwards")
+    return torch.device("cuda", index)

@@ -1,0 +1,40 @@
+"""What the runner is given to run: a model that can be loaded, and one that has been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionLayer
+
+# {'input_ids': [T] int64, 'positions': [T] int64, 'logits_indices': [S] int64} → logits [S, V] in the model's dtype
+Executor = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, ready to run inside a forward context."""
+
+    executor: Executor
+    layers: tuple[AttentionLayer, ...]  # by layer_id
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    context_len: int  # positions that the model was made for
+
+
+class ModelSource(Protocol):
+    """Loads a model; handed to the runner, which knows nothing of artifacts and checkpoints."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """What load puts on the device."""
+
+    def load(self, device: torch.device) -> LoadedModel:
+        """Bring program and weights to `device`."""

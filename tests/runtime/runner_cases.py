@@ -1,0 +1,174 @@
+"""A tiny causal LM that runs as an executor does, a runner over it, and an engine loop of ten lines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.model_source import LoadedModel
+from mllm_compile.runtime.ops import attention_with_output
+from mllm_compile.runtime.request import Request
+from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.sampler import Sampler
+from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.runtime.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.scheduler import Scheduler
+from mllm_compile.runtime.scheduler_config import SchedulerConfig
+from mllm_compile.runtime.step import StepRunner
+from mllm_compile.runtime.trace_ops import attention_reference
+from tests.runtime.attention_cases import make_layer
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 61, 32, 4, 2, 16, 64
+
+
+class TinyModel:
+    """Two layers of attention, the second with a window, between an embedding and a head; no MLP, no norm."""
+
+    weight_bytes = 100_000
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.layers = (
+            make_layer(HEADS, KV_HEADS, HEAD_DIM),
+            make_layer(HEADS, KV_HEADS, HEAD_DIM, window_left=5, layer_id=1),
+        )
+        self.embedding, self.positions = weight(VOCAB, HIDDEN), weight(CONTEXT, HIDDEN)
+        self.qkv = [weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN) * HIDDEN**-0.5 for _ in self.layers]
+        self.out = [weight(HIDDEN, HEADS * HEAD_DIM) * (HEADS * HEAD_DIM) ** -0.5 for _ in self.layers]
+        self.head = weight(VOCAB, HIDDEN)
+        self.calls: list[tuple[int, int]] = []  # (T, S) of each forward
+
+    def load(self, device: torch.device) -> LoadedModel:
+        for name in ("embedding", "positions", "head"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.qkv, self.out = [w.to(device) for w in self.qkv], [w.to(device) for w in self.out]
+        return LoadedModel(
+            executor=self.execute,
+            layers=self.layers,
+            num_attention_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            hidden_size=HIDDEN,
+            vocab_size=VOCAB,
+            num_hidden_layers=2,
+            context_len=CONTEXT,
+        )
+
+    def execute(self, inputs):
+        self.calls.append((inputs["input_ids"].shape[0], inputs["logits_indices"].shape[0]))
+
+        def attend(q, k, v, layer):
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            attention_with_output(q, k, v, out, layer.name)
+            return out
+
+        hidden = self._hidden(inputs["input_ids"], inputs["positions"], attend)
+        return hidden[inputs["logits_indices"]] @ self.head.T
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] of a whole sequence, without cache or batch."""
+        ids = torch.tensor(token_ids)
+
+        def attend(q, k, v, layer):
+            params = layer.params
+            return attention_reference(q, k, v, None, params.sm_scale, params.logits_soft_cap, params.window_left)
+
+        return self._hidden(ids, torch.arange(len(ids)), attend) @ self.head.T
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable) -> torch.Tensor:
+        x = self.embedding[ids] + self.positions[positions]
+        for layer, qkv, out in zip(self.layers, self.qkv, self.out, strict=True):
+            packed = (x @ qkv.T).unflatten(-1, (-1, HEAD_DIM))
+            q, k, v = packed.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+            x = x + attend(q, k, v, layer).flatten(1) @ out.T
+        return x
+
+
+DEFAULT_CONFIG = RunnerConfig(
+    device="cpu",
+    dtype=torch.float32,
+    attention_backend="torch",
+    page_size=4,
+    kv_cache_dtype=torch.float32,
+    mem_fraction_static=0.9,
+    max_model_len=CONTEXT,
+    max_running_requests=8,
+    max_num_batched_tokens=64,
+    num_pages=100,
+)
+
+
+def make_runner(model: TinyModel | None = None, **changes) -> ModelRunner:
+    runner = ModelRunner(replace(DEFAULT_CONFIG, **changes), model or TinyModel())
+    runner.initialize()
+    return runner
+
+
+class Loop:
+    """Scheduler and StepRunner, with or without a step launched ahead; checks nothing."""
+
+    def __init__(self, runner: ModelRunner, enable_prefix_cache: bool = False) -> None:
+        config = runner.config
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_running_requests=config.max_running_requests,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                page_size=config.page_size,
+                num_pages=runner.max_total_num_tokens // config.page_size + 1,
+                enable_prefix_cache=enable_prefix_cache,
+            )
+        )
+        self.steps = StepRunner(runner, Sampler())
+        self.batches: list[ScheduledBatch] = []
+        self._ids = itertools.count()
+
+    def add(self, prompt: Sequence[int], **params) -> Request:
+        """Queue a request; greedy unless a temperature is given."""
+        request = Request(
+            request_id=f"request {next(self._ids)}",
+            prompt_token_ids=list(prompt),
+            params=SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params)),
+        )
+        self.scheduler.add(request)
+        return request
+
+    def run(self, overlap: bool = True) -> None:
+        """Until no request is left."""
+        in_flight = None
+        while self.scheduler.has_work():
+            in_flight = self._turn(in_flight, overlap)
+        if in_flight is not None:
+            self._finish(*in_flight)
+
+    def _turn(self, in_flight, overlap: bool):
+        batch = self.scheduler.schedule()
+        launched = None
+        if batch is not None:
+            self.batches.append(batch)
+            launched = (batch, self.steps.submit(batch))
+        if in_flight is not None:
+            self._finish(*in_flight)
+        if launched is not None and not overlap:
+            self._finish(*launched)
+            launched = None
+        return launched
+
+    def _finish(self, batch: ScheduledBatch, handle) -> None:
+        output = handle.wait()
+        result = self.scheduler.update(batch, output.token_ids)
+        output.record_logprobs(result.accepted)
