@@ -7,28 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from mllm_compile.detokenizer import Decoder, Detokenizer, detokenize
 from mllm_compile.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from mllm_compile.runtime.step_output import TokenScores
 from mllm_compile.sequences import Delta, Sequence, Submission, shown_token_ids
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Log-probabilities of one position, as they came from the device; entries of Request.output_logprobs.
-
-    Attributes:
-        token_id: the token that was sampled, or stands in the prompt.
-        logprob: its natural-log probability.
-        rank: 1 when no token is likelier.
-        top: (token id, log-probability) of the likeliest tokens, best first; as many as were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
 
 
 def build_answer(submission: Submission, decoder: Decoder | None) -> RequestOutput:

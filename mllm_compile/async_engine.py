@@ -127,13 +127,13 @@ class AsyncEngine:
                 while not has_ended:
                     deltas, has_ended = await reader.take()
                     if has_ended and submission.failure is not None:
-                        raise submission.failure
+                        raise submission.failure.with_traceback(None)
                     yield builder.build(deltas, has_ended)
             else:
                 await reader.wait()
                 has_ended = True
                 if submission.failure is not None:
-                    raise submission.failure
+                    raise submission.failure.with_traceback(None)
                 yield build_answer(submission, self.engine.tokenizer)
         finally:
             if not has_ended:

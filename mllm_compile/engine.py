@@ -167,7 +167,7 @@ class Engine:
 
     def _answer(self, submissions: list[Submission], is_single: bool, progress: bool | None) -> list[RequestOutput]:
         if is_single and submissions[0].failure is not None:
-            raise submissions[0].failure
+            raise submissions[0].failure.with_traceback(None)
         accepted = [submission for submission in submissions if submission.failure is None]
         countdown = Countdown(len(accepted))
         for submission in accepted:
@@ -179,7 +179,7 @@ class Engine:
             self.core.withdraw(accepted)
             raise
         if is_single and submissions[0].failure is not None:
-            raise submissions[0].failure
+            raise submissions[0].failure.with_traceback(None)
         return [build_answer(submission, self.tokenizer) for submission in submissions]
 
     # --- streams ------------------------------------------------------------------------------------------------------

@@ -13,35 +13,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
-from mllm_compile.errors import DeviceMemoryError, EngineDeadError, MllmError, RequestError
+from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.outputs import FinishReason
 from mllm_compile.runtime.request import Request
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.scheduler import Scheduler
+from mllm_compile.runtime.step_output import StepOutput
 from mllm_compile.sequences import Sequence, Submission
 from mllm_compile.stats import EngineStats, StatsRecorder
 
 logger = logging.getLogger("mllm_compile.engine")
 
 T = TypeVar("T")
-
-
-class StepOutput(Protocol):
-    """What a step brought to the host.
-
-    Attributes:
-        token_ids: [R] int64; entries of rows that were not sampled mean nothing.
-    """
-
-    @property
-    def token_ids(self) -> np.ndarray: ...
 
 
 class StepHandle(Protocol):
@@ -55,7 +44,11 @@ class StepRunner(Protocol):
     """Runs steps in the order in which they are submitted; runtime/step.py has the real one."""
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
-        """Launches a step without waiting for it, nor for the one before."""
+        """Launches a step without waiting for it, nor for the one before.
+
+        Raises:
+            DeviceMemoryError: it does not fit; it has not happened, and later steps can.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,6 @@ class EngineCore:
         log_interval_s: float = 10.0,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = step_runner
         self._check_device = check_device
         self._log_interval_s = log_interval_s
         self._next_log = time.monotonic() + log_interval_s
@@ -116,7 +108,8 @@ class EngineCore:
         # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
         self._leaders: dict[Request, Submission] = {}
 
-        self._thread = threading.Thread(target=self._run, name="mllm-engine", daemon=True)
+        # Only the thread holds the step runner: what it has on the device goes when the thread ends.
+        self._thread = threading.Thread(target=self._run, args=(step_runner,), name="mllm-engine", daemon=True)
         self._thread.start()
 
     # --- any thread ---------------------------------------------------------------------------------------------------
@@ -164,7 +157,7 @@ class EngineCore:
     def _post(self, command: Callable[[], None]) -> None:
         with self._condition:
             if self._end_error is not None:
-                raise self._end_error
+                raise self._end_error.with_traceback(None)
             if self._is_closing:
                 raise _closed()
             self._inbox.append(command)
@@ -192,10 +185,10 @@ class EngineCore:
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, runner: StepRunner) -> None:
         try:
             while self._take_commands():
-                self._step()
+                self._step(runner)
             self._finish_step_in_flight()
             self._abort(list(self._submissions))
             error = _closed()
@@ -302,13 +295,14 @@ class EngineCore:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _step(self, runner: StepRunner) -> None:
         """Launches the next step, if there is one, then waits for the one before it."""
         batch = self._scheduler.schedule()
         launched = None
         if batch is not None:
+            _forget_prompt_logprobs(batch)
             try:
-                launched = _Step(batch, self._runner.submit(batch))
+                launched = _Step(batch, runner.submit(batch))
             except Exception as error:
                 self._finish_step_in_flight()
                 self._steps_failed([batch], error)
@@ -337,6 +331,7 @@ class EngineCore:
             self._steps_failed(lost, error)
             return
         result = self._scheduler.update(batch, output.token_ids)
+        output.record_logprobs(result.accepted)
         self._recorder.step_over(batch, result.accepted)
         if self._leaders:
             self._release_siblings(batch, result.accepted)
@@ -382,6 +377,7 @@ class EngineCore:
         """
         shape = ", ".join(f"{batch.num_requests} requests and {batch.num_tokens} tokens" for batch in batches[:1])
         logger.error("a step of %s failed", shape, exc_info=error)
+        _drop_locals(error)
         lost = [request for batch in batches for request in self._scheduler.fail(batch)]
         try:
             self._check_device()
@@ -413,6 +409,13 @@ def _closed() -> EngineDeadError:
     return EngineDeadError("the engine is closed. Make a new one.")
 
 
+def _forget_prompt_logprobs(batch: ScheduledBatch) -> None:
+    """A prompt that was preempted half-way is computed, and scored, from its start again."""
+    for request in batch.admitted:
+        if request.needs_prompt_logprobs:
+            request.prompt_logprobs.clear()
+
+
 def _settle(handle: StepHandle) -> None:
     """Waits for a step whose result is of no use, so that nothing of it runs any more."""
     try:
@@ -421,18 +424,20 @@ def _settle(handle: StepHandle) -> None:
         logger.debug("the step after the failed one failed too: %s", error)
 
 
+def _drop_locals(error: BaseException | None) -> None:
+    """Lets go of what the frames of an error hold: the tensors of the step would stay on the device with them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _step_error(shape: str, error: Exception) -> MllmError:
-    # By name: torch.OutOfMemoryError without importing torch.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        failure: MllmError = DeviceMemoryError(
-            f"a step of {shape} ran out of memory: {error}. The engine goes on. Lower runtime.mem_fraction_static or "
-            "runtime.max_num_batched_tokens."
-        )
-    else:
-        failure = MllmError(f"a step of {shape} failed: {_describe(error)}. The engine goes on.")
+    if isinstance(error, MllmError):  # such as DeviceMemoryError: it says all by itself
+        return error
+    failure = MllmError(f"a step of {shape} failed: {_describe(error)}. The engine goes on.")
     failure.__cause__ = error
     return failure

@@ -93,7 +93,7 @@ class TokenStream(Iterator[RequestOutput]):
             raise StopIteration
         deltas, self._is_over = self._queue.take()
         if self._is_over and self._submission.failure is not None:
-            raise self._submission.failure
+            raise self._submission.failure.with_traceback(None)
         return self._builder.build(deltas, self._is_over)
 
     def close(self) -> None:

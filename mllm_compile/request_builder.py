@@ -130,7 +130,7 @@ class RequestBuilder:
         each = self._params_of_each(params, 1)
         submission = self._submissions([prepared], each, priority, request_id)[0]
         if submission.failure is not None:
-            raise submission.failure
+            raise submission.failure.with_traceback(None)
         return submission
 
     def _params_of_each(self, params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

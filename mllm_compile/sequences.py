@@ -8,7 +8,7 @@ strings, log-probability dictionaries, metrics) is left to it: see answers.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mllm_compile.detokenizer import Decoder, Detokenizer
 from mllm_compile.errors import MllmError
@@ -18,6 +18,7 @@ from mllm_compile.stop import StopMatcher
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.sampling_params import SamplingParams
+    from mllm_compile.runtime.step_output import TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Delta:
 
     index: int
     token_ids: list[int]
-    logprobs: list[Any]  # raw, as in Request.output_logprobs
+    logprobs: list[TokenScores]
     text: str | None  # None: the reader detokenizes
     finish_reason: FinishReason | None
     stop_reason: int | str | None
@@ -209,7 +210,7 @@ class Sequence:
             self.text_parts.append(text)
         return text, matched
 
-    def _publish(self, token_ids: list[int], logprobs: list[Any], text: str | None) -> None:
+    def _publish(self, token_ids: list[int], logprobs: list[TokenScores], text: str | None) -> None:
         sink = self.submission.sink
         if sink is not None:
             delta = Delta(self.index, token_ids, logprobs, text, self.finish_reason, self.stop_reason)

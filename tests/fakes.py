@@ -15,6 +15,7 @@ from mllm_compile.engine import Engine, EngineParts
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.scheduler import Scheduler
 from mllm_compile.runtime.scheduler_config import SchedulerConfig
+from mllm_compile.runtime.step_output import ScoreTable, StepOutput
 
 EOS = 256
 VOCAB_SIZE = 260
@@ -77,29 +78,20 @@ class StepFailed(RuntimeError):
     """What a fake step raises when told to."""
 
 
-class OutOfMemoryError(RuntimeError):
-    """Named as torch's."""
-
-
-@dataclass(frozen=True)
-class FakeStepOutput:
-    token_ids: np.ndarray
-
-
 @dataclass
 class FakeStepHandle:
     runner: FakeStepRunner
     step: int
-    token_ids: np.ndarray
+    output: StepOutput
 
-    def wait(self) -> FakeStepOutput:
+    def wait(self) -> StepOutput:
         self.runner.gate.wait()
         time.sleep(self.runner.delay_s)
         self.runner.waited.append(self.step)
         error = self.runner.fail_wait.pop(self.step, None)
         if error is not None:
             raise error
-        return FakeStepOutput(self.token_ids)
+        return self.output
 
 
 @dataclass
@@ -134,7 +126,31 @@ class FakeStepRunner:
             if batch.sample_mask[row]:
                 sampled[row] = self.next_token(self.slots[slot])
                 self.slots[slot].append(int(sampled[row]))
-        return FakeStepHandle(self, step, sampled)
+        return FakeStepHandle(self, step, step_output(batch, sampled))
+
+
+def step_output(batch: ScheduledBatch, token_ids: np.ndarray) -> StepOutput:
+    """With made-up scores where a request asks for them: log-probability -token, the rank is the token, K = 3."""
+    score_rows = np.flatnonzero(batch.sample_mask)
+    prompt_rows, targets = [], []
+    for row in np.flatnonzero(batch.prompt_logprob_rows).tolist():
+        first = int(batch.prefix_lens[row]) + 1
+        ids = batch.requests[row].prompt_token_ids[first : first + int(batch.num_new[row])]
+        prompt_rows += [row] * len(ids)
+        targets += ids
+    return StepOutput(
+        token_ids=token_ids,
+        requests=batch.requests,
+        scores=score_table(token_ids[score_rows]) if score_rows.size else None,
+        score_rows=score_rows,
+        prompt_scores=score_table(np.array(targets, dtype=np.int64)) if targets else None,
+        prompt_rows=np.array(prompt_rows, dtype=np.int64),
+    )
+
+
+def score_table(token_ids: np.ndarray) -> ScoreTable:
+    top = np.tile(np.array([7, 8, 9]), (token_ids.size, 1))
+    return ScoreTable(token_ids, -token_ids.astype(np.float32), token_ids, top, -top.astype(np.float32))
 
 
 def scheduler_config(**changes: Any) -> SchedulerConfig:

@@ -2,10 +2,11 @@
 
 import pytest
 
-from mllm_compile.answers import StreamBuilder, TokenScores, build_answer
+from mllm_compile.answers import StreamBuilder, build_answer
 from mllm_compile.errors import RequestError
 from mllm_compile.outputs import Logprob
 from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.runtime.step_output import TokenScores
 from mllm_compile.sequences import Delta, Submission
 from tests.fakes import ByteTokenizer
 

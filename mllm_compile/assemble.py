@@ -1,0 +1,127 @@
+"""From a config to the parts of an engine: the cached runtime loaded, pools allocated, graphs captured.
+
+All that is slow to import or needs the device is here and below; Engine imports it when it is made. A warm start comes
+through here too, so nothing in it may import Transformers, Dynamo or Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mllm_compile.artifact_source import ArtifactSource
+from mllm_compile.compile import CompiledRuntime, load_or_compile
+from mllm_compile.config import EngineConfig
+from mllm_compile.engine import EngineParts
+from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE, GenerationDefaults, load_generation_defaults
+from mllm_compile.progress import Reporter
+from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.sampler import Sampler
+from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.runtime.scheduler import Scheduler
+from mllm_compile.runtime.scheduler_config import SchedulerConfig
+from mllm_compile.runtime.step import StepRunner
+from mllm_compile.tokenizer import Tokenizer, load_tokenizer
+
+
+def assemble(config: str | Path | EngineConfig, reporter: Reporter) -> EngineParts:
+    """Compiles if no cached runtime fits, then loads.
+
+    Raises:
+        MllmError: of the kind that says what is wrong with the config, the model, or the device.
+    """
+    if not isinstance(config, EngineConfig):
+        config = EngineConfig.from_yaml(config)
+    compiled = load_or_compile(config, reporter)
+    tokenizer = _tokenizer(compiled)
+    defaults = load_generation_defaults(compiled.folder)
+    default_params = _default_params(defaults, compiled.folder)
+    runner = ModelRunner(runner_config(compiled.config), ArtifactSource(compiled, reporter))
+    runner.initialize()
+    try:
+        scheduler = Scheduler(_scheduler_config(compiled.config, runner))
+        step_runner = StepRunner(runner, Sampler())
+    except BaseException:
+        runner.shutdown()
+        raise
+    return EngineParts(
+        scheduler=scheduler,
+        step_runner=step_runner,
+        tokenizer=tokenizer,
+        vocab_size=runner.vocab_size,
+        eos_token_ids=_eos_token_ids(defaults, tokenizer),
+        default_params=default_params,
+        check_device=_device_check(runner.device),
+        shutdown=runner.shutdown,
+        config=compiled.config,
+    )
+
+
+def runner_config(config: ResolvedConfig) -> RunnerConfig:
+    """What the runner is told of a config."""
+    runtime, graphs = config.runtime, config.cudagraph
+    return RunnerConfig(
+        device=runtime.device,
+        dtype=getattr(torch, config.model.dtype),
+        attention_backend=runtime.attention_backend,
+        page_size=runtime.page_size,
+        kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
+        mem_fraction_static=runtime.mem_fraction_static,
+        max_model_len=runtime.max_model_len,
+        max_running_requests=runtime.max_running_requests,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        enable_prefix_cache=runtime.enable_prefix_cache,
+        deterministic=runtime.deterministic,
+        seed=runtime.seed,
+        cudagraph_mode=graphs.mode,
+        piecewise_tokens=graphs.piecewise_tokens,
+        decode_requests=graphs.decode_requests,
+    )
+
+
+def _scheduler_config(config: ResolvedConfig, runner: ModelRunner) -> SchedulerConfig:
+    runtime = config.runtime
+    return SchedulerConfig(
+        max_running_requests=runtime.max_running_requests,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        max_model_len=runtime.max_model_len,
+        page_size=runtime.page_size,
+        num_pages=runner.max_total_num_tokens // runtime.page_size + 1,  # and the dummy page
+        enable_prefix_cache=runtime.enable_prefix_cache,
+    )
+
+
+def _tokenizer(compiled: CompiledRuntime) -> Tokenizer | None:
+    folder = compiled.artifact.tokenizer_folder
+    return None if folder is None else load_tokenizer(folder)
+
+
+def _default_params(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
+    try:
+        return SamplingParams(**defaults.sampling)
+    except RequestError as error:
+        raise ConfigError(f"{folder / GENERATION_CONFIG_FILE}: {error} Correct it in the model's folder.") from None
+
+
+def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The model's; the tokenizer's where the model names none."""
+    if not defaults.eos_token_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+        return frozenset({tokenizer.eos_token_id})
+    return defaults.eos_token_ids
+
+
+def _device_check(device: torch.device) -> Callable[[], None]:
+    """Raises when the device does not compute any more, as after an illegal memory access."""
+
+    def check() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # after a step that ran out of memory
+            torch.ones(1, device=device).item()
+
+    return check
