@@ -110,7 +110,9 @@ def write_program(
     save_file({name: value.contiguous() for name, value in constants.items()}, folder / CONSTANTS)
 
 
-def write_manifest(folder: Path, factors: Mapping[str, str], sizes: ModelSizes, piece_suffix: str, about: Mapping[str, Any]) -> None:
+def write_manifest(
+    folder: Path, factors: Mapping[str, str], sizes: ModelSizes, piece_suffix: str, about: Mapping[str, Any]
+) -> None:
     """Writes manifest.json, last of all: it holds the hashes of everything else.
 
     Args:
@@ -161,7 +163,9 @@ def open_artifact(folder: Path) -> Artifact:
             piece_suffix=manifest["piece_suffix"],
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{folder} is not a runtime that this version writes ({error}); compile the model again") from error
+        raise ArtifactError(
+            f"{folder} is not a runtime that this version writes ({error}); compile the model again"
+        ) from error
 
 
 def _check_owner(folder: Path) -> None:
@@ -173,7 +177,9 @@ def _check_owner(folder: Path) -> None:
     if status.st_uid not in (os.geteuid(), 0):
         raise ArtifactError(f"{folder} belongs to user id {status.st_uid}, not to you: its code is not executed")
     if status.st_mode & 0o022:
-        raise ArtifactError(f"{folder} can be written by others (mode {status.st_mode & 0o777:o}): run chmod go-w on it")
+        raise ArtifactError(
+            f"{folder} can be written by others (mode {status.st_mode & 0o777:o}): run chmod go-w on it"
+        )
 
 
 def _check_files(folder: Path, files: Any) -> None:
@@ -182,11 +188,15 @@ def _check_files(folder: Path, files: Any) -> None:
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()} - {MANIFEST}
     if present != set(files):
         odd = sorted(present ^ set(files))[0]
-        raise ArtifactError(f"{folder}: {odd} is {'unknown to' if odd in present else 'missing, though named in'} the manifest")
+        raise ArtifactError(
+            f"{folder}: {odd} is {'unknown to' if odd in present else 'missing, though named in'} the manifest"
+        )
     for name, facts in files.items():
         path = folder / name
         if path.is_symlink() or path.stat().st_size != facts.get("bytes") or _sha256(path) != facts.get("sha256"):
-            raise ArtifactError(f"{path} is not what was compiled (its size or sha256 differs); compile the model again")
+            raise ArtifactError(
+                f"{path} is not what was compiled (its size or sha256 differs); compile the model again"
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

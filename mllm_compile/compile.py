@@ -29,7 +29,7 @@ from mllm_compile.cache_key import key_factors, key_of, max_traced_tokens
 from mllm_compile.config import EngineConfig
 from mllm_compile.device_info import detect_device
 from mllm_compile.errors import ArtifactError, CompileError, ConfigError
-from mllm_compile.model_folder import ModelFolder, open_model_folder
+from mllm_compile.model_folder import ModelFolder, check_remote_code, open_model_folder
 from mllm_compile.progress import NullReporter, Reporter
 from mllm_compile.resolve import ResolvedConfig, resolve
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
@@ -118,7 +118,9 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
     out_dir.mkdir(parents=True, exist_ok=True)
     lowered = _lower(resolved, model, out_dir, stages)
     lines = [_step_line(step) for step in lowered.program.to_json()["steps"]]
-    (out_dir / "program.txt").write_text("\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8")
+    (out_dir / "program.txt").write_text(
+        "\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8"
+    )
     return lowered.reports
 
 
@@ -194,7 +196,9 @@ def _compile(
         with stages("self-check"):
             from mllm_compile.self_check import self_check
 
-            self_check(lowered.hf_model, lowered.program, scratch / PIECES, suffix, lowered.packed, config.runtime.device)
+            self_check(
+                lowered.hf_model, lowered.program, scratch / PIECES, suffix, lowered.packed, config.runtime.device
+            )
         about = {"stages": stages.seconds, "passes": [asdict(report) for report in lowered.reports]}
         write_manifest(scratch, factors, lowered.hf_model.sizes(), suffix, about)
     with stages("check runtime"):
@@ -210,6 +214,7 @@ def _lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, stages: _
         from mllm_compile.program_builder import build_program, size_symbols
         from mllm_compile.trace import trace_model
     with stages("build on meta"):
+        check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
     with stages("trace"):
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
@@ -245,7 +250,9 @@ class _GraphDumper:
         self._count += 1
 
 
-def _plan_weights(config: ResolvedConfig, model: ModelFolder, lowered: _Lowered) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def _plan_weights(
+    config: ResolvedConfig, model: ModelFolder, lowered: _Lowered
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
     from mllm_compile.program_builder import weight_shapes
     from mllm_compile.weights import plan_weights, read_checkpoint
 
@@ -299,7 +306,9 @@ def _build_pieces(
         graph: Any = lowered.graph.get_submodule(piece)
         source_path = folder / (piece + SOURCE_SUFFIX)
         source_path.write_text(piece_source(graph, piece, lowered.symbols), encoding="utf-8")
-        jobs.append(PieceJob(piece, source_path, piece_inputs(graph, lowered.symbols), folder / (piece + PACKAGE_SUFFIX)))
+        jobs.append(
+            PieceJob(piece, source_path, piece_inputs(graph, lowered.symbols), folder / (piece + PACKAGE_SUFFIX))
+        )
     if workers is None:
         return SOURCE_SUFFIX
     with stages("compile pieces", total=len(jobs)) as stage:
@@ -314,5 +323,3 @@ def _step_line(step: dict[str, Any]) -> str:
     if step["op"] == "piece":
         return f"{', '.join(step['outputs'])} = {step['piece']}({', '.join(step['inputs'])})"
     return f"{step['out']} = attention[{step['layer']}]({step['q']}, {step['k']}, {step['v']})"
-
-

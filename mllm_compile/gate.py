@@ -25,7 +25,9 @@ def check_trace(trace: Trace, hf_model: HFModel) -> None:
     reasons = list(dict.fromkeys(_reasons(trace, hf_model)))
     if reasons:
         shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
-        raise UnsupportedModelError(f"{model_type!r} models would not be served right: {shown}. docs/models.md lists what is.")
+        raise UnsupportedModelError(
+            f"{model_type!r} models would not be served right: {shown}. docs/models.md lists what is."
+        )
 
 
 def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:

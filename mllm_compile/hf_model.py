@@ -169,7 +169,9 @@ def _checked_constant(name: str, value: torch.Tensor | None) -> torch.Tensor:
     if value is None or value.device.type != "cpu":
         raise UnsupportedModelError(f"buffer {name!r} is in no checkpoint and could not be computed on the CPU")
     sentinel = _INTEGER_SENTINEL.get(value.dtype)
-    unfilled = torch.isnan(value).any() if value.is_floating_point() else sentinel is not None and (value == sentinel).any()
+    unfilled = (
+        torch.isnan(value).any() if value.is_floating_point() else sentinel is not None and (value == sentinel).any()
+    )
     if unfilled:
         raise UnsupportedModelError(
             f"buffer {name!r} is in no checkpoint, and the model's _init_weights does not fill it: its value is unknown"

@@ -36,7 +36,21 @@ def piece_source(piece: fx.GraphModule, title: str, symbols: Mapping[str, str]) 
         if node.op == "placeholder"
     ]
     body = [_INDENT + line if line.strip() else "" for line in code.src.strip().splitlines()]
-    return "\n".join([f'"""{title}"""', "", "import torch", *imports, "", "", "class Piece(torch.nn.Module):", *inputs, "", *body, ""])
+    return "\n".join(
+        [
+            f'"""{title}"""',
+            "",
+            "import torch",
+            *imports,
+            "",
+            "",
+            "class Piece(torch.nn.Module):",
+            *inputs,
+            "",
+            *body,
+            "",
+        ]
+    )
 
 
 def shape_text(val: torch.Tensor, symbols: Mapping[str, str]) -> str:

@@ -75,7 +75,9 @@ class PieceWorkers:
 class _Worker:
     def __init__(self) -> None:
         self._log = tempfile.TemporaryFile("w+")
-        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1")}
+        environment = os.environ | {
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mllm_compile.piece_workers"],
             stdin=subprocess.PIPE,

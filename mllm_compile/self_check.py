@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from mllm_compile.artifact_source import attention_layer
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import HFModel
 from mllm_compile.passes.base import PackedPart
-from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.base import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.pieces import load_piece
-from mllm_compile.runtime.program import LayerSpec, Program, ProgramExecutor
+from mllm_compile.runtime.program import Program, ProgramExecutor
 from mllm_compile.runtime.trace_ops import attention_reference
 
 REQUEST_LENGTHS = (5, 3)
@@ -59,7 +60,10 @@ def self_check(
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, vocab, (length,), generator=generator).to(device) for length in REQUEST_LENGTHS]
     offset = min(SECOND_REQUEST_POSITION, hf_model.sizes().context_len - REQUEST_LENGTHS[1])
-    positions = [torch.arange(REQUEST_LENGTHS[0], device=device), torch.arange(REQUEST_LENGTHS[1], device=device) + offset]
+    positions = [
+        torch.arange(REQUEST_LENGTHS[0], device=device),
+        torch.arange(REQUEST_LENGTHS[1], device=device) + offset,
+    ]
     ours = _run_program(executor, program, ids, positions, device)
     with torch.no_grad(), _transformers_attention(hf_model.model):
         theirs = torch.cat(
@@ -162,7 +166,14 @@ class _PackedRequests:
         """There is no cache to write to."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, *args: object, out: torch.Tensor, **kw: object
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        *args: object,
+        out: torch.Tensor,
+        **kw: object,
     ) -> None:
         start = 0
         for length in self.lengths:
@@ -181,11 +192,14 @@ def _run_program(
     metadata: Any = _PackedRequests(REQUEST_LENGTHS)
     slots = torch.zeros(tokens, dtype=torch.int64, device=device)
     layers = {layer.name: attention_layer(layer, executor.weights) for layer in program.layers}
-    with torch.no_grad(), set_forward_context(
-        dict.fromkeys(layers, metadata),
-        no_compile_layers=layers,
-        slot_mapping=dict.fromkeys(layers, slots),
-        num_tokens=tokens,
+    with (
+        torch.no_grad(),
+        set_forward_context(
+            dict.fromkeys(layers, metadata),
+            no_compile_layers=layers,
+            slot_mapping=dict.fromkeys(layers, slots),
+            num_tokens=tokens,
+        ),
     ):
         return executor(
             {
@@ -194,17 +208,3 @@ def _run_program(
                 "logits_indices": torch.arange(tokens, device=device),
             }
         )
-
-
-def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> AttentionLayer:
-    """The runtime's layer of a program's layer."""
-    return AttentionLayer(
-        name=spec.name,
-        layer_id=spec.layer_id,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        params=PerLayerParameters(spec.window_left, spec.logits_soft_cap, spec.sm_scale),
-        sinks=None if spec.sinks is None else weights[spec.sinks],
-    )

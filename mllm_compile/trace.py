@@ -43,9 +43,7 @@ class _FlatTokens(torch.nn.Module):
         self.model = model
         self.max_tokens = max_tokens
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         for sized in (input_ids, logits_indices):
             torch._check(sized.shape[0] >= 1)
             torch._check(sized.shape[0] <= self.max_tokens)
@@ -123,7 +121,9 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
             continue
         stem = node.name.removeprefix("l_").rstrip("_")
         if stem not in INPUT_NAMES:
-            raise UnsupportedModelError(f"the trace has an input of unknown origin, {node.name!r}: not a weight by identity")
+            raise UnsupportedModelError(
+                f"the trace has an input of unknown origin, {node.name!r}: not a weight by identity"
+            )
         node.meta["input_name"] = stem
 
 

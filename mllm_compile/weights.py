@@ -68,7 +68,9 @@ def _part(member: PackedPart, shape: tuple[int, ...], table: TensorTable | None)
         return WeightPart(member.weight_name, "", member.start, shape)
     tensor = table.by_model_key.get(member.weight_name)
     if tensor is None:
-        raise CheckpointError(f"the checkpoint lacks {member.weight_name!r} (shape {list(shape)}), which the model needs")
+        raise CheckpointError(
+            f"the checkpoint lacks {member.weight_name!r} (shape {list(shape)}), which the model needs"
+        )
     if tensor.entry.shape != shape:
         raise CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.entry.shape)}, the model's config.json "

@@ -63,7 +63,8 @@ class _Stage:
         return [
             node
             for node in self.nodes
-            if not is_symbolic(node.meta.get("val")) and any(user not in inside and not _is_size(user) for user in node.users)
+            if not is_symbolic(node.meta.get("val"))
+            and any(user not in inside and not _is_size(user) for user in node.users)
         ]
 
 

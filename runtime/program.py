@@ -75,7 +75,9 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "steps": [{"op": "piece" if isinstance(step, PieceStep) else "attention", **asdict(step)} for step in self.steps],
+            "steps": [
+                {"op": "piece" if isinstance(step, PieceStep) else "attention", **asdict(step)} for step in self.steps
+            ],
             "layers": [asdict(layer) for layer in self.layers],
             "weights": list(self.weights),
             "output": self.output,
@@ -92,7 +94,9 @@ class Program:
                 output=data["output"],
             )
         except (KeyError, TypeError) as error:
-            raise ArtifactError(f"the program is not one that this version writes ({error}); compile the model again") from error
+            raise ArtifactError(
+                f"the program is not one that this version writes ({error}); compile the model again"
+            ) from error
 
 
 def _step_from_json(data: dict[str, Any]) -> Step:
@@ -133,7 +137,14 @@ class ProgramExecutor:
     def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
         """Replaces every piece call's function by `wrap(piece id, index of the call, function)`."""
         self._steps = [
-            _LinkedPiece(step.piece, step.index, wrap(step.piece, step.index, step.function), step.inputs, step.outputs, step.dead)
+            _LinkedPiece(
+                step.piece,
+                step.index,
+                wrap(step.piece, step.index, step.function),
+                step.inputs,
+                step.outputs,
+                step.dead,
+            )
             if isinstance(step, _LinkedPiece)
             else step
             for step in self._steps

@@ -51,7 +51,9 @@ def mllm_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers calls it (query: [1, H, T, D], key and value: [1, Hk, T, D]) → ([1, T, H, Dv], None)."""
-    refusals = [f"keyword {name}" for name in sorted(kwargs) if kwargs[name] is not None and name not in _WITHOUT_EFFECT]
+    refusals = [
+        f"keyword {name}" for name in sorted(kwargs) if kwargs[name] is not None and name not in _WITHOUT_EFFECT
+    ]
     if attention_mask is not None:
         refusals.append("an attention mask")
     if is_causal is None:

@@ -1,0 +1,97 @@
+"""Loads a cached runtime onto a device: constants, weights, pieces, executor. What ModelRunner is handed.
+
+Imports neither transformers, Dynamo nor Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mllm_compile.artifact import CONSTANTS, Artifact
+from mllm_compile.compile import CompiledRuntime
+from mllm_compile.errors import ArtifactError
+from mllm_compile.progress import Reporter
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.model_source import LoadedModel
+from mllm_compile.runtime.pieces import load_piece
+from mllm_compile.runtime.program import LayerSpec, ProgramExecutor
+from mllm_compile.runtime.weight_loader import allocate_weights, fill_random, load_weights
+
+
+class ArtifactSource:
+    """A ModelSource over a compiled runtime and the model folder that its weights are in."""
+
+    def __init__(self, runtime: CompiledRuntime, reporter: Reporter) -> None:
+        self._artifact = runtime.artifact
+        self._config = runtime.config
+        self._folder = runtime.model.path
+        self._reporter = reporter
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self._artifact.weights)
+
+    def load(self, device: torch.device) -> LoadedModel:
+        """Brings program and weights to `device`.
+
+        Raises:
+            ArtifactError: a piece cannot be loaded on this machine.
+            CheckpointError: a weight file is missing, truncated, or not the one that was compiled for.
+        """
+        artifact = self._artifact
+        with self._reporter.stage("load pieces"):
+            pieces = {piece: load_piece(artifact.piece_path(piece)) for piece in artifact.program.piece_ids()}
+        weights = self._load_weights(device)
+        executor = ProgramExecutor(artifact.program, pieces, weights)
+        sizes = artifact.sizes
+        return LoadedModel(
+            executor=executor,
+            layers=tuple(attention_layer(layer, executor.weights) for layer in artifact.program.layers),
+            num_attention_heads=sizes.num_attention_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            hidden_size=sizes.hidden_size,
+            vocab_size=sizes.vocab_size,
+            num_hidden_layers=sizes.num_hidden_layers,
+            context_len=sizes.context_len,
+        )
+
+    def _load_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
+        specs = self._artifact.weights
+        weights = allocate_weights(specs, str(device))
+        with self._reporter.stage("load weights", total=self.weight_bytes) as stage:
+            if self._config.model.load_format == "dummy":
+                fill_random(specs, weights, self._config.runtime.seed)
+            else:
+                load_weights(specs, weights, Path(self._folder), stage.advance)
+        return weights | _load_constants(self._artifact, device)
+
+
+def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> AttentionLayer:
+    """The runtime's layer of a program's layer."""
+    return AttentionLayer(
+        name=spec.name,
+        layer_id=spec.layer_id,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        params=PerLayerParameters(spec.window_left, spec.logits_soft_cap, spec.sm_scale),
+        sinks=None if spec.sinks is None else weights[spec.sinks],
+    )
+
+
+def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    if not artifact.constants:
+        return {}
+    constants = load_file(artifact.folder / CONSTANTS, device=str(device))
+    if set(constants) != set(artifact.constants):
+        raise ArtifactError(
+            f"{artifact.folder / CONSTANTS} does not hold the program's constants; compile the model again"
+        )
+    return constants
