@@ -62,7 +62,10 @@ class ForwardBatch:
     out_cache_loc: torch.Tensor  # [T] int64: the KV slot that each new token is written to
     seq_lens_sum: int  # spares a device sync
     positions: torch.Tensor  # [T] int64
-    seq_lens_cpu: torch.Tensor | None = None  # [R] int32
+    seq_lens_cpu: torch.Tensor  # [R] int32
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVPool
+    attn_backend: AttentionBackend
     extend_num_tokens: int | None = None
     extend_seq_lens: torch.Tensor | None = None  # [R] int32: new tokens of each request
     extend_prefix_lens: torch.Tensor | None = None  # [R] int32: tokens already in the KV cache
@@ -72,9 +75,6 @@ class ForwardBatch:
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
-    req_to_token_pool: ReqToTokenPool | None = None
-    token_to_kv_pool: KVPool | None = None
-    attn_backend: AttentionBackend | None = None
 
     @property
     def num_tokens(self) -> int:

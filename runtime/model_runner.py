@@ -75,10 +75,14 @@ class ModelRunner:
         """
         self.device = _open_device(self.config.device)
         with self.on_device():
-            self.load_model()
-            self.init_memory_pool()
-            self.init_attention_backend()
-            self.init_cuda_graphs()
+            try:
+                self.load_model()
+                self.init_memory_pool()
+                self.init_attention_backend()
+                self.init_cuda_graphs()
+            except BaseException:
+                self.shutdown()
+                raise
 
     def load_model(self) -> None:
         """Load program and weights; sets the model's sizes."""
@@ -89,7 +93,7 @@ class ModelRunner:
             raise DeviceMemoryError(
                 f"the weights ({self._source.weight_bytes / 2**30:.2f} GiB) did not fit on {self.device}: {error}"
             ) from error
-        self.model: LoadedModel | None = model
+        self.model: LoadedModel = model
         self.num_hidden_layers = model.num_hidden_layers
         self.num_attention_heads = model.num_attention_heads
         self.num_kv_heads = model.num_kv_heads
@@ -131,9 +135,10 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Give all memory back; the runner cannot be used any more."""
-        for name in ("model", "attn_backend", "req_to_token_pool", "token_to_kv_pool", "graph_runner"):
-            setattr(self, name, None)
-        self._layers, self._metadata_builder = {}, None
+        # Whatever part of it is there: a failed initialize ends here too.
+        for name in ("model", "attn_backend", "req_to_token_pool", "token_to_kv_pool", "_layers", "_metadata_builder"):
+            self.__dict__.pop(name, None)
+        self.graph_runner = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -256,13 +261,14 @@ class ModelRunner:
         """DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
         if batch.logits_indices is None:
             batch.logits_indices = torch.arange(batch.batch_size, device=self.device)
-        return self._run_eager(batch)
+        return self._run_eager(batch, batch.logits_indices)
 
     def forward_extend(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """EXTEND and MIXED: the logits of each request's last token, unless logits_indices say otherwise."""
         if batch.logits_indices is None:
-            batch.logits_indices = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-        return self._run_eager(batch)
+            ends = torch.cumsum(batch.extend_seq_lens, 0)  # type: ignore[arg-type]  # set in EXTEND and MIXED
+            batch.logits_indices = ends - 1
+        return self._run_eager(batch, batch.logits_indices)
 
     def sample(
         self,
@@ -281,10 +287,10 @@ class ModelRunner:
         positions = forward_batch.seq_lens.long()
         return sample_tokens(logits, temperatures, top_ps, top_ks, penalty_params, positions=positions)
 
-    def _run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+    def _run_eager(self, batch: ForwardBatch, logits_indices: torch.Tensor) -> LogitsProcessorOutput:
         """The program piece by piece, no graph."""
         attn_metadata = self._metadata_builder.build(0, batch.common)
-        batch.attn_backend.init_forward_metadata(batch)
+        self.attn_backend.init_forward_metadata(batch)
         with set_forward_context(
             attn_metadata,
             no_compile_layers=self._layers,
@@ -293,11 +299,7 @@ class ModelRunner:
             forward_times=self._forward_times,
         ):
             logits = self.model.executor(
-                {
-                    "input_ids": batch.input_ids,
-                    "positions": batch.positions,
-                    "logits_indices": batch.logits_indices,
-                }
+                {"input_ids": batch.input_ids, "positions": batch.positions, "logits_indices": logits_indices}
             )
         return LogitsProcessorOutput(logits)
 
@@ -349,7 +351,7 @@ class ModelRunner:
         logits = self.forward(batch)
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
-        self.token_to_kv_pool = self.attn_backend = None
+        del self.token_to_kv_pool, self.attn_backend
 
 
 def _open_device(name: str) -> torch.device:

@@ -48,8 +48,7 @@ class StepHandle:
         tokens, scores, prompt_scores = self._results.fetch()
         plan = self._plan
         token_ids = np.full(self._batch.num_requests, -1, dtype=np.int64)
-        if tokens is not None:
-            token_ids[plan.sampled] = tokens
+        token_ids[plan.sampled] = tokens
         return StepOutput(
             token_ids=token_ids,
             requests=self._batch.requests,
@@ -111,10 +110,14 @@ class StepRunner:
         rows, seq_lens = fields["rows"], fields["seq_lens"]
         decode_ids = self._last_tokens.index_select(0, rows[: batch.num_decodes])
         out_cache_loc = self._runner.req_to_token_pool.req_to_token.flatten().index_select(0, fields["table_entries"])
-        common = {"out_cache_loc": out_cache_loc.long(), "positions": fields["positions"]}
         if batch.num_decodes == batch.num_requests:
             return self._runner.prepare_forward_batch_decode(
-                decode_ids, rows, seq_lens, seq_lens_cpu=torch.from_numpy(plan.seq_lens), **common
+                decode_ids,
+                rows,
+                seq_lens,
+                out_cache_loc.long(),
+                seq_lens_cpu=torch.from_numpy(plan.seq_lens),
+                positions=fields["positions"],
             )
         forward_batch = self._runner.prepare_forward_batch_extend(
             torch.cat((decode_ids, fields["prefill_ids"])),
@@ -122,11 +125,12 @@ class StepRunner:
             seq_lens,
             fields["num_new"],
             fields["prefix_lens"],
+            out_cache_loc.long(),
             num_decodes=batch.num_decodes,
             extend_seq_lens_cpu=torch.from_numpy(batch.num_new.copy()),
             extend_prefix_lens_cpu=torch.from_numpy(batch.prefix_lens.copy()),
-            return_logprob=plan.prompt_rows is not None,
-            **common,
+            return_logprob=bool(plan.prompt_rows.size),
+            positions=fields["positions"],
         )
         forward_batch.logits_indices = fields["logits_indices"]
         return forward_batch
@@ -142,7 +146,7 @@ class StepRunner:
             output = self._sampler(logits[:num_sampled], self.state, slots, flags, positions)
             tokens, scores = output.token_ids, output.logprobs
             self._last_tokens.index_copy_(0, slots, tokens)
-        if plan.prompt_rows is not None:
+        if plan.prompt_rows.size:
             prompt_scores = token_logprobs(logits[num_sampled:], fields["prompt_targets"], plan.prompt_num_top)
         return _Results(tokens, scores, prompt_scores, self._runner.device)
 
@@ -167,6 +171,9 @@ class StepRunner:
             )
 
 
+_NONE = np.empty(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepPlan:
     """What a step needs of its batch, as host arrays."""
@@ -174,9 +181,9 @@ class _StepPlan:
     fields: dict[str, np.ndarray]  # to be uploaded together
     seq_lens: np.ndarray  # [R] int32
     sampled: np.ndarray  # [S]: rows whose logits are sampled
-    prompt_rows: np.ndarray | None  # [N]: row of each prompt position that is scored
-    prompt_targets: np.ndarray | None  # [N] int64: the prompt's next token there
-    prompt_num_top: int
+    prompt_rows: np.ndarray  # [N]: row of each prompt position that is scored
+    prompt_targets: np.ndarray  # [N] int64: the prompt's next token there
+    prompt_num_top: int = 0
 
 
 def _plan(batch: ScheduledBatch, table_width: int) -> _StepPlan:
@@ -190,7 +197,7 @@ def _plan(batch: ScheduledBatch, table_width: int) -> _StepPlan:
     if batch.num_decodes == batch.num_requests:
         fields["positions"] = seq_lens.astype(np.int64) - 1
         fields["table_entries"] = rows * table_width + fields["positions"]
-        return _StepPlan(fields, seq_lens, np.arange(batch.num_requests), None, None, 0)
+        return _StepPlan(fields, seq_lens, np.arange(batch.num_requests), _NONE, _NONE)
 
     ends = np.cumsum(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
@@ -207,10 +214,8 @@ def _plan(batch: ScheduledBatch, table_width: int) -> _StepPlan:
     indices = np.concatenate((ends[sampled] - 1, scored_indices))
     # The head takes at least one row; with nothing to sample its logits are not looked at.
     fields["logits_indices"] = indices if indices.size else ends[:1] - 1
-    if not scored_rows.size:
-        return _StepPlan(fields, seq_lens, sampled, None, None, 0)
     fields["prompt_targets"] = targets
-    num_top = max(batch.requests[row].params.prompt_logprobs for row in np.unique(scored_rows))
+    num_top = max((batch.requests[row].params.prompt_logprobs or 0 for row in np.unique(scored_rows)), default=0)
     return _StepPlan(fields, seq_lens, sampled, scored_rows, targets, num_top)
 
 
@@ -219,7 +224,7 @@ def _prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.nda
 
     A loop over requests, of which few ask for it and each but while its prompt is computed.
     """
-    parts = [(np.empty(0, np.int64),) * 3]
+    parts = [(_NONE, _NONE, _NONE)]
     for row in np.flatnonzero(batch.prompt_logprob_rows).tolist():
         prompt, prefix = batch.requests[row].prompt_token_ids, int(batch.prefix_lens[row])
         targets = np.asarray(prompt[prefix + 1 : prefix + 1 + int(batch.num_new[row])], dtype=np.int64)
@@ -265,11 +270,11 @@ class _Results:
         if self._event is not None:
             self._event.record()
 
-    def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
-        """(tokens, columns of scores, columns of prompt scores), once the copies are over."""
+    def fetch(self) -> tuple[np.ndarray, list[np.ndarray] | None, list[np.ndarray] | None]:
+        """(tokens [S], columns of scores, columns of prompt scores), once the copies are over."""
         if self._event is not None:
             self._event.synchronize()
-        tokens = None if self._tokens is None else self._tokens[0].numpy()
+        tokens = _NONE if self._tokens is None else self._tokens[0].numpy()
         scores, prompt_scores = (
             None if tensors is None else [tensor.numpy() for tensor in tensors]
             for tensors in (self._scores, self._prompt_scores)

@@ -73,10 +73,10 @@ class StepOutput:
 
     token_ids: np.ndarray
     requests: list[Request]
-    scores: ScoreTable | None = None
-    score_rows: np.ndarray | None = None
-    prompt_scores: ScoreTable | None = None
-    prompt_rows: np.ndarray | None = None
+    scores: ScoreTable | None
+    score_rows: np.ndarray
+    prompt_scores: ScoreTable | None
+    prompt_rows: np.ndarray
 
     def record_logprobs(self, accepted: Iterable[int]) -> None:
         """Append TokenScores to the requests that asked for them.
@@ -88,7 +88,7 @@ class StepOutput:
         if self.prompt_scores is not None:
             for index, row in enumerate(self.prompt_rows.tolist()):
                 request = self.requests[row]
-                if not request.is_finished:
+                if not request.is_finished and request.params.prompt_logprobs is not None:
                     request.prompt_logprobs.append(self.prompt_scores.row(index, request.params.prompt_logprobs))
         if self.scores is not None:
             index_of_row = {row: index for index, row in enumerate(self.score_rows.tolist())}

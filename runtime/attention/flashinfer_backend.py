@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -310,8 +311,8 @@ class FlashInferAttnBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pool = batch.token_to_kv_pool
-        if self.decode_metadata is None or pool is None:
-            raise RuntimeError("call init_forward_metadata with a batch that has its pools before forward")
+        if self.decode_metadata is None:
+            raise RuntimeError("call init_forward_metadata with the batch before forward")
         if save_kv_cache:
             pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
         if out is None:
@@ -331,8 +332,8 @@ class FlashInferAttnBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pool = batch.token_to_kv_pool
-        if pool is None or (self.decode_metadata is None and self.prefill_metadata is None):
-            raise RuntimeError("call init_forward_metadata with a batch that has its pools before forward")
+        if self.decode_metadata is None and self.prefill_metadata is None:
+            raise RuntimeError("call init_forward_metadata with the batch before forward")
         if save_kv_cache:
             pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
         if out is None:
@@ -367,19 +368,16 @@ class FlashInferAttnBackend(AttentionBackend):
         """
         if max_num_tokens != max_bs:
             raise ConfigError(f"only decodes of one token are captured: {max_bs} requests, {max_num_tokens} tokens")
-        int32 = {"dtype": torch.int32, "device": self.device}
+        zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
         num_entries = max_bs * -(-self.max_context_len // self.page_size)
-        if self._kv_last_page_len_buf is None:
-            self._kv_last_page_len_buf = torch.ones(max_bs, **int32)
         # Page lists and their offsets differ between windows; how full the last page is does not.
-        self._graph_kv_indices = [torch.zeros(num_entries, **int32) for _ in self.groups[1:]]
-        self._graph_kv_indptr = [torch.zeros(max_bs + 1, **int32) for _ in self.groups[1:]]
-        self._graph_kv_indices.insert(
-            0, torch.zeros(num_entries, **int32) if kv_indices_buf is None else kv_indices_buf
-        )
-        self._graph_kv_indptr.insert(
-            0, torch.zeros(max_bs + 1, **int32) if self._kv_indptr_buf is None else self._kv_indptr_buf
-        )
+        self._graph_kv_indices = [zeros(num_entries) for _ in self.groups]
+        self._graph_kv_indptr = [zeros(max_bs + 1) for _ in self.groups]
+        if kv_indices_buf is not None:
+            self._graph_kv_indices[0] = kv_indices_buf
+        if self._kv_indptr_buf is not None:
+            self._graph_kv_indptr[0] = self._kv_indptr_buf
+        self._graph_last_page_len = zeros(max_bs) if self._kv_last_page_len_buf is None else self._kv_last_page_len_buf
         self._graph_wrappers.clear()
 
     def init_forward_metadata_capture_cuda_graph(
@@ -404,7 +402,7 @@ class FlashInferAttnBackend(AttentionBackend):
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=self._graph_kv_indptr[i][: bs + 1],
                 paged_kv_indices_buffer=self._graph_kv_indices[i],
-                paged_kv_last_page_len_buffer=self._kv_last_page_len_buf[:bs],
+                paged_kv_last_page_len_buffer=self._graph_last_page_len[:bs],
             )
             self._plan_decode(i, wrapper, view)
             wrappers.append(wrapper)
@@ -442,7 +440,7 @@ class FlashInferAttnBackend(AttentionBackend):
             )
             lengths = upload(torch.cat((view.indptr_cpu, view.last_page_len_cpu)).numpy(), self.device)
             self._graph_kv_indptr[i][: bs + 1].copy_(lengths[: bs + 1])
-            self._kv_last_page_len_buf[:bs].copy_(lengths[bs + 1 :])
+            self._graph_last_page_len[:bs].copy_(lengths[bs + 1 :])
             self._plan_captured_decode(i, group, wrapper, view)
         self._num_decodes = bs
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(self._graph_wrappers[bs]), None

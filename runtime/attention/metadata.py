@@ -49,10 +49,8 @@ class CommonAttentionMetadata:
         """Derive it from the batch's host copies.
 
         Raises:
-            RuntimeError: the batch lacks its host copies or its pools.
+            RuntimeError: an EXTEND or MIXED batch lacks the host copy of its lengths.
         """
-        if batch.seq_lens_cpu is None or batch.req_to_token_pool is None:
-            raise RuntimeError("attention needs seq_lens_cpu and req_to_token_pool: use ModelRunner.prepare_forward_*")
         seq_lens = batch.seq_lens_cpu.numpy()
         if batch.forward_mode.is_extend():
             if batch.extend_seq_lens_cpu is None:

@@ -68,70 +68,72 @@ class TorchAttnBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = self._plan
-        if plan is None or batch.token_to_kv_pool is None:
-            raise RuntimeError("call init_forward_metadata with a batch that has its pools before forward")
+        if plan is None:
+            raise RuntimeError("call init_forward_metadata with the batch before forward")
         if save_kv_cache:
             batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
         if out is None:
             out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         if plan.num_decodes:
-            self._decode(q[: plan.num_decodes], layer, batch, out[: plan.num_decodes])
+            _decode(plan, q[: plan.num_decodes], layer, batch, out[: plan.num_decodes])
         for i in range(plan.num_decodes, len(plan.seq_lens)):
             rows = slice(plan.query_start[i], plan.query_start[i + 1])
-            self._prefill(q[rows], layer, batch, i, out[rows])
+            _prefill(q[rows], layer, batch, i, plan.seq_lens[i], out[rows])
         return out
 
-    def _decode_view(self, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows [R, Hk, L] of the KV buffers seen as [slots * Hk, D], visible [R, L]) for the last L positions of each
-        decode; made once per batch, window and Hk."""
-        plan, num_kv_heads, window_left = self._plan, layer.num_kv_heads, layer.params.window_left
-        key = (window_left, num_kv_heads)
-        if key not in plan.decode_views:
-            num_keys = max(plan.seq_lens[: plan.num_decodes])
-            if window_left >= 0:
-                num_keys = min(num_keys, window_left + 1)
-            requests = batch.req_pool_indices[: plan.num_decodes, None]
-            seq_lens = batch.seq_lens[: plan.num_decodes, None].long()
-            positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=0)
-            visible = positions < seq_lens
-            # A position past the end may lie beyond the table; what is read in its place is masked out.
-            slots = batch.common.block_table[requests, torch.where(visible, positions, 0)].long()
-            heads = torch.arange(num_kv_heads, device=requests.device)[:, None]
-            plan.decode_views[key] = (slots[:, None, :] * num_kv_heads + heads, visible)
-        return plan.decode_views[key]
 
-    def _decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        """q [R, H, D] → out [R, H, Dv]: the last position of each request."""
-        rows, visible = self._decode_view(layer, batch)
-        k_rows, v_rows = (buffer.flatten(0, 1) for buffer in batch.token_to_kv_pool.get_kv_buffer(layer.layer_id))
-        step = max(1, MAX_GATHERED_KEYS // rows.shape[2])
-        for start in range(0, q.shape[0], step):
-            part = slice(start, start + step)
-            # Gathered head by head, so that the products below find each head's keys side by side: 5 times as fast.
-            keys = k_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)  # [R, Hk, L, D]
-            values = v_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)
-            grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
-            mask = visible[part, None, None, :]
-            out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer)).flatten(1, 2)
+def _decode_view(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows [R, Hk, L] of the KV buffers seen as [slots * Hk, D], visible [R, L]) for the last L positions of each
+    decode; made once per batch, window and Hk."""
+    num_kv_heads, window_left = layer.num_kv_heads, layer.params.window_left
+    key = (window_left, num_kv_heads)
+    if key not in plan.decode_views:
+        num_keys = max(plan.seq_lens[: plan.num_decodes])
+        if window_left >= 0:
+            num_keys = min(num_keys, window_left + 1)
+        requests = batch.req_pool_indices[: plan.num_decodes, None]
+        seq_lens = batch.seq_lens[: plan.num_decodes, None].long()
+        positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=0)
+        visible = positions < seq_lens
+        # A position past the end may lie beyond the table; what is read in its place is masked out.
+        slots = batch.common.block_table[requests, torch.where(visible, positions, 0)].long()
+        heads = torch.arange(num_kv_heads, device=requests.device)[:, None]
+        plan.decode_views[key] = (slots[:, None, :] * num_kv_heads + heads, visible)
+    return plan.decode_views[key]
 
-    def _prefill(
-        self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, request: int, out: torch.Tensor
-    ) -> None:
-        """q [T, H, D] → out [T, H, Dv]: the last T positions of one request."""
-        seq_len = self._plan.seq_lens[request]
-        prefix_len = seq_len - q.shape[0]
-        slots = batch.common.block_table[batch.req_pool_indices[request], :seq_len].long()
-        k_buf, v_buf = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        for start in range(0, q.shape[0], QUERY_BLOCK):
-            block = q[start : start + QUERY_BLOCK]
-            last_key = prefix_len + start + block.shape[0]
-            first_key = 0
-            if layer.params.window_left >= 0:
-                first_key = max(0, prefix_len + start - layer.params.window_left)
-            seen = slots[first_key:last_key]
-            out[start : start + QUERY_BLOCK] = _attend_block(
-                block, k_buf.index_select(0, seen), v_buf.index_select(0, seen), prefix_len + start - first_key, layer
-            )
+
+def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
+    """q [R, H, D] → out [R, H, Dv]: the last position of each request."""
+    rows, visible = _decode_view(plan, layer, batch)
+    k_rows, v_rows = (buffer.flatten(0, 1) for buffer in batch.token_to_kv_pool.get_kv_buffer(layer.layer_id))
+    step = max(1, MAX_GATHERED_KEYS // rows.shape[2])
+    for start in range(0, q.shape[0], step):
+        part = slice(start, start + step)
+        # Gathered head by head, so that the products below find each head's keys side by side: 5 times as fast.
+        keys = k_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)  # [R, Hk, L, D]
+        values = v_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)
+        grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
+        mask = visible[part, None, None, :]
+        out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer)).flatten(1, 2)
+
+
+def _prefill(
+    q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, request: int, seq_len: int, out: torch.Tensor
+) -> None:
+    """q [T, H, D] → out [T, H, Dv]: the last T positions of one request."""
+    prefix_len = seq_len - q.shape[0]
+    slots = batch.common.block_table[batch.req_pool_indices[request], :seq_len].long()
+    k_buf, v_buf = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    for start in range(0, q.shape[0], QUERY_BLOCK):
+        block = q[start : start + QUERY_BLOCK]
+        last_key = prefix_len + start + block.shape[0]
+        first_key = 0
+        if layer.params.window_left >= 0:
+            first_key = max(0, prefix_len + start - layer.params.window_left)
+        seen = slots[first_key:last_key]
+        out[start : start + QUERY_BLOCK] = _attend_block(
+            block, k_buf.index_select(0, seen), v_buf.index_select(0, seen), prefix_len + start - first_key, layer
+        )
 
 
 def _grouped_sinks(layer: AttentionLayer) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
@@ -132,6 +133,7 @@ def make_batch(
         positions=torch.from_numpy(positions).to(device),
         req_to_token_pool=table,
         token_to_kv_pool=kv_pool,
+        attn_backend=TorchAttnBackend(),
     )
     if mode.is_extend():
         batch.extend_num_tokens = num_tokens

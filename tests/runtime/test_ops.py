@@ -6,7 +6,6 @@ import torch
 
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
-from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_context import set_forward_context
 from tests.runtime.attention_cases import make_case, make_layer
 
@@ -14,7 +13,6 @@ LAYER = make_layer()
 
 
 def context_of(case, num_tokens=None):
-    case.batch.attn_backend = TorchAttnBackend()
     case.batch.attn_backend.init_forward_metadata(case.batch)
     builder = AttentionMetadataBuilder(KVCacheSpec((LAYER,), page_size=4), None, torch.device("cpu"))
     return set_forward_context(
