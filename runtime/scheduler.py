@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 
+from mllm_compile.runtime.batch_builder import NO_TOKENS, Chunk, DecodeRows, build_batch
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.page_tables import PageTables
 from mllm_compile.runtime.request import FINISH_REASONS, Request, RequestStatus
@@ -28,42 +28,6 @@ from mllm_compile.runtime.scheduled_batch import ScheduledBatch, UpdateResult
 from mllm_compile.runtime.scheduler_config import SchedulerConfig, SchedulerStats
 
 _URGENCY = attrgetter("urgency")
-_NO_TOKENS = np.empty(0, dtype=np.int64)
-_NO_TOKENS.setflags(write=False)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _DecodeRows:
-    """The constant part of decode-only batches, rebuilt only when the set of decoding requests changes."""
-
-    requests: list[Request]
-    rows: np.ndarray
-    num_new: np.ndarray
-    sample_mask: np.ndarray
-    prompt_logprob_rows: np.ndarray
-
-    @classmethod
-    def of(cls, requests: list[Request]) -> _DecodeRows:
-        count = len(requests)
-        made = cls(
-            requests,
-            np.array([request.slot for request in requests], dtype=np.int32),
-            np.ones(count, dtype=np.int32),
-            np.ones(count, dtype=bool),
-            np.zeros(count, dtype=bool),
-        )
-        for shared in (made.rows, made.num_new, made.sample_mask, made.prompt_logprob_rows):
-            shared.setflags(write=False)
-        return made
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """A prefill row of the batch being built."""
-
-    request: Request
-    start: int  # tokens computed before
-    length: int
 
 
 class Scheduler:
@@ -79,12 +43,12 @@ class Scheduler:
         self._waiting: list[Request] = []  # by urgency
         self._prefilling: list[Request] = []  # by urgency
         self._decoding: list[Request] = []
-        self._decode_rows: _DecodeRows | None = None  # of _decoding; None: to be made anew
+        self._decode_rows: DecodeRows | None = None  # of _decoding; None: to be made anew
 
         self._owners: list[Request | None] = [None] * num_rows  # by slot
         self._free_slots = list(range(num_rows - 1, 0, -1))
         self._leaving: set[int] = set()  # slots that get no further step and wait for their last one's update
-        self._prefill_ids: list[np.ndarray] = [_NO_TOKENS] * num_rows  # tokens to prefill, by slot
+        self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by slot
         # By slot, once all scheduled steps are over: tokens with KV, that number after which no step is left, and the
         # steps not updated yet.
         self._computed = np.zeros(num_rows, dtype=np.int32)
@@ -112,7 +76,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each live request an id of its own")
-        request.max_new_tokens = self._max_new_tokens(request)
+        request.max_new_tokens = self.config.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
         request.sequence = self._next_sequence
         self._next_sequence += 1
         self._requests[request.request_id] = request
@@ -157,27 +121,6 @@ class Scheduler:
             recomputed_tokens=self._recomputed_tokens,
         )
 
-    def _max_new_tokens(self, request: Request) -> int:
-        config, prompt_len = self.config, len(request.prompt_token_ids)
-        if prompt_len == 0:
-            raise RequestError("the prompt is empty; a request needs at least one token to compute")
-        if prompt_len >= config.max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens, but max_model_len is {config.max_model_len} with the output "
-                "included; shorten the prompt or raise max_model_len"
-            )
-        max_tokens = request.params.max_tokens
-        rest = config.max_tokens_per_request - prompt_len
-        wanted = rest if max_tokens is None else min(max_tokens, config.max_model_len - prompt_len)
-        if wanted > rest or rest < 1:
-            total = prompt_len + max(wanted, 1)
-            raise RequestError(
-                f"a prompt of {prompt_len} tokens with max_tokens {max_tokens} needs "
-                f"{self.pages.pages_for(total - 1)} KV pages of {config.page_size} tokens, but only "
-                f"{config.usable_pages} exist; lower max_tokens or the prompt, or raise mem_fraction_static"
-            )
-        return wanted
-
     # --- a step is planned --------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch | None:
@@ -188,7 +131,7 @@ class Scheduler:
         decodes = self._plan_decodes()
         budget = self.config.max_num_batched_tokens - len(decodes.requests)
         prefix_lens = self._computed[decodes.rows]
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         admitted: list[Request] = []
         if self._prefilling:
             budget = self._continue_prefills(chunks, budget)
@@ -198,9 +141,12 @@ class Scheduler:
             self._check_not_stuck()
             return None
         self._computed[decodes.rows] += 1
-        return self._build(decodes, prefix_lens, chunks, admitted)
+        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, self.pages.take_writes(), admitted)
+        self._next_step += 1
+        self._in_flight[batch.rows] += 1
+        return batch
 
-    def _plan_decodes(self) -> _DecodeRows:
+    def _plan_decodes(self) -> DecodeRows:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
         while True:
             decodes = self._current_decodes()
@@ -223,18 +169,18 @@ class Scheduler:
         self.pages.grow_each(decodes.rows[needy])
         return decodes
 
-    def _current_decodes(self) -> _DecodeRows:
+    def _current_decodes(self) -> DecodeRows:
         """All requests in decode with steps left: cached until the set changes."""
         decodes = self._decode_rows
         if decodes is None:
             self._decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
-            decodes = self._decode_rows = _DecodeRows.of(self._decoding)
+            decodes = self._decode_rows = DecodeRows.of(self._decoding)
         done = self._computed[decodes.rows] >= self._last_computed[decodes.rows]
         if done.any():
-            # Their last token is in flight, or its step is updated without the host having been told to go on.
+            # Their last step is in flight; its update ends them.
             self._leaving.update(decodes.rows[done].tolist())
             self._decoding = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
-            decodes = self._decode_rows = _DecodeRows.of(self._decoding)
+            decodes = self._decode_rows = DecodeRows.of(self._decoding)
         return decodes
 
     def _first_prefill_need(self, num_decodes: int) -> int:
@@ -254,13 +200,13 @@ class Scheduler:
     def _pages_coming_back(self) -> int:
         return sum(self.pages.private_pages(slot) for slot in self._leaving)
 
-    def _sit_out(self, decodes: _DecodeRows, needy: np.ndarray) -> _DecodeRows:
+    def _sit_out(self, decodes: DecodeRows, needy: np.ndarray) -> DecodeRows:
         """Leave out the least urgent of the decodes that need a page, as many as pages lack; theirs come soon."""
         without_page = sorted(
             (request for request, needs in zip(decodes.requests, needy.tolist(), strict=True) if needs), key=_URGENCY
         )[self.pages.available_pages :]
         out = set(without_page)
-        return _DecodeRows.of([request for request in decodes.requests if request not in out]) if out else decodes
+        return DecodeRows.of([request for request in decodes.requests if request not in out]) if out else decodes
 
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the queue; its pages come back at once, but for those worth caching."""
@@ -275,7 +221,7 @@ class Scheduler:
         insort(self._waiting, request, key=_URGENCY)
         self._release_or_leave(slot)
 
-    def _continue_prefills(self, chunks: list[_Chunk], budget: int) -> int:
+    def _continue_prefills(self, chunks: list[Chunk], budget: int) -> int:
         """Plan chunks of the prompts begun before. Returns the budget left."""
         for request in list(self._prefilling):
             slot = request.slot
@@ -285,21 +231,21 @@ class Scheduler:
                 budget -= self._plan_chunk(chunks, request, longest)
         return budget
 
-    def _plan_chunk(self, chunks: list[_Chunk], request: Request, longest: int) -> int:
+    def _plan_chunk(self, chunks: list[Chunk], request: Request, longest: int) -> int:
         """Plan the next ≤ `longest` tokens of a prompt. Returns how many."""
         slot = request.slot
         start, target = int(self._computed[slot]), self._prefill_ids[slot].size
         length = min(target - start, longest)
         self.pages.grow(slot, self.pages.pages_for(start + length) - int(self.pages.num_pages[slot]))
         self._computed[slot] = start + length
-        chunks.append(_Chunk(request, start, length))
+        chunks.append(Chunk(request, start, self._prefill_ids[slot][start : start + length], start + length == target))
         if start + length == target:
             self._prefilling.remove(request)
             self._decoding = [*self._decoding, request]
             self._decode_rows = None
         return length
 
-    def _admit(self, chunks: list[_Chunk], budget: int) -> list[Request]:
+    def _admit(self, chunks: list[Chunk], budget: int) -> list[Request]:
         """Give slots to waiting requests, strictly in their order, as long as their prompts' pages are there."""
         admitted: list[Request] = []
         while self._waiting and self._free_slots and budget > 0:
@@ -353,46 +299,6 @@ class Scheduler:
         if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
             self._prefix_queried_tokens += len(request.prompt_token_ids)
             self._prefix_hit_tokens += cached
-
-    def _build(
-        self, decodes: _DecodeRows, prefix_lens: np.ndarray, chunks: list[_Chunk], admitted: list[Request]
-    ) -> ScheduledBatch:
-        page_rows, page_positions, page_ids = self.pages.take_writes()
-        requests, rows, num_new = decodes.requests, decodes.rows, decodes.num_new
-        sample_mask, prompt_logprob_rows = decodes.sample_mask, decodes.prompt_logprob_rows
-        prefill_token_ids = _NO_TOKENS
-        if chunks:
-            requests = requests + [chunk.request for chunk in chunks]
-            slots = [chunk.request.slot for chunk in chunks]
-            ends = [chunk.start + chunk.length for chunk in chunks]
-            tokens = [self._prefill_ids[slot] for slot in slots]
-            prefill_token_ids = np.concatenate(
-                [ids[chunk.start : end] for ids, chunk, end in zip(tokens, chunks, ends, strict=True)]
-            )
-            rows = _append(rows, slots)
-            num_new = _append(num_new, [chunk.length for chunk in chunks])
-            prefix_lens = _append(prefix_lens, [chunk.start for chunk in chunks])
-            sample_mask = _append(sample_mask, [end == ids.size for ids, end in zip(tokens, ends, strict=True)])
-            prompt_logprob_rows = _append(prompt_logprob_rows, [c.request.needs_prompt_logprobs for c in chunks])
-        self._in_flight[rows] += 1
-        step_id = self._next_step
-        self._next_step += 1
-        return ScheduledBatch(
-            step_id=step_id,
-            requests=requests,
-            rows=rows,
-            num_new=num_new,
-            prefix_lens=prefix_lens,
-            num_decodes=len(decodes.requests),
-            num_tokens=len(decodes.requests) + prefill_token_ids.size,
-            page_rows=page_rows,
-            page_positions=page_positions,
-            page_ids=page_ids,
-            prefill_token_ids=prefill_token_ids,
-            sample_mask=sample_mask,
-            prompt_logprob_rows=prompt_logprob_rows,
-            admitted=admitted,
-        )
 
     def _check_not_stuck(self) -> None:
         if self._requests and self._next_update == self._next_step:
@@ -517,7 +423,7 @@ class Scheduler:
             self._give_up_pages(request)
         request.slot = -1
         self._owners[slot] = None
-        self._prefill_ids[slot] = _NO_TOKENS
+        self._prefill_ids[slot] = NO_TOKENS
         self._leaving.discard(slot)
         self._free_slots.append(slot)
         self._changes += 1
@@ -536,7 +442,3 @@ class Scheduler:
         else:
             self.pages.release(request.slot)
         self._changes += 1
-
-
-def _append(array: np.ndarray, values: list) -> np.ndarray:
-    return np.concatenate([array, np.array(values, dtype=array.dtype)])

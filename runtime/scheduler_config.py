@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.errors import ConfigError, RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,30 @@ class SchedulerConfig:
     def max_tokens_per_request(self) -> int:
         """Longest prompt and output that one request can have alone; the last sampled token needs no KV."""
         return min(self.max_model_len, self.usable_pages * self.page_size + 1)
+
+    def max_new_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
+        """How many tokens a request may get: max_tokens clipped to max_model_len; None: all that fit.
+
+        Raises:
+            RequestError: the request could never run.
+        """
+        if prompt_len == 0:
+            raise RequestError("the prompt is empty; a request needs at least one token to compute")
+        if prompt_len >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens, but max_model_len is {self.max_model_len} with the output "
+                "included; shorten the prompt or raise max_model_len"
+            )
+        rest = self.max_tokens_per_request - prompt_len
+        wanted = rest if max_tokens is None else min(max_tokens, self.max_model_len - prompt_len)
+        if wanted > rest or rest < 1:
+            num_written = prompt_len + max(wanted, 1) - 1
+            raise RequestError(
+                f"a prompt of {prompt_len} tokens with max_tokens {max_tokens} needs "
+                f"{-(-num_written // self.page_size)} KV pages of {self.page_size} tokens, but only "
+                f"{self.usable_pages} exist; lower max_tokens or the prompt, or raise mem_fraction_static"
+            )
+        return wanted
 
 
 @dataclass(frozen=True, kw_only=True)

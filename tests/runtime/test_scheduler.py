@@ -164,7 +164,7 @@ def test_first_come_is_first_served_but_the_more_urgent_go_before() -> None:
         simulation.add(make_request(name, prompt_of(3), priority=priority, max_tokens=2))
     served: list[str] = []
     while simulation.scheduler.has_work():
-        served += [request.request_id for request in (simulation.step() or None).admitted]
+        served += [request.request_id for request in simulation.step().admitted]
     assert served == ["d", "a", "c", "b"]
 
 
