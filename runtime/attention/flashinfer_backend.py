@@ -26,6 +26,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     check_supported,
     choose_prefill_kernel,
+    decodes_on_tensor_cores,
     prefill_kernels,
     should_use_tensor_core,
     workspace_bytes,
@@ -258,7 +259,7 @@ class FlashInferAttnBackend(AttentionBackend):
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             get_kv_cache_layout(),
-            use_tensor_cores=should_use_tensor_core(self.kv_cache_dtype, group.num_heads, group.num_kv_heads),
+            use_tensor_cores=decodes_on_tensor_cores(group, self.kv_cache_dtype),
             **graph_buffers,
         )
         return self._decode_spaces[group_index].adopt(wrapper)

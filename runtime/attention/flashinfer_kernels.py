@@ -52,6 +52,15 @@ def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int
     return kv_cache_dtype in QUERY_DTYPES and num_attention_heads // num_kv_heads >= 4
 
 
+def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype) -> bool:
+    """The decode kernel of a group: should_use_tensor_core, and always with a soft cap.
+
+    On tensor cores decode runs the prefill's kernel, so a soft-capped model (few are) has one kernel to build, not two.
+    """
+    has_soft_cap = group.params.logits_soft_cap > 0
+    return has_soft_cap or should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads)
+
+
 def prefill_kernels(group: PlanGroup, is_hopper: bool) -> tuple[str, ...]:
     """The kernels that prefills of the group may get.
 

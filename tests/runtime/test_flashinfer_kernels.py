@@ -7,6 +7,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     check_supported,
     choose_prefill_kernel,
+    decodes_on_tensor_cores,
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import make_paged_view
@@ -29,6 +30,13 @@ PLAIN = PlanGroup(32, 8, 128, PerLayerParameters(-1, 0.0, 0.1))
 )
 def test_tensor_cores_decode_fp8_caches_and_groups_of_four_or_more(dtype, heads, kv_heads, expected):
     assert should_use_tensor_core(dtype, heads, kv_heads) is expected
+
+
+def test_a_soft_cap_decodes_on_tensor_cores_whatever_the_group():
+    capped = PlanGroup(16, 8, 128, PerLayerParameters(-1, 30.0, 0.1))
+    assert decodes_on_tensor_cores(capped, torch.bfloat16)
+    assert not decodes_on_tensor_cores(PlanGroup(16, 8, 128, PLAIN.params), torch.bfloat16)
+    assert decodes_on_tensor_cores(PLAIN, torch.bfloat16)
 
 
 def test_fa3_prefills_when_its_blocks_fill_the_gpu_and_fa2_otherwise():
