@@ -1,7 +1,7 @@
 """FlashInfer against the naive float64 reference and the torch backend, in every mode, over random page tables.
 
-Kernels, of bf16 and head dim 128: decode and fa2, plain and for windows (swa); fa2 with a soft cap (cap), and with both;
-fa3 plain.
+Kernels, of bf16 and head dim 128: decode and fa2, plain and for windows (swa); fa2 with a soft cap (cap), and with
+both; fa3 plain.
 """
 
 import pytest
