@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import call, identifier, input_node, is_symbolic, is_weight
+from mllm_compile.passes.fx_match import call, drop_dead_nodes, identifier, input_node, is_symbolic, is_weight
 
 
 class Canonicalise:
     """Names, sizes and dead ends.
 
-    Why: Dynamo hands over sizes as graph inputs, range checks on them, and names made of module paths; a piece must be a
-        function of tensors alone, and equal layers should read alike.
+    Why: Dynamo hands over sizes as graph inputs, range checks on them, and names made of module paths; a piece must be
+        a function of tensors alone, and equal layers should read alike.
 
     Before::
 
@@ -40,7 +40,7 @@ class Canonicalise:
         before = len(gm.graph.nodes)
         matches = self._drop_checks(gm) + self._drop_size_inputs(gm)
         self._rename_placeholders(gm)
-        gm.graph.eliminate_dead_code()
+        drop_dead_nodes(gm)
         self._drop_unused_inputs(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
@@ -80,8 +80,8 @@ class Canonicalise:
             if node.op != "placeholder":
                 continue
             name = node.meta.get("weight_name") or node.meta["input_name"]
-            node.target = identifier(name)
-            node._rename(node.target)
+            node._rename(identifier(name))
+            node.target = node.name  # unique, which identifiers of two names need not be
 
     @staticmethod
     def _drop_unused_inputs(gm: fx.GraphModule) -> None:

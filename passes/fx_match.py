@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +13,14 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 
+import mllm_compile.runtime.ops
+import mllm_compile.runtime.trace_ops  # noqa: F401  (with runtime.ops: the ops that are asked about here)
+
 LINEAR = torch._C._nn.linear
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")
+)
 
 
 def is_call(node: object, *targets: Callable[..., Any]) -> bool:
@@ -51,6 +59,24 @@ def identifier(name: str) -> str:
 def is_symbolic(value: object) -> bool:
     """True for a SymInt (or SymBool, SymFloat): a number that depends on T or S."""
     return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat)
+
+
+def writes_in_place(node: fx.Node) -> bool:
+    """True for a call that changes a tensor it is given (`x.mul_(2)`, `x += y`, `out=`): it counts without a reader."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return (
+        node.target in _IN_PLACE_OPERATORS
+        or (name.endswith("_") and not name.endswith("__"))
+        or bool(node.kwargs.get("inplace"))
+        or node.kwargs.get("out") is not None
+    )
+
+
+def drop_dead_nodes(gm: fx.GraphModule) -> None:
+    """Erases calls whose result nobody reads; FX's own rule takes an unread `x.mul_(2)` for one of them."""
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_in_place(node))
 
 
 def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
-from mllm_compile.passes.fx_match import call, is_attention
+from mllm_compile.passes.fx_match import call, drop_dead_nodes, is_attention
 
 
 class LowerAttention:
@@ -26,8 +26,8 @@ class LowerAttention:
         out = q.new_empty([T, H, Dv])
         mllm.attention_with_output(q, k, v, out, "model.layers.3.self_attn")
 
-    Requires: the gate's consent (no refusals left in the ops). Names are per call, not per module: a module that attends
-        twice gets `….self_attn` and `….self_attn#1`, else their KV would collide.
+    Requires: the gate's consent (no refusals left in the ops). Names are per call, not per module: a module that
+        attends twice gets `….self_attn` and `….self_attn#1`, else their KV would collide.
     Preserves: the meaning of the op; the numbers are the attention backend's.
     """
 
@@ -43,7 +43,7 @@ class LowerAttention:
             names.add(spec.name)
             layers.append(spec)
             _lower(gm, node, spec)
-        gm.graph.eliminate_dead_code()
+        drop_dead_nodes(gm)
         return PassResult(gm, len(matches), before, len(gm.graph.nodes))
 
 

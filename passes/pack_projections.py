@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PACKED_WEIGHTS, PackedPart, PassResult
-from mllm_compile.passes.fx_match import LINEAR, call, identifier, is_attention, is_call, is_weight
+from mllm_compile.passes.fx_match import LINEAR, call, drop_dead_nodes, identifier, is_attention, is_call, is_weight
 
 _MIN_ROWS = 8  # one-row gates gain nothing and their sums change order when joined (seen: 6e-6)
 
@@ -43,7 +43,7 @@ class PackProjections:
         groups = self._groups(gm)
         for linears in groups:
             self._pack(gm, linears, packed)
-        gm.graph.eliminate_dead_code()
+        drop_dead_nodes(gm)
         return PassResult(gm, len(groups), before, len(gm.graph.nodes))
 
     @staticmethod

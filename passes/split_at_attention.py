@@ -27,7 +27,8 @@ class SplitAtAttention:
 
     After::
 
-        q, k, v, x = piece_0(x, w0); out = new_empty(q, …); attention_with_output(q, k, v, out, "l0"); y = piece_1(out, x, w1)
+        q, k, v, x = piece_0(x, w0); out = new_empty(q, …); attention_with_output(q, k, v, out, "l0")
+        y = piece_1(out, x, w1); …
 
     Requires: attention lowered. A size never crosses a cut: each piece takes it from a tensor input (a SymInt shared
         across layers would make equal pieces differ); getitem stays with the node that makes the tuple.
@@ -38,6 +39,8 @@ class SplitAtAttention:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
+        if any(node.op == "call_module" for node in gm.graph.nodes):  # has pieces already
+            return PassResult(gm, 0, before, before)
         stages = _assign_stages(gm)
         parent = _ParentBuilder(gm, stages).build()
         return PassResult(parent, len(stages), before, len(parent.graph.nodes))

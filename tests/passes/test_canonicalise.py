@@ -1,0 +1,85 @@
+"""canonicalise: sizes, names and dead ends of a trace."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from mllm_compile.passes.canonicalise import Canonicalise
+from tests.passes.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, placeholders, run, targets, text
+
+
+def checked_size_graph():
+    """A range check on T, and one view that takes T."""
+    builder = GraphBuilder()
+    tokens = builder.size_inputs["T"]
+    builder.call(torch.ops.aten._assert_scalar.default, builder.call(operator.ge, tokens, 1), "T >= 1")
+    x = builder.method("view", builder.embed(), 1, tokens, HIDDEN)
+    return builder, builder.head(builder.method("view", x, tokens, HIDDEN))
+
+
+def test_it_takes_sizes_from_tensors_drops_their_checks_and_names_inputs():
+    builder, logits = checked_size_graph()
+    result = Canonicalise()(builder.finish(logits))
+    assert result.matches == 3, "one check and the size inputs T and S"
+    assert placeholders(result.gm) == ["input_ids", "positions", "logits_indices", "embed_weight", "head_weight"]
+    assert targets(result.gm) == ["sym_size.int", "embedding", "view", "view", "index_select", "linear"]
+    assert result.nodes_before - result.nodes_after == 3, "T, S, the check, its condition; one node takes their place"
+
+
+def test_it_leaves_alone_what_is_read_and_the_batch_inputs():
+    builder = GraphBuilder()
+    logits = builder.head(builder.call(torch.mul, builder.embed(), builder.weight("scale", HIDDEN)))
+    gm = apply(Canonicalise(), builder.finish(logits))
+    assert "positions" in placeholders(gm), "a batch input is part of the program's form even when nobody reads it"
+    assert targets(gm) == ["embedding", "mul", "index_select", "linear"]
+
+
+def test_a_weight_that_nobody_reads_is_no_input():
+    builder = GraphBuilder()
+    builder.weight("unread", 3)
+    assert "unread" not in placeholders(builder.canonical(builder.head(builder.embed())))
+
+
+def test_an_in_place_write_is_kept_although_nobody_reads_its_result():
+    builder = GraphBuilder()
+    x = builder.method("clone", builder.embed())
+    builder.method("mul_", x, 2.0)
+    builder.call(operator.iadd, x, 1.0)
+    gm = builder.finish(builder.head(x))
+    before = run(gm)
+    gm = apply(Canonicalise(), gm)
+    assert "mul_" in targets(gm)
+    torch.testing.assert_close(run(gm), before, rtol=0, atol=0)
+
+
+def test_weights_whose_names_make_one_identifier_stay_two_inputs():
+    builder = GraphBuilder()
+    x = builder.call(torch.add, builder.embed(), builder.weight("a.b_c", HIDDEN))
+    gm = builder.finish(builder.head(builder.call(torch.mul, x, builder.weight("a_b.c", HIDDEN))))
+    before = run(gm)
+    torch.testing.assert_close(run(apply(Canonicalise(), gm)), before, rtol=0, atol=0)
+
+
+def test_all_readers_of_a_size_read_one_node():
+    builder, logits = model_of_layers(2)
+    gm = builder.canonical(logits)
+    assert targets(gm).count("sym_size.int") == 1
+    assert targets(gm).count("view") == 6
+
+
+def test_numbers_are_bitwise_the_same():
+    for builder, logits in (checked_size_graph(), model_of_layers(2)):
+        gm = builder.finish(logits)
+        before = run(gm)
+        torch.testing.assert_close(run(apply(Canonicalise(), gm)), before, rtol=0, atol=0)
+
+
+def test_a_second_time_changes_nothing():
+    builder, logits = checked_size_graph()
+    gm = builder.canonical(logits)
+    once = text(gm)
+    again = Canonicalise()(gm)
+    assert again.matches == 0
+    assert text(apply(Canonicalise(), gm)) == once

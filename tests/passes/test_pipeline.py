@@ -1,0 +1,92 @@
+"""The pipeline: its list, its order, what it reports, and that numbers come out as they went in."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile.passes import pipeline
+from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.pipeline import PASSES, REQUIRED, optional_pass_names, pass_names, run_passes
+from mllm_compile.passes.verify import GraphInvariantError
+from tests.passes.graph_builder import model_of_layers, run
+
+# Files of passes/ that are no pass.
+OTHERS = {"__init__", "base", "fx_match", "pipeline", "verify"}
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def test_every_file_of_the_folder_is_a_pass_in_the_list():
+    files = {path.stem for path in Path(pipeline.__file__).parent.glob("*.py")}
+    assert files - OTHERS == set(pass_names())
+
+
+@pytest.mark.parametrize("graph_pass", PASSES, ids=lambda graph_pass: graph_pass.name)
+def test_a_pass_is_one_file_one_class_one_test_of_one_name_and_shows_what_it_does(graph_pass):
+    assert graph_pass.__module__.rpartition(".")[2] == graph_pass.name == snake_case(graph_pass.__name__)
+    assert (Path(__file__).parent / f"test_{graph_pass.name}.py").is_file()
+    for heading in ("Why:", "Before::", "After::", "Requires:", "Preserves:"):
+        assert heading in inspect.getdoc(graph_pass)
+
+
+def test_the_header_lists_the_passes_in_their_order():
+    assert re.findall(r"^\d+\. (\w+)", pipeline.__doc__, re.MULTILINE) == pass_names()
+
+
+def test_numbers_are_those_of_the_trace_and_each_pass_reports():
+    builder, logits = model_of_layers(3)
+    gm = builder.finish(logits)
+    before = run(gm)
+    gm, reports = run_passes(gm)
+    torch.testing.assert_close(run(gm), before)
+    assert [(report.name, report.matches) for report in reports] == [
+        ("canonicalise", 2),
+        ("pack_projections", 3),
+        ("lower_attention", 3),
+        ("split_at_attention", 5),
+        ("deduplicate_pieces", 1),
+    ]
+    for previous, report in itertools.pairwise(reports):
+        assert report.nodes_before == previous.nodes_after
+    assert all(report.ms > 0 for report in reports)
+
+
+def test_an_optional_pass_can_be_left_out_and_numbers_stay():
+    builder, logits = model_of_layers(2)
+    gm = builder.finish(logits)
+    before = run(gm)
+    gm, reports = run_passes(gm, disabled=optional_pass_names())
+    assert [report.name for report in reports] == [name for name in pass_names() if name in REQUIRED]
+    torch.testing.assert_close(run(gm), before, rtol=0, atol=0)
+
+
+def test_the_observer_sees_the_graph_after_each_pass():
+    seen = []
+    builder, logits = model_of_layers(1)
+    run_passes(builder.finish(logits), observer=lambda report, gm: seen.append((report.name, len(gm.graph.nodes))))
+    assert [name for name, _ in seen] == pass_names()
+    assert len({nodes for _, nodes in seen}) > 1
+
+
+class BreaksTheGraph:
+    name = "canonicalise"
+
+    def __call__(self, gm):
+        return PassResult(gm, 0, len(gm.graph.nodes), len(gm.graph.nodes))
+
+
+def test_a_pass_that_breaks_an_invariant_is_named(monkeypatch):
+    monkeypatch.setattr(pipeline, "PASSES", (BreaksTheGraph,))
+    builder, logits = model_of_layers(1)
+    with pytest.raises(GraphInvariantError, match="after canonicalise"):
+        run_passes(builder.finish(logits))
+    builder, logits = model_of_layers(1)
+    run_passes(builder.finish(logits), verify=False)
