@@ -19,6 +19,9 @@ from mllm_compile.runtime.ops import attention_with_output
 
 BATCH_INPUTS = ("input_ids", "positions", "logits_indices")
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+# (index of the buffer, q [T, H, D], (H, Dv)) → where attention writes its output [T, H, Dv]. Outputs that are alive at the
+# same time have different indices.
+OutputBuffers = Callable[[int, torch.Tensor, tuple[int, int]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,14 @@ class PieceStep:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.outputs
+
 
 @dataclass(frozen=True)
 class AttentionStep:
@@ -55,6 +66,14 @@ class AttentionStep:
     k: str
     v: str
     out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.q, self.k, self.v)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
 
 
 Step = PieceStep | AttentionStep
@@ -93,14 +112,16 @@ class Program:
                 weights=tuple(data["weights"]),
                 output=data["output"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(
                 f"the program is not one that this version writes ({error}); compile the model again"
             ) from error
 
 
 def _step_from_json(data: dict[str, Any]) -> Step:
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "op"}
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "op"
+    }
     if data["op"] == "piece":
         return PieceStep(**fields)
     if data["op"] == "attention":
@@ -121,10 +142,9 @@ class ProgramExecutor:
             weights: name → tensor, in its final place.
 
         Raises:
-            ArtifactError: a piece or a weight that the program names is missing.
+            ArtifactError: a piece, a weight, a layer or a value that the program names is not there.
         """
-        missing = [name for name in program.weights if name not in weights]
-        missing += [piece for piece in program.piece_ids() if piece not in pieces]
+        missing = _missing_names(program, pieces, weights)
         if missing:
             raise ArtifactError(f"the program needs {', '.join(missing[:5])}, which the runtime does not hold")
         self.program = program
@@ -133,6 +153,16 @@ class ProgramExecutor:
         self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
         self._template += [self.weights[name] for name in program.weights]
         self._steps = self._link(pieces)
+        self._output_buffers: OutputBuffers = _new_output
+
+    def set_output_buffers(self, buffers: OutputBuffers) -> None:
+        """Says where attentions write; CUDA graphs of pieces need fixed addresses there."""
+        self._output_buffers = buffers
+
+    def is_row_piece(self, index: int) -> bool:
+        """Whether the piece called at step `index` works on the S rows of logits (the head)."""
+        step = self.program.steps[index]
+        return isinstance(step, PieceStep) and "logits_indices" in step.inputs
 
     def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
         """Replaces every piece call's function by `wrap(piece id, index of the call, function)`."""
@@ -158,23 +188,21 @@ class ProgramExecutor:
         Returns:
             Logits [S, V] in the model's dtype.
         """
-        values = self._template.copy()
+        values: list[Any] = self._template.copy()
         values.extend([None] * (len(self._slots) - len(values)))
         for slot, name in enumerate(BATCH_INPUTS):
             values[slot] = inputs[name]
         for step in self._steps:
-            step.run(values)
+            step.run(values, self._output_buffers)
             for slot in step.dead:
                 values[slot] = None
-        logits = values[self._slots[self.program.output]]
-        if logits is None:
-            raise ArtifactError(f"the program never computes its output {self.program.output!r}")
-        return logits
+        return values[self._slots[self.program.output]]
 
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
         """Names become slots; each step learns which values die after it."""
         layers = {layer.name: layer for layer in self.program.layers}
         last_use = self._last_uses()
+        buffer_index = self._buffer_indices(last_use)
         linked: list[_LinkedPiece | _LinkedAttention] = []
         for index, step in enumerate(self.program.steps):
             dead = tuple(self._slot(name) for name, last in last_use.items() if last == index)
@@ -183,10 +211,22 @@ class ProgramExecutor:
                 outputs = tuple(self._slot(name) for name in step.outputs)
                 linked.append(_LinkedPiece(step.piece, index, pieces[step.piece], inputs, outputs, dead))
             else:
-                slots = [self._slot(name) for name in (step.q, step.k, step.v, step.out)]
+                q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
-                linked.append(_LinkedAttention(layer.name, (layer.num_heads, layer.v_head_dim), *slots, dead))
+                out_shape = (layer.num_heads, layer.v_head_dim)
+                linked.append(_LinkedAttention(layer.name, out_shape, q, k, v, out, dead))
         return linked
+
+    def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
+        """Attention output → the lowest index whose last owner is dead; nearly always 0."""
+        free_after: list[int] = []
+        indices = {}
+        for index, step in enumerate(self.program.steps):
+            if isinstance(step, AttentionStep):
+                free = next((i for i, last in enumerate(free_after) if last < index), len(free_after))
+                free_after[free : free + 1] = [last_use.get(step.out, len(self.program.steps))]
+                indices[step.out] = free
+        return indices
 
     def _slot(self, name: str) -> int:
         return self._slots.setdefault(name, len(self._slots))
@@ -196,9 +236,30 @@ class ProgramExecutor:
         keep = {*self.program.weights, *BATCH_INPUTS, self.program.output}
         last: dict[str, int] = {}
         for index, step in enumerate(self.program.steps):
-            names = (*step.inputs, *step.outputs) if isinstance(step, PieceStep) else (step.q, step.k, step.v, step.out)
-            last.update({name: index for name in names if name not in keep})
+            last.update({name: index for name in (*step.reads, *step.writes) if name not in keep})
         return last
+
+
+def _missing_names(
+    program: Program, pieces: Mapping[str, PieceFunction], weights: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """What the program names and neither the runtime nor an earlier step gives."""
+    layers = {layer.name for layer in program.layers}
+    known = {*BATCH_INPUTS, *program.weights}
+    missing = [name for name in program.weights if name not in weights]
+    for step in program.steps:
+        is_there = step.piece in pieces if isinstance(step, PieceStep) else step.layer in layers
+        if not is_there:
+            missing.append(step.piece if isinstance(step, PieceStep) else step.layer)
+        missing += [name for name in step.reads if name not in known]
+        known.update(step.writes)
+    if program.output not in known:
+        missing.append(program.output)
+    return list(dict.fromkeys(missing))
+
+
+def _new_output(index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    return q.new_empty((q.shape[0], *shape))
 
 
 @dataclass(slots=True)
@@ -210,7 +271,7 @@ class _LinkedPiece:
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
 
-    def run(self, values: list[Any]) -> None:
+    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         results = self.function([values[slot] for slot in self.inputs])
         for slot, result in zip(self.outputs, results, strict=True):
             values[slot] = result
@@ -220,14 +281,15 @@ class _LinkedPiece:
 class _LinkedAttention:
     layer: str
     out_shape: tuple[int, int]
+    buffer_index: int
     q: int
     k: int
     v: int
     out: int
     dead: tuple[int, ...]
 
-    def run(self, values: list[Any]) -> None:
+    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q = values[self.q]
-        out = q.new_empty((q.shape[0], *self.out_shape))
+        out = output_buffers(self.buffer_index, q, self.out_shape)
         attention_with_output(q, values[self.k], values[self.v], out, self.layer)
         values[self.out] = out

@@ -1,0 +1,190 @@
+"""The program and its executor: order, lifetimes, JSON, and what is said of a program that cannot run."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, ProgramExecutor
+
+LAYER = LayerSpec("layers.0.attn", 0, 2, 1, 4, 3, 0.5, 0.0, -1, None)
+# embed; attend; close the layer; head. "spare" is made and never read.
+PROGRAM = Program(
+    steps=(
+        PieceStep("first", ("input_ids", "embed"), ("x", "q", "k", "v", "spare")),
+        AttentionStep("layers.0.attn", "q", "k", "v", "attended"),
+        PieceStep("close", ("x", "attended"), ("y",)),
+        PieceStep("head", ("y", "logits_indices", "embed"), ("logits",)),
+    ),
+    layers=(LAYER,),
+    weights=("embed",),
+    output="logits",
+)
+EMBED = torch.arange(20.0).view(5, 4)
+INPUTS = {
+    "input_ids": torch.tensor([1, 2, 4]),
+    "positions": torch.arange(3),
+    "logits_indices": torch.tensor([2]),
+}
+
+
+class Pieces:
+    """Stand-ins for compiled pieces, which note when they run and what of their inputs is still alive."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.made: dict[str, weakref.ref] = {}
+        self.alive_in_head: list[str] = []
+        self.functions = {"first": self.first, "close": self.close, "head": self.head}
+
+    def first(self, inputs):
+        self.order.append("first")
+        ids, embed = inputs
+        x = embed[ids] + 0
+        parts = {"x": x, "q": x.repeat(1, 2).view(3, 2, 4), "k": x.view(3, 1, 4) + 0, "v": torch.ones(3, 1, 3)}
+        parts["spare"] = torch.zeros(1)
+        self.made = {name: weakref.ref(value) for name, value in parts.items()}
+        return list(parts.values())
+
+    def close(self, inputs):
+        self.order.append("close")
+        x, attended = inputs
+        assert attended.shape == (3, 2, 3)
+        return [x + attended.sum((1, 2))[:, None]]
+
+    def head(self, inputs):
+        self.order.append("head")
+        y, rows, embed = inputs
+        self.alive_in_head = [name for name, value in self.made.items() if value() is not None]
+        return [y[rows] @ embed.T]
+
+
+def attend_with_ones(q, k, v, layer, batch, *, save_kv_cache, out):
+    out.fill_(1.0)
+
+
+@pytest.fixture
+def context():
+    batch = SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None),
+        attn_backend=SimpleNamespace(forward=attend_with_ones),
+    )
+    with set_forward_context(
+        {LAYER.name: SimpleNamespace(batch=batch, num_actual_tokens=3)},
+        no_compile_layers={LAYER.name: SimpleNamespace(layer_id=0)},
+        slot_mapping={LAYER.name: torch.zeros(3, dtype=torch.int64)},
+        num_tokens=3,
+    ) as context:
+        yield context
+
+
+def executor_of(program: Program = PROGRAM, pieces: Pieces | None = None) -> ProgramExecutor:
+    return ProgramExecutor(program, (pieces or Pieces()).functions, {"embed": EMBED})
+
+
+def changed(**fields) -> Program:
+    values = {"steps": PROGRAM.steps, "layers": PROGRAM.layers, "weights": PROGRAM.weights, "output": PROGRAM.output}
+    return Program(**(values | fields))
+
+
+def test_steps_run_in_order_and_give_the_logits(context):
+    pieces = Pieces()
+    logits = executor_of(pieces=pieces)(INPUTS)
+    assert pieces.order == ["first", "close", "head"]
+    expected = (EMBED[4] + 6.0)[None] @ EMBED.T
+    torch.testing.assert_close(logits, expected)
+
+
+def test_a_value_lives_until_its_last_reader_and_one_that_nobody_reads_dies_at_once(context):
+    pieces = Pieces()
+    executor_of(pieces=pieces)(INPUTS)
+    assert pieces.alive_in_head == []
+
+
+def test_a_run_leaves_nothing_behind_and_weights_stay(context):
+    executor = executor_of()
+    first = executor(INPUTS)
+    again = executor(INPUTS)
+    assert first.data_ptr() != again.data_ptr()
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert executor.weights["embed"] is EMBED
+
+
+def test_attention_runs_in_the_context_of_its_layer():
+    with pytest.raises(RuntimeError, match="no forward context is set"):
+        executor_of()(INPUTS)
+
+
+def test_wrapping_reaches_every_call_with_the_place_it_has_in_the_program(context):
+    executor = executor_of()
+    seen = []
+
+    def wrap(piece, index, function):
+        def wrapped(inputs):
+            seen.append((piece, index))
+            return function(inputs)
+
+        return wrapped
+
+    plain = executor(INPUTS)
+    executor.wrap_pieces(wrap)
+    torch.testing.assert_close(executor(INPUTS), plain, rtol=0, atol=0)
+    assert seen == [("first", 0), ("close", 2), ("head", 3)]
+
+
+def test_distinct_pieces_are_listed_in_order_of_first_use():
+    step = PieceStep("close", ("y", "attended"), ("z",))
+    assert changed(steps=(*PROGRAM.steps[:3], step, PROGRAM.steps[3])).piece_ids() == ["first", "close", "head"]
+
+
+def test_json_and_back_is_the_same_program():
+    assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("steps"),
+        lambda data: data.update(steps=None),
+        lambda data: data.update(steps=["piece"]),
+        lambda data: data["steps"][0].pop("op"),
+        lambda data: data["steps"][0].update(op="jump"),
+        lambda data: data["steps"][0].update(unknown=1),
+        lambda data: data["steps"][1].pop("layer"),
+        lambda data: data["layers"][0].pop("sm_scale"),
+        lambda data: data.update(layers=[3]),
+    ],
+)
+def test_json_that_is_no_program_is_refused(damage):
+    data = PROGRAM.to_json()
+    damage(data)
+    with pytest.raises(ArtifactError, match="compile the model again"):
+        Program.from_json(data)
+
+
+def test_json_of_another_kind_is_refused():
+    for data in (None, [], "program", 3):
+        with pytest.raises(ArtifactError):
+            Program.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("program", "missing"),
+    [
+        (changed(weights=("embed", "norm")), "norm"),
+        (changed(steps=(*PROGRAM.steps, PieceStep("tail", ("logits",), ("z",)))), "tail"),
+        (changed(steps=PROGRAM.steps[2:]), "x, attended"),
+        (changed(steps=PROGRAM.steps[1:]), "q, k, v, x"),
+        (changed(steps=PROGRAM.steps[:-1]), "logits"),
+        (changed(layers=()), r"layers\.0\.attn"),
+    ],
+)
+def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(program, missing):
+    with pytest.raises(ArtifactError, match=rf"the program needs .*{missing}"):
+        executor_of(program)
