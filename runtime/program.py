@@ -214,7 +214,7 @@ class ProgramExecutor:
                 q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.v_head_dim)
-                linked.append(_LinkedAttention(layer.name, out_shape, q, k, v, out, dead))
+                linked.append(_LinkedAttention(layer.name, out_shape, buffer_index[step.out], q, k, v, out, dead))
         return linked
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
