@@ -26,8 +26,8 @@ MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # Above these a step is long enough that launching its kernels one by one costs nothing.
-PIECEWISE_TOKENS = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-DECODE_REQUESTS = (1, 2, 4, *range(8, 257, 8))
+PIECEWISE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 257, 32), *range(320, 513, 64))
+DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 
 BackendName = Literal["flashinfer", "torch"]
 

@@ -75,6 +75,10 @@ class KVBudget:
     kv_bytes: int
     explanation: str  # "… GiB free, …": how kv_bytes came about, for errors and logs
 
+    def without(self, num_bytes: int, what: str) -> KVBudget:
+        """The budget when `what` takes `num_bytes` of it."""
+        return KVBudget(self.kv_bytes - num_bytes, f"{self.explanation}, {what} {_gib(num_bytes)}")
+
     def num_pages(self, bytes_per_page: int, config: RunnerConfig) -> int:
         """Pages with the dummy page: what fits, at most what all requests can use together.
 

@@ -19,11 +19,12 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.device_memory import check_weights_fit, cpu_kv_budget, cuda_kv_budget
-from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
+from mllm_compile.runtime.errors import DeviceError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
-from mllm_compile.runtime.forward_context import ForwardTimes, set_forward_context
+from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardTimes, set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.model_source import LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -45,6 +46,19 @@ class LogitsProcessorOutput:
 
     next_token_logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What a program reads of each token; [T] int64 each, T padded where a graph wants it."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> TokenInputs:
+        return cls(batch.input_ids, batch.positions, batch.out_cache_loc)
 
 
 class ModelRunner:
@@ -101,7 +115,7 @@ class ModelRunner:
         self.hidden_size = model.hidden_size
         self.vocab_size = model.vocab_size
         self.context_len = model.context_len
-        self._layers = {layer.name: layer for layer in model.layers}
+        self.layers = {layer.name: layer for layer in model.layers}
         spec = KVCacheSpec(model.layers, self.config.page_size)
         self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
         interval_s = self.config.forward_times_interval_s
@@ -123,20 +137,26 @@ class ModelRunner:
         )
 
     def init_cuda_graphs(self) -> None:
-        """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate.
+        """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
+        if self._captures_graphs:
+            from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
 
-        Raises:
-            ConfigError: a mode other than none is asked for.
-        """
-        mode = CUDAGraphMode.from_name(self.config.cudagraph_mode)
-        if self.device.type != "cuda" or mode is CUDAGraphMode.NONE or not self.is_generation:
-            return
-        raise ConfigError(f"cudagraph.mode: only none is built yet, got {self.config.cudagraph_mode}. Set it to none.")
+            self.graph_runner = GraphRunner(self, self._dispatcher(), self.config.debug_graphs)
+            self.graph_runner.capture()
+
+    @property
+    def _captures_graphs(self) -> bool:
+        return self.device.type == "cuda" and self.config.cudagraph_mode != "none" and self.is_generation
+
+    def _dispatcher(self) -> GraphDispatcher:
+        config = self.config
+        mode = CUDAGraphMode.from_name(config.cudagraph_mode)
+        return GraphDispatcher(mode, config.piecewise_tokens, config.decode_requests)
 
     def shutdown(self) -> None:
         """Give all memory back; the runner cannot be used any more."""
         # Whatever part of it is there: a failed initialize ends here too.
-        for name in ("model", "attn_backend", "req_to_token_pool", "token_to_kv_pool", "_layers", "_metadata_builder"):
+        for name in ("model", "attn_backend", "req_to_token_pool", "token_to_kv_pool", "layers", "_metadata_builder"):
             self.__dict__.pop(name, None)
         self.graph_runner = None
         gc.collect()
@@ -152,7 +172,7 @@ class ModelRunner:
     @property
     def sliding_window_size(self) -> int | None:
         """Tokens that a query of the windowed layers sees, itself included; None: no layer has a window."""
-        windows = {layer.params.window_left + 1 for layer in self._layers.values() if layer.params.window_left >= 0}
+        windows = {layer.params.window_left + 1 for layer in self.layers.values() if layer.params.window_left >= 0}
         return max(windows, default=None)
 
     # Batches ----------------------------------------------------------------------------------------------------------
@@ -259,16 +279,18 @@ class ModelRunner:
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
-        if batch.logits_indices is None:
-            batch.logits_indices = torch.arange(batch.batch_size, device=self.device)
-        return self._run_eager(batch, batch.logits_indices)
+        return self._run(batch)
 
     def forward_extend(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """EXTEND and MIXED: the logits of each request's last token, unless logits_indices say otherwise."""
         if batch.logits_indices is None:
             ends = torch.cumsum(batch.extend_seq_lens, 0)  # type: ignore[arg-type]  # set in EXTEND and MIXED
             batch.logits_indices = ends - 1
-        return self._run_eager(batch, batch.logits_indices)
+        return self._run(batch)
+
+    def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        logits = self.graph_runner.run(batch) if self.graph_runner is not None else None
+        return LogitsProcessorOutput(self.run_eager(batch) if logits is None else logits)
 
     def sample(
         self,
@@ -287,21 +309,46 @@ class ModelRunner:
         positions = forward_batch.seq_lens.long()
         return sample_tokens(logits, temperatures, top_ps, top_ks, penalty_params, positions=positions)
 
-    def _run_eager(self, batch: ForwardBatch, logits_indices: torch.Tensor) -> LogitsProcessorOutput:
-        """The program piece by piece, no graph."""
-        attn_metadata = self._metadata_builder.build(0, batch.common)
+    def run_eager(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [S, V]: the program piece by piece, no graph."""
         self.attn_backend.init_forward_metadata(batch)
+        logits_indices = batch.logits_indices
+        if logits_indices is None:
+            logits_indices = torch.arange(batch.batch_size, device=self.device)
+        return self.run_program(batch, TokenInputs.of(batch), logits_indices)
+
+    def run_program(
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        logits_indices: torch.Tensor,
+        mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        descriptor: BatchDescriptor | None = None,
+    ) -> torch.Tensor:
+        """Runs the program on a batch whose attention is planned.
+
+        Args:
+            batch: what attention reads.
+            tokens: what the pieces read; padded where a graph wants it, when `batch` is not.
+            logits_indices: [S] int64.
+            mode, descriptor: of the graphs that are captured or replayed.
+
+        Returns:
+            Logits [S, V].
+        """
+        metadata = self._metadata_builder.build(0, batch.common)
         with set_forward_context(
-            attn_metadata,
-            no_compile_layers=self._layers,
-            slot_mapping=dict.fromkeys(attn_metadata, batch.out_cache_loc),
-            num_tokens=batch.num_tokens,
+            metadata,
+            no_compile_layers=self.layers,
+            slot_mapping=dict.fromkeys(metadata, tokens.out_cache_loc),
+            num_tokens=tokens.input_ids.shape[0],
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor,
             forward_times=self._forward_times,
         ):
-            logits = self.model.executor(
-                {"input_ids": batch.input_ids, "positions": batch.positions, "logits_indices": logits_indices}
+            return self.model.executor(
+                {"input_ids": tokens.input_ids, "positions": tokens.positions, "logits_indices": logits_indices}
             )
-        return LogitsProcessorOutput(logits)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """The runner's GPU as the calling thread's current one."""
@@ -320,12 +367,26 @@ class ModelRunner:
         config = self.config
         if self.device.type == "cuda":
             budget = cuda_kv_budget(config, self.device, self._run_largest_batch)
+            if self._captures_graphs:
+                budget = budget.without(self._estimate_graph_bytes(), "CUDA graphs (by a trial capture)")
         else:
             budget = cpu_kv_budget()
         bytes_per_page = KVPool.bytes_per_page(config.page_size, self._kv_shapes(), config.kv_cache_dtype)
         num_pages = budget.num_pages(bytes_per_page, config)
         logger.info("%d KV pages of %d tokens: %s", num_pages, config.page_size, budget.explanation)
         return num_pages
+
+    def _estimate_graph_bytes(self) -> int:
+        """What all graphs will take, from the two largest of each kind, captured on a pool of the dummy page alone."""
+        from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
+
+        self.token_to_kv_pool = self._make_kv_pool(1)
+        self.init_attention_backend()
+        num_bytes = estimate_graph_bytes(self, self._dispatcher())
+        del self.token_to_kv_pool, self.attn_backend
+        gc.collect()
+        torch.cuda.empty_cache()
+        return num_bytes
 
     @torch.inference_mode()
     def _run_largest_batch(self) -> None:

@@ -19,8 +19,8 @@ from mllm_compile.runtime.ops import attention_with_output
 
 BATCH_INPUTS = ("input_ids", "positions", "logits_indices")
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-# (index of the buffer, q [T, H, D], (H, Dv)) → where attention writes its output [T, H, Dv]. Outputs that are alive at the
-# same time have different indices.
+# (index of the buffer, q [T, H, D], (H, Dv)) → where attention writes its output [T, H, Dv]. Outputs that are alive at
+# the same time have different indices.
 OutputBuffers = Callable[[int, torch.Tensor, tuple[int, int]], torch.Tensor]
 
 
@@ -165,12 +165,14 @@ class ProgramExecutor:
         return isinstance(step, PieceStep) and "logits_indices" in step.inputs
 
     def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
-        """Replaces every piece call's function by `wrap(piece id, index of the call, function)`."""
+        """Calls every piece through `wrap(piece id, index of the call, its compiled function)`, in place of a wrapper
+        from before."""
         self._steps = [
             _LinkedPiece(
                 step.piece,
                 step.index,
-                wrap(step.piece, step.index, step.function),
+                step.compiled,
+                wrap(step.piece, step.index, step.compiled),
                 step.inputs,
                 step.outputs,
                 step.dead,
@@ -209,7 +211,9 @@ class ProgramExecutor:
             if isinstance(step, PieceStep):
                 inputs = tuple(self._slot(name) for name in step.inputs)
                 outputs = tuple(self._slot(name) for name in step.outputs)
-                linked.append(_LinkedPiece(step.piece, index, pieces[step.piece], inputs, outputs, dead))
+                linked.append(
+                    _LinkedPiece(step.piece, index, pieces[step.piece], pieces[step.piece], inputs, outputs, dead)
+                )
             else:
                 q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
@@ -266,7 +270,8 @@ def _new_output(index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Te
 class _LinkedPiece:
     piece: str
     index: int
-    function: PieceFunction
+    compiled: PieceFunction
+    function: PieceFunction  # compiled, or a wrapper around it
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]

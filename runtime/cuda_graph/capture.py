@@ -1,0 +1,117 @@
+"""Captures CUDA graphs: one memory pool and one stream for all, no garbage collection while a capture runs.
+
+Owns the mechanics of one capture, and the figures of all. What is captured is piece_graphs.py's and decode_graphs.py's.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class CaptureFigures:
+    """What one captured size cost."""
+
+    mode: str
+    num_tokens: int
+    seconds: float
+    mib: float  # of device memory, graphs and their pool; later sizes reuse what earlier ones took
+
+
+@dataclass
+class GraphCapturer:
+    """One pool, one stream. Graphs that are captured here never run at the same time, so their memory may overlap."""
+
+    device: torch.device
+    figures: list[CaptureFigures] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.device)
+
+    def capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Records what `run` launches. Call inside `session()`.
+
+        Not torch.cuda.graph(): it synchronizes and empties the allocator's cache around each capture, which for a
+        thousand small graphs is most of the time.
+        """
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        except BaseException:
+            graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, result
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Captures happen on the capture stream, with garbage collection frozen.
+
+        A collection in the middle of a capture may unload a module or free an event, which kills the capture.
+        """
+        torch.cuda.synchronize(self.device)
+        gc.collect()
+        gc.freeze()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            torch.cuda.synchronize(self.device)
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
+
+    @contextmanager
+    def measured(self, mode: str, num_tokens: int) -> Iterator[None]:
+        """Notes seconds and memory of one size."""
+        start, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        yield
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        self.figures.append(CaptureFigures(mode, num_tokens, time.perf_counter() - start, taken / 2**20))
+
+
+class WeakTensor:
+    """A tensor's place without holding its memory: lets the pool give the memory to the next captured size.
+
+    The address stays mapped as long as the pool lives, and what is there is valid from the replay that writes it until
+    another graph of the pool is replayed.
+    """
+
+    __slots__ = ("_dtype", "_raw", "_shape", "_stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        self._raw = _RawBytes(tensor.data_ptr(), max(span, 1) * tensor.element_size())
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        """A non-owning tensor at the place."""
+        flat = torch.as_tensor(self._raw, device="cuda").view(self._dtype)
+        return flat.as_strided(self._shape, self._stride)
+
+
+class _RawBytes:
+    """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }

@@ -1,0 +1,77 @@
+"""From a batch's shape to the graph that it runs in. Pure Python: no torch, no device.
+
+Preference: FULL (uniform decode, next captured number of requests), then PIECEWISE (next captured number of tokens, any
+number of requests), then NONE (above the largest size, or nothing captured).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.errors import CaptureSizeError
+from mllm_compile.runtime.forward_context import BatchDescriptor
+
+
+class GraphDispatcher:
+    """Maps (tokens, requests, uniform) to (runtime mode, descriptor).
+
+    Attributes:
+        piecewise_tokens: captured token counts, ascending; empty when the mode has no piecewise graphs.
+        decode_requests: captured request counts of full decode graphs, ascending; likewise.
+    """
+
+    def __init__(
+        self, mode: CUDAGraphMode, piecewise_tokens: Sequence[int] = (), decode_requests: Sequence[int] = ()
+    ) -> None:
+        """
+        Raises:
+            CaptureSizeError: a size is not positive, or the mode needs sizes and there are none.
+        """
+        self.mode = mode
+        self.decode_requests = self._sizes("cudagraph.decode_requests", decode_requests, CUDAGraphMode.FULL)
+        self.piecewise_tokens = self._sizes("cudagraph.piecewise_tokens", piecewise_tokens, CUDAGraphMode.PIECEWISE)
+
+    def dispatch(self, num_tokens: int, num_reqs: int, uniform: bool) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """The graph for a batch.
+
+        Args:
+            num_tokens: tokens of the batch, without padding.
+            num_reqs: its requests.
+            uniform: every request brings one token (a pure decode).
+
+        Returns:
+            FULL with the padded request count, PIECEWISE with the padded token count and num_reqs None, or NONE with
+            the batch's own shape.
+        """
+        if uniform and num_tokens == num_reqs:
+            padded = _next(self.decode_requests, num_reqs)
+            if padded is not None:
+                return CUDAGraphMode.FULL, BatchDescriptor(padded, num_reqs=padded, uniform=True)
+        padded = _next(self.piecewise_tokens, num_tokens)
+        if padded is not None:
+            return CUDAGraphMode.PIECEWISE, BatchDescriptor(padded)
+        return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs=num_reqs, uniform=uniform)
+
+    def descriptors(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+        """Everything to capture, largest first: later captures then fit into memory that earlier ones took."""
+        full = [(CUDAGraphMode.FULL, BatchDescriptor(n, num_reqs=n, uniform=True)) for n in self.decode_requests]
+        piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n)) for n in self.piecewise_tokens]
+        return sorted([*piecewise, *full], key=lambda entry: -entry[1].num_tokens)
+
+    def _sizes(self, key: str, sizes: Sequence[int], kind: CUDAGraphMode) -> tuple[int, ...]:
+        if kind not in (self.mode.decode_mode(), self.mode.mixed_mode()):
+            return ()
+        if not sizes or min(sizes) < 1:
+            raise CaptureSizeError(
+                f"{key}: expected positive sizes for cudagraph.mode {self.mode.name.lower()}, got {list(sizes)}. "
+                "Give some, or set cudagraph.mode: none."
+            )
+        return tuple(sorted(set(sizes)))
+
+
+def _next(sizes: tuple[int, ...], wanted: int) -> int | None:
+    """The smallest of ascending `sizes` that holds `wanted`."""
+    place = bisect_left(sizes, wanted)
+    return sizes[place] if place < len(sizes) else None

@@ -1,0 +1,232 @@
+"""Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
+
+FULL is one graph for a whole decode, planned before every replay; PIECEWISE replays the pieces around eager attention.
+Padding rows belong to the dummy row: they write to page 0 and read one key of it.
+
+Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.forward_context import BatchDescriptor, get_forward_context
+from mllm_compile.runtime.model_runner import ModelRunner, TokenInputs
+from mllm_compile.runtime.program import ProgramExecutor
+
+logger = logging.getLogger(__name__)
+
+
+class PersistentInputs:
+    """What captured graphs read, at fixed addresses, padding included."""
+
+    def __init__(self, max_tokens: int, max_requests: int, device: torch.device) -> None:
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.out_cache_loc = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.req_pool_indices = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self.seq_lens = torch.ones(max_requests, dtype=torch.int32, device=device)
+        self.logits_indices = torch.arange(max_requests, dtype=torch.int64, device=device)
+        self.seq_lens_cpu = torch.ones(max_requests, dtype=torch.int32)
+
+    def fill_tokens(self, batch: ForwardBatch, padded: int) -> None:
+        """Token inputs of `batch`; the rest up to `padded` is token 0 at position 0 of slot 0."""
+        num_tokens = batch.num_tokens
+        for buffer, values in (
+            (self.input_ids, batch.input_ids),
+            (self.positions, batch.positions),
+            (self.out_cache_loc, batch.out_cache_loc),
+        ):
+            buffer[:num_tokens].copy_(values)
+            if num_tokens < padded:
+                buffer[num_tokens:padded].zero_()
+
+    def fill_requests(self, batch: ForwardBatch, padded: int) -> None:
+        """Request inputs of a decode; padding is the dummy row with one token."""
+        size = batch.batch_size
+        self.req_pool_indices[:size].copy_(batch.req_pool_indices)
+        self.seq_lens_cpu[:size] = batch.seq_lens_cpu
+        self.seq_lens_cpu[size:padded] = 1
+        if size < padded:
+            self.req_pool_indices[size:padded].zero_()
+
+
+@dataclass(slots=True)
+class _DecodeGraph:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [R_padded, V], non-owning
+
+
+class GraphRunner:
+    """Captures all sizes of a dispatcher, then runs the batches that fit one."""
+
+    def __init__(self, runner: ModelRunner, dispatcher: GraphDispatcher, debug: bool = False) -> None:
+        self._runner = runner
+        self.dispatcher = dispatcher
+        self._capturer = GraphCapturer(runner.device)
+        max_requests = max(dispatcher.decode_requests, default=1)
+        max_tokens = max(*dispatcher.piecewise_tokens, max_requests) if dispatcher.piecewise_tokens else max_requests
+        self.inputs = PersistentInputs(max_tokens, max_requests, runner.device)
+        self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
+        self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._max_tokens = max_tokens
+        executor = runner.model.executor
+        if not isinstance(executor, ProgramExecutor):
+            raise ConfigError(
+                f"CUDA graphs need a compiled program, got {type(executor).__name__}; set cudagraph.mode: none"
+            )
+        executor.set_output_buffers(self._output_buffer)
+        if dispatcher.piecewise_tokens:
+            executor.wrap_pieces(
+                lambda piece, index, function: (
+                    function if executor.is_row_piece(index) else PieceGraphs(function, self._capturer, debug)
+                )
+            )
+        if dispatcher.decode_requests:
+            runner.attn_backend.init_cuda_graph_state(max_requests, max_requests)
+
+    @property
+    def figures(self) -> list[CaptureFigures]:
+        """Seconds and MiB of every captured size, in the order of capture."""
+        return self._capturer.figures
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures every size, largest first."""
+        with self._capturer.session():
+            for mode, descriptor in self.dispatcher.descriptors():
+                with self._capturer.measured(mode.name, descriptor.num_tokens):
+                    if mode is CUDAGraphMode.FULL:
+                        self._capture_decode(descriptor)
+                    else:
+                        self._capture_pieces(descriptor)
+        seconds = sum(figure.seconds for figure in self.figures)
+        mib = sum(figure.mib for figure in self.figures)
+        logger.info("captured %d sizes in %.2f s, %.0f MiB", len(self.figures), seconds, mib)
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Logits [S, V] from a captured graph, or None when none fits the batch."""
+        uniform = batch.forward_mode.is_decode()
+        mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform)
+        if mode is CUDAGraphMode.FULL:
+            return self._replay_decode(batch, descriptor)
+        if mode is CUDAGraphMode.PIECEWISE:
+            self.inputs.fill_tokens(batch, descriptor.num_tokens)
+            return self._run_pieces(batch, descriptor)
+        return None
+
+    # FULL -------------------------------------------------------------------------------------------------------------
+
+    def _capture_decode(self, descriptor: BatchDescriptor) -> None:
+        size, inputs, runner = descriptor.num_tokens, self.inputs, self._runner
+        batch = self._decode_batch(size)
+        runner.attn_backend.init_forward_metadata_capture_cuda_graph(
+            size, size, inputs.req_pool_indices[:size], inputs.seq_lens[:size], ForwardMode.DECODE
+        )
+        rows = inputs.logits_indices[:size]
+
+        def run() -> torch.Tensor:
+            return runner.run_program(batch, self._tokens(size), rows, CUDAGraphMode.FULL, descriptor)
+
+        if not self._decode_graphs:
+            run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
+        graph, logits = self._capturer.capture(run)
+        self._decode_graphs[descriptor] = _DecodeGraph(graph, WeakTensor(logits).tensor())
+
+    def _replay_decode(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
+        size, inputs = descriptor.num_tokens, self.inputs
+        inputs.fill_tokens(batch, size)
+        inputs.fill_requests(batch, size)
+        self._runner.attn_backend.init_forward_metadata_replay_cuda_graph(
+            size,
+            inputs.req_pool_indices[:size],
+            inputs.seq_lens[:size],
+            batch.seq_lens_sum + size - batch.batch_size,
+            ForwardMode.DECODE,
+            inputs.seq_lens_cpu[:size],
+        )
+        entry = self._decode_graphs[descriptor]
+        entry.graph.replay()
+        logits = entry.logits[: batch.batch_size]
+        return logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices)
+
+    def _decode_batch(self, size: int) -> ForwardBatch:
+        """A batch of `size` padding rows over the persistent inputs."""
+        inputs = self.inputs
+        return self._runner.prepare_forward_batch_decode(
+            inputs.input_ids[:size],
+            inputs.req_pool_indices[:size],
+            inputs.seq_lens[:size],
+            inputs.out_cache_loc[:size],
+            seq_lens_cpu=torch.ones(size, dtype=torch.int32),
+            positions=inputs.positions[:size],
+        )
+
+    def _tokens(self, size: int) -> TokenInputs:
+        inputs = self.inputs
+        return TokenInputs(inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size])
+
+    # PIECEWISE --------------------------------------------------------------------------------------------------------
+
+    def _capture_pieces(self, descriptor: BatchDescriptor) -> None:
+        """Runs one prompt of padding tokens through the program; its pieces capture themselves on the way."""
+        size, runner, inputs = descriptor.num_tokens, self._runner, self.inputs
+        length = torch.tensor([size], dtype=torch.int32)
+        batch = runner.prepare_forward_batch_extend(
+            inputs.input_ids[:size],
+            torch.zeros(1, dtype=torch.int64, device=runner.device),
+            length.to(runner.device),
+            length.to(runner.device),
+            torch.zeros(1, dtype=torch.int32, device=runner.device),
+            inputs.out_cache_loc[:size],
+            extend_seq_lens_cpu=length,
+            extend_prefix_lens_cpu=torch.zeros(1, dtype=torch.int32),
+            positions=inputs.positions[:size],
+        )
+        batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=runner.device)
+        if not any(figure.mode == CUDAGraphMode.PIECEWISE.name for figure in self.figures):
+            runner.run_eager(batch)
+        self._run_pieces(batch, descriptor)
+
+    def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
+        runner, rows = self._runner, batch.logits_indices
+        if rows is None:
+            rows = torch.arange(batch.batch_size, device=runner.device)
+        runner.attn_backend.init_forward_metadata(batch)
+        tokens = self._tokens(descriptor.num_tokens)
+        return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor)
+
+    def _output_buffer(self, index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """Attention outputs: fixed places for PIECEWISE, fresh memory (in FULL: of the graph's pool) otherwise."""
+        if get_forward_context().cudagraph_runtime_mode is not CUDAGraphMode.PIECEWISE:
+            return q.new_empty((q.shape[0], *shape))
+        key = (index, *shape, q.dtype)
+        if key not in self._outputs:
+            self._outputs[key] = q.new_zeros((self._max_tokens, *shape))
+        return self._outputs[key][: q.shape[0]]
+
+
+def estimate_graph_bytes(runner: ModelRunner, dispatcher: GraphDispatcher) -> int:
+    """Device memory that capturing every size of `dispatcher` will take.
+
+    The two largest sizes of each kind are captured and thrown away: the largest pays for the pool, the second shows
+    what one more size adds.
+    """
+    trial = GraphDispatcher(dispatcher.mode, dispatcher.piecewise_tokens[-2:], dispatcher.decode_requests[-2:])
+    graphs = GraphRunner(runner, trial)
+    graphs.capture()
+    total = 0.0
+    for mode, sizes in (("FULL", dispatcher.decode_requests), ("PIECEWISE", dispatcher.piecewise_tokens)):
+        mib = [figure.mib for figure in graphs.figures if figure.mode == mode]
+        total += sum(mib) + max(0, len(sizes) - 2) * (mib[-1] if mib else 0.0)
+    return int(total * 2**20)
