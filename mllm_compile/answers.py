@@ -135,6 +135,8 @@ def _text(sequence: Sequence, decoder: Decoder | None) -> str:
     if decoder is None or not request.params.detokenize:
         return ""
     shown = shown_token_ids(request.params, request.output_token_ids, sequence.finish_reason, sequence.stop_reason)
+    if not shown:  # a refused prompt may hold ids that no tokenizer decodes
+        return ""
     return detokenize(decoder, request.prompt_token_ids, shown, request.params.skip_special_tokens)
 
 

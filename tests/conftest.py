@@ -1,0 +1,37 @@
+"""What several test files share. Fixtures that take long say so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported. Tests are many and small: threads would only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the embedded model's runtime in it, compiled by Inductor: a minute of CPU, once a session.
+
+    MLLM_TEST_CACHE names a folder that keeps it for the next session.
+    """
+    from mllm_compile.compile import load_or_compile
+    from tests.tiny_model import tiny_config
+
+    kept = os.environ.get("MLLM_TEST_CACHE")
+    cache = Path(kept) if kept else tmp_path_factory.mktemp("inductor_cache")
+    load_or_compile(tiny_config(cache))
+    return cache
+
+
+@pytest.fixture(scope="session")
+def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the embedded model's runtime in it, its pieces run as traced: seconds, once a session."""
+    from mllm_compile.compile import load_or_compile
+    from tests.tiny_model import tiny_config
+
+    cache = tmp_path_factory.mktemp("eager_cache")
+    load_or_compile(tiny_config(cache, compile={"backend": "eager"}))
+    return cache

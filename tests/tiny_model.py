@@ -1,0 +1,56 @@
+"""The embedded model in tests: configs of it, and what Transformers makes of it in float32 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mllm_compile.models
+from mllm_compile.config import EngineConfig
+
+TINY = Path(mllm_compile.models.__file__).parent / "tiny"
+
+
+def tiny_config(cache: Path, **sections: dict[str, Any]) -> EngineConfig:
+    """The embedded model in float32 on a CPU, with small limits; `sections` are added to the config's own."""
+    config: dict[str, dict[str, Any]] = {
+        "model": {"path": str(TINY), "dtype": "float32"},
+        "runtime": {"device": "cpu", "max_model_len": 512, "max_running_requests": 8},
+        "cache": {"dir": str(cache)},
+    }
+    for name, keys in sections.items():
+        config[name] = config.get(name, {}) | keys
+    return EngineConfig.from_dict(config)
+
+
+class Reference:
+    """Transformers on the same weights."""
+
+    def __init__(self) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, local_files_only=True).eval()
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    @torch.no_grad()
+    def greedy(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """What generate adds to the prompt, the end-of-sequence token included."""
+        ids = torch.tensor([token_ids])
+        answer = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens
+        )
+        return answer[0, ids.shape[1] :].tolist()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V]: log-probabilities of what follows each token."""
+        return torch.log_softmax(self.model(torch.tensor([token_ids])).logits[0].double(), dim=-1)
