@@ -1,14 +1,17 @@
 """The cached runtime on disk: a folder that is complete or absent, and is checked before anything in it is executed.
 
-    manifest.json          format, key and its factors, model sizes, sha256 and size of every other file
+    manifest.json          format, key and its factors, config, model sizes, sha256 and size of every other file
     program.json           steps, layers, and where each weight comes from
     constants.safetensors  buffers that no checkpoint holds
     pieces/                one file for each distinct piece: <hash>.pt2 to run, <hash>.py to read (or to run: eager)
+    kernels/               FlashInfer's kernels that the model's layers need; absent where none do
     tokenizer/             tokenizer.json and what belongs to it; absent where the model folder has none
     graphs/                the graph after each pass, as text
+    config.json, …         the model's own, for whoever reads the folder
+    weights/               with --pack-weights: the weights in the program's own layout, as safetensors
+    measured/              what was measured on a device, one sealed file each (measured.py); added while serving
 
-Written beside its final place and renamed there, so a killed compile leaves nothing that is taken for whole and two
-compiles of one key cannot hurt each other. No pickle anywhere.
+No pickle anywhere. Where folders lie and how they get there whole is artifact_store.py's.
 """
 
 from __future__ import annotations
@@ -16,10 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,68 +31,119 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.hf_model import ModelSizes
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.weight_loader import WeightPart, WeightSpec
+from mllm_compile.sealed_json import unseal, write_sealed
+from mllm_compile.trusted_folder import FileFacts, TrustedFolder
+from mllm_compile.weight_files import WeightFiles
 
 MANIFEST = "manifest.json"
 PROGRAM = "program.json"
 CONSTANTS = "constants.safetensors"
 PIECES = "pieces"
+KERNELS = "kernels"
 TOKENIZER = "tokenizer"
 GRAPHS = "graphs"
-_MAX_JSON_BYTES = 256 * 1024 * 1024
+WEIGHTS = "weights"
+MEASURED = "measured"
+# Weights are gigabytes: their headers are checked, their data only by --verify-weights.
+_UNHASHED_FOLDERS = (WEIGHTS + "/", MEASURED + "/")
+MAX_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says.
+
+    Attributes:
+        factors: the key's factors by name.
+        config: the config that it was compiled from, resolved; an engine that is given the folder serves with it.
+        sizes: the model's figures.
+        piece_suffix: which of a piece's two files runs.
+        weights: the files that weights are read from.
+        about: how it came about, for people: stages, passes, device, time.
+        files: every file of the folder that is hashed.
+    """
+
+    factors: Mapping[str, str]
+    config: Mapping[str, Any]
+    sizes: ModelSizes
+    piece_suffix: str
+    weights: WeightFiles
+    about: Mapping[str, Any]
+    files: Mapping[str, FileFacts]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_VERSION,
+            "factors": dict(self.factors),
+            "config": dict(self.config),
+            "sizes": asdict(self.sizes),
+            "piece_suffix": self.piece_suffix,
+            "weights": self.weights.to_json(),
+            "about": dict(self.about),
+            "files": {name: facts.to_json() for name, facts in self.files.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        return cls(
+            factors=data["factors"],
+            config=data["config"],
+            sizes=ModelSizes(**data["sizes"]),
+            piece_suffix=data["piece_suffix"],
+            weights=WeightFiles.from_json(data["weights"]),
+            about=data["about"],
+            files={name: FileFacts.from_json(facts) for name, facts in data["files"].items()},
+        )
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """An opened runtime folder: every file that is named here has the hash that the manifest says.
+    """An opened runtime folder: every file that the manifest names has the hash that it says.
 
     Attributes:
         folder: where it lies.
-        factors: the key's factors by name.
-        sizes: the model's figures.
+        manifest: what manifest.json says.
         program: the steps.
         weights: where each weight comes from.
         constants: names of the program's weights that are in constants.safetensors.
-        piece_suffix: which of a piece's two files runs.
+        pieces: the file that runs, by piece; its bytes, as they were checked.
+        constants_data: constants.safetensors, as it was checked.
+        trusted: the handle that everything was read through.
     """
 
     folder: Path
-    factors: Mapping[str, str]
-    sizes: ModelSizes
+    manifest: Manifest
     program: Program
     weights: tuple[WeightSpec, ...]
     constants: tuple[str, ...]
-    piece_suffix: str
+    pieces: Mapping[str, bytes]
+    constants_data: bytes
+    trusted: TrustedFolder
 
-    def piece_path(self, piece: str) -> Path:
-        return self.folder / PIECES / (piece + self.piece_suffix)
+    @property
+    def factors(self) -> Mapping[str, str]:
+        return self.manifest.factors
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.manifest.sizes
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        folder = self.folder / TOKENIZER
-        return folder if folder.is_dir() else None
+        return self._subfolder(TOKENIZER)
 
+    @property
+    def kernels_folder(self) -> Path | None:
+        """By the handle, not the name: what is loaded from there later is of the folder that was checked."""
+        return None if self._subfolder(KERNELS) is None else self.trusted.pinned_path / KERNELS
 
-@contextmanager
-def new_artifact_folder(final: Path) -> Iterator[Path]:
-    """A private folder to write into; it is renamed to `final` when the body ends well, and removed otherwise."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))  # mode 0700
-    try:
-        yield scratch
-        _publish(scratch, final)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    @property
+    def measured_folder(self) -> Path:
+        return self.folder / MEASURED
 
-
-def _publish(scratch: Path, final: Path) -> None:
-    """Rename is atomic; where another process was first, its folder is as good as ours."""
-    try:
-        os.rename(scratch, final)
-    except OSError:
-        if (final / MANIFEST).is_file():
-            return
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(scratch, final)
+    def _subfolder(self, name: str) -> Path | None:
+        has_files = any(file.startswith(name + "/") for file in self.manifest.files)
+        return self.folder / name if has_files else None
 
 
 def write_program(
@@ -110,110 +161,106 @@ def write_program(
     save_file({name: value.contiguous() for name, value in constants.items()}, folder / CONSTANTS)
 
 
-def write_manifest(
-    folder: Path, factors: Mapping[str, str], sizes: ModelSizes, piece_suffix: str, about: Mapping[str, Any]
-) -> None:
-    """Writes manifest.json, last of all: it holds the hashes of everything else.
+def hash_files(folder: Path) -> dict[str, FileFacts]:
+    """The facts of every file that a manifest hashes."""
+    facts = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST and not name.startswith(_UNHASHED_FOLDERS):
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            facts[name] = FileFacts(digest, path.stat().st_size)
+    return facts
 
-    Args:
-        folder: the complete folder.
-        factors: the key's factors.
-        sizes: the model's figures.
-        piece_suffix: which of a piece's files runs.
-        about: what was measured while compiling, for people.
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes manifest.json, last of all. Also where one is: the write is atomic."""
+    write_sealed(folder / MANIFEST, manifest.to_json())
+
+
+def set_modes(folder: Path) -> None:
+    """Whatever the umask: all may read what is in the folder, nobody else may write."""
+    for path in folder.rglob("*"):
+        os.chmod(path, 0o755 if path.is_dir() else 0o644)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest alone, its seal checked but no other file: for lists and comparisons.
+
+    Raises:
+        ArtifactError: as open_artifact.
     """
-    files = {
-        path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "bytes": path.stat().st_size}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    manifest = {
-        "format": FORMAT_VERSION,
-        "factors": dict(factors),
-        "sizes": asdict(sizes),
-        "piece_suffix": piece_suffix,
-        "about": dict(about),
-        "files": files,
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    return _read_manifest(TrustedFolder(folder))
 
 
 def open_artifact(folder: Path) -> Artifact:
-    """Checks a runtime folder and reads its program.
+    """Checks a runtime folder and reads its program and pieces.
 
     Raises:
         ArtifactError: it is incomplete, changed, foreign, writable by others, or of another format.
     """
-    _check_owner(folder)
-    manifest = _read_json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT_VERSION:
-        raise ArtifactError(
-            f"{folder} has format {manifest.get('format')!r}, this version reads {FORMAT_VERSION}; compile the model again"
-        )
-    _check_files(folder, manifest.get("files"))
-    data = _read_json(folder / PROGRAM)
+    trusted = TrustedFolder(folder)
+    manifest = _read_manifest(trusted)
+    _check_listing(trusted, set(manifest.files) | {MANIFEST} | manifest.weights.packed_names)
+    used = {PROGRAM: b"", CONSTANTS: b""}
+    pieces = {}
+    for name, facts in manifest.files.items():
+        data = trusted.read(name, facts)
+        if name in used:
+            used[name] = data
+        elif name.startswith(PIECES + "/") and name.endswith(manifest.piece_suffix):
+            pieces[name.removeprefix(PIECES + "/").removesuffix(manifest.piece_suffix)] = data
     try:
+        content = json.loads(used[PROGRAM])
+        program = Program.from_json(content["program"])
         return Artifact(
             folder=folder,
-            factors=manifest["factors"],
-            sizes=ModelSizes(**manifest["sizes"]),
-            program=Program.from_json(data["program"]),
-            weights=tuple(_weight_from_json(spec) for spec in data["weights"]),
-            constants=tuple(data["constants"]),
-            piece_suffix=manifest["piece_suffix"],
+            manifest=manifest,
+            program=program,
+            weights=tuple(_weight_from_json(spec) for spec in content["weights"]),
+            constants=tuple(content["constants"]),
+            pieces={piece: pieces[piece] for piece in program.piece_ids()},
+            constants_data=used[CONSTANTS],
+            trusted=trusted,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(
             f"{folder} is not a runtime that this version writes ({error}); compile the model again"
         ) from error
 
 
-def _check_owner(folder: Path) -> None:
-    """Code in the folder is executed: it must be ours (or root's), and nobody else may write to it."""
-    try:
-        status = folder.stat()
-    except OSError as error:
-        raise ArtifactError(f"there is no runtime at {folder}: {error.strerror}") from error
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ArtifactError(f"{folder} belongs to user id {status.st_uid}, not to you: its code is not executed")
-    if status.st_mode & 0o022:
+def _read_manifest(trusted: TrustedFolder) -> Manifest:
+    path = trusted.path / MANIFEST
+    data = trusted.read(MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
+    written_format = _format_of(data)
+    if written_format != FORMAT_VERSION:
         raise ArtifactError(
-            f"{folder} can be written by others (mode {status.st_mode & 0o777:o}): run chmod go-w on it"
+            f"{trusted.path} has format {written_format!r}, this version reads {FORMAT_VERSION}; "
+            "compile the model again"
         )
-
-
-def _check_files(folder: Path, files: Any) -> None:
-    if not isinstance(files, dict) or PROGRAM not in files:
-        raise ArtifactError(f"{folder}/{MANIFEST} lists no files; compile the model again")
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()} - {MANIFEST}
-    if present != set(files):
-        odd = sorted(present ^ set(files))[0]
-        raise ArtifactError(
-            f"{folder}: {odd} is {'unknown to' if odd in present else 'missing, though named in'} the manifest"
-        )
-    for name, facts in files.items():
-        path = folder / name
-        if path.is_symlink() or path.stat().st_size != facts.get("bytes") or _sha256(path) != facts.get("sha256"):
-            raise ArtifactError(
-                f"{path} is not what was compiled (its size or sha256 differs); compile the model again"
-            )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ArtifactError(f"{path} is larger than any that this version writes")
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read ({error}); compile the model again") from error
-    if not isinstance(data, dict):
-        raise ArtifactError(f"{path} does not hold an object; compile the model again")
-    return data
+        return Manifest.from_json(unseal(data, path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"{path} is not what this version writes ({error}); compile the model again") from error
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _format_of(data: bytes) -> Any:
+    """Before the seal is looked at, which other formats may not have."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return FORMAT_VERSION  # damaged: unsealing says so
+    return content.get("format") if isinstance(content, dict) else None
+
+
+def _check_listing(trusted: TrustedFolder, expected: set[str]) -> None:
+    present = {name for name in trusted.list_files() if not name.startswith(MEASURED + "/")}
+    if present != expected:
+        odd = sorted(present ^ expected)[0]
+        raise ArtifactError(
+            f"{trusted.path}: {odd} is {'unknown to' if odd in present else 'missing, though named in'} the manifest; "
+            "compile the model again"
+        )
 
 
 def _weight_to_json(spec: WeightSpec) -> dict[str, Any]:

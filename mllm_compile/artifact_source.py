@@ -1,33 +1,37 @@
-"""Loads a cached runtime onto a device: constants, weights, pieces, executor. What ModelRunner is handed.
+"""Loads a cached runtime onto a device: constants, weights, pieces, kernels, executor. What ModelRunner is handed.
 
-Imports neither transformers, Dynamo nor Inductor.
+Imports neither transformers, Dynamo nor Inductor. Pieces and kernels are loaded while weights stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
 from mllm_compile.artifact import CONSTANTS, Artifact
-from mllm_compile.compile import CompiledRuntime
 from mllm_compile.errors import ArtifactError
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.model_source import LoadedModel
-from mllm_compile.runtime.pieces import load_piece
+from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
 from mllm_compile.runtime.program import LayerSpec, ProgramExecutor
 from mllm_compile.runtime.weight_loader import allocate_weights, fill_random, load_weights
 
+if TYPE_CHECKING:
+    from mllm_compile.compile import CompiledRuntime
+
 
 class ArtifactSource:
-    """A ModelSource over a compiled runtime and the model folder that its weights are in."""
+    """A ModelSource over a compiled runtime and the folder that its weights are in."""
 
     def __init__(self, runtime: CompiledRuntime, reporter: Reporter) -> None:
         self._artifact = runtime.artifact
         self._config = runtime.config
-        self._folder = runtime.model.path
+        self._weights_root = runtime.weights_root
         self._reporter = reporter
 
     @property
@@ -42,10 +46,12 @@ class ArtifactSource:
             CheckpointError: a weight file is missing, truncated, or not the one that was compiled for.
         """
         artifact = self._artifact
-        with self._reporter.stage("load pieces"):
-            pieces = {piece: load_piece(artifact.piece_path(piece)) for piece in artifact.program.piece_ids()}
-        weights = self._load_weights(device)
-        executor = ProgramExecutor(artifact.program, pieces, weights)
+        with self._reporter.stage("load model"), ThreadPoolExecutor(2, thread_name_prefix="load") as threads:
+            pieces = threads.submit(self._load_pieces, device)
+            kernels = threads.submit(self._find_kernels)
+            weights = self._load_weights(device)
+            kernels.result()
+            executor = ProgramExecutor(artifact.program, pieces.result(), weights)
         sizes = artifact.sizes
         return LoadedModel(
             executor=executor,
@@ -59,14 +65,30 @@ class ArtifactSource:
             context_len=sizes.context_len,
         )
 
+    def _load_pieces(self, device: torch.device) -> dict[str, PackagedPiece | SourcePiece]:
+        suffix = self._artifact.manifest.piece_suffix
+        with self._reporter.stage("load pieces"), _current(device):
+            return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
+
+    def _find_kernels(self) -> None:
+        """Importing FlashInfer takes seconds: it happens here, beside the weights, and finds the runtime's kernels."""
+        folder = self._artifact.kernels_folder
+        if folder is None:
+            return
+        from mllm_compile.runtime.attention.kernel_folder import use_kernels_from
+
+        with self._reporter.stage("load FlashInfer"):
+            use_kernels_from(folder)
+
     def _load_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         specs = self._artifact.weights
-        weights = allocate_weights(specs, str(device))
-        with self._reporter.stage("load weights", total=self.weight_bytes) as stage:
-            if self._config.model.load_format == "dummy":
-                fill_random(specs, weights, self._config.runtime.seed)
-            else:
-                load_weights(specs, weights, Path(self._folder), stage.advance)
+        with _current(device):
+            weights = allocate_weights(specs, str(device))
+            with self._reporter.stage("load weights", total=self.weight_bytes) as stage:
+                if self._artifact.manifest.weights.are_random:
+                    fill_random(specs, weights, self._config.runtime.seed)
+                else:
+                    load_weights(specs, weights, self._weights_root, stage.advance)
         return weights | _load_constants(self._artifact, device)
 
 
@@ -84,12 +106,17 @@ def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> Att
     )
 
 
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The device as this thread's current one: a package is loaded onto that."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     if not artifact.constants:
         return {}
-    constants = load_file(artifact.folder / CONSTANTS, device=str(device))
+    constants = {name: value.to(device) for name, value in load(artifact.constants_data).items()}
     if set(constants) != set(artifact.constants):
         raise ArtifactError(
             f"{artifact.folder / CONSTANTS} does not hold the program's constants; compile the model again"

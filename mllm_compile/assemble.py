@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mllm_compile.artifact_source import ArtifactSource
-from mllm_compile.compile import CompiledRuntime, load_or_compile
+from mllm_compile.compile import CompiledRuntime, load_or_compile, open_runtime
 from mllm_compile.config import EngineConfig
 from mllm_compile.engine import EngineParts
 from mllm_compile.errors import ConfigError, RequestError
@@ -35,9 +35,7 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter) -> EnginePar
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
-    if not isinstance(config, EngineConfig):
-        config = EngineConfig.from_yaml(config)
-    compiled = load_or_compile(config, reporter)
+    compiled = _open(config, reporter)
     tokenizer = _tokenizer(compiled)
     defaults = load_generation_defaults(compiled.folder)
     default_params = _default_params(defaults, compiled.folder)
@@ -60,6 +58,15 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter) -> EnginePar
         shutdown=runner.shutdown,
         config=compiled.config,
     )
+
+
+def _open(config: str | Path | EngineConfig, reporter: Reporter) -> CompiledRuntime:
+    """A folder is a runtime as it is; a YAML file, or what it would hold, finds one or compiles it."""
+    if isinstance(config, EngineConfig):
+        return load_or_compile(config, reporter)
+    if Path(config).is_dir():
+        return open_runtime(Path(config), reporter)
+    return load_or_compile(EngineConfig.from_yaml(config), reporter)
 
 
 def runner_config(config: ResolvedConfig) -> RunnerConfig:

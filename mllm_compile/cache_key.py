@@ -1,7 +1,8 @@
 """The key of a cached runtime: an explicit list of factors with their values, and the hash over them.
 
-A factor is whatever changes the program, its pieces or where its weights lie. Nothing else is in the key: no path, no
-file time, no environment, no size of a batch.
+A factor is whatever changes the program, its pieces, its kernels or where its weights lie. Nothing else is in the key: no
+path, no file time, no environment, no size of a batch. Values are text that people can compare; where one has parts
+(`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,21 +20,50 @@ import torch
 import mllm_compile
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.resolve import ResolvedConfig
-from mllm_compile.runtime.safetensors_header import read_header
+from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
-    "passes/*.py",
     "models/*.py",
     "hf_model.py",
     "trace.py",
-    "compile.py",
+    "gate.py",
+    "lowering.py",
+    "program_builder.py",
+    "self_check.py",
     "weights.py",
     "piece_source.py",
     "piece_compiler.py",
     "runtime/trace_ops.py",
     "runtime/program.py",
+)
+# What a runtime's binaries need of the machine that loads them.
+MACHINE_FACTORS = (
+    "mllm_compile",
+    "torch",
+    "triton",
+    "flashinfer",
+    "cuda",
+    "GPU architecture",
+    "CPU",
+    "instruction set",
+)
+# The names that /proc/cpuinfo has for what a compiler may use; the rest of its flags changes with kernel and hypervisor.
+_INSTRUCTION_SETS = (
+    "sse",
+    "ssse3",
+    "avx",
+    "fma",
+    "bmi",
+    "amx",
+    "f16c",
+    "abm",
+    "movbe",
+    "popcnt",
+    "vaes",
+    "gfni",
+    "adx",
 )
 _MIN_TRACED_TOKENS = 8192
 
@@ -43,59 +73,102 @@ def max_traced_tokens(config: ResolvedConfig) -> int:
     return max(_MIN_TRACED_TOKENS, config.runtime.max_num_batched_tokens)
 
 
-def key_factors(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:
+def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles) -> dict[str, str]:
     """Every factor by name, as text."""
-    is_cuda = config.runtime.device.startswith("cuda")
     return {
         "format": str(FORMAT_VERSION),
-        "mllm_compile": mllm_compile.__version__,
-        "sources": _sources_hash(),
+        **machine_factors(config),
+        "sources": _sources(),
+        "passes": _passes(config.compile.disable_passes),
+        "transformers": _version("transformers"),
         "model config": _hash(json.dumps(model.config, sort_keys=True).encode()),
-        "weights": _weights_hash(config, model),
+        "model code": _model_code(config, model),
+        "weights": weights.fingerprint(),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
-        "disabled passes": ", ".join(sorted(config.compile.disable_passes)) or "none",
+        "attention": config.runtime.attention_backend,
         "max traced tokens": str(max_traced_tokens(config)),
+    }
+
+
+def machine_factors(config: ResolvedConfig) -> dict[str, str]:
+    """The factors of MACHINE_FACTORS as they are on this machine."""
+    is_cuda = config.runtime.device.startswith("cuda")
+    uses_flashinfer = config.runtime.attention_backend == "flashinfer"
+    return {
+        "mllm_compile": mllm_compile.__version__,
         "torch": torch.__version__,
         "triton": _version("triton") if is_cuda else "unused",
-        "transformers": _version("transformers"),
+        "flashinfer": _version("flashinfer-python") if uses_flashinfer else "unused",
         "cuda": str(torch.version.cuda) if is_cuda else "unused",
-        "architecture": _architecture(config.runtime.device),
+        "GPU architecture": _gpu_architecture(config.runtime.device) if is_cuda else "unused",
+        "CPU": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "instruction set": _instruction_set(),
     }
 
 
 def key_of(factors: Mapping[str, str]) -> str:
-    """16 hex digits over all factors."""
+    """16 hex digits over all factors, whatever their order."""
     return _hash(json.dumps(factors, sort_keys=True).encode())
 
 
-def _architecture(device: str) -> str:
-    if device.startswith("cuda"):
-        major, minor = torch.cuda.get_device_capability(torch.device(device))
-        return f"sm_{major}{minor}"
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+def changed_parts(now: str, then: str) -> tuple[str, str]:
+    """Of two values with parts, those that only one of them has; the values themselves where they have none."""
+    now_parts, then_parts = now.split(", "), then.split(", ")
+    only_now = [part for part in now_parts if part not in then_parts]
+    only_then = [part for part in then_parts if part not in now_parts]
+    if not only_now and not only_then:  # the same parts in another order
+        return now, then
+    return ", ".join(only_now) or "-", ", ".join(only_then) or "-"
 
 
-def _weights_hash(config: ResolvedConfig, model: ModelFolder) -> str:
-    """Headers say every tensor's name, dtype, shape and place; the data itself is not part of what is compiled."""
-    if config.model.load_format == "dummy":
-        return "random"
-    digest = hashlib.sha256()
-    for path in model.weight_files:
-        digest.update(path.name.encode())
-        digest.update(read_header(path).raw)
-    return digest.hexdigest()[:16]
+def _gpu_architecture(device: str) -> str:
+    major, minor = torch.cuda.get_device_capability(torch.device(device))
+    return f"sm_{major}{minor}"
 
 
 @cache
-def _sources_hash() -> str:
+def _instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Inductor compiles host code for the very machine (-march=native)."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    known = [flag for flag in flags if flag.startswith(_INSTRUCTION_SETS)]
+    return ", ".join(sorted(known or flags))
+
+
+def _model_code(config: ResolvedConfig, model: ModelFolder) -> str:
+    """The Python files that trust_remote_code runs."""
+    if not config.model.trust_remote_code:
+        return "unused"
+    return _file_hashes(model.path, model.path.glob("*.py")) or "none"
+
+
+@cache
+def _sources() -> str:
     root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for pattern in _SHAPING_SOURCES:
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.relative_to(root).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return _file_hashes(root, (path for pattern in _SHAPING_SOURCES for path in root.glob(pattern)))
+
+
+def _passes(disabled: Iterable[str]) -> str:
+    off = [f"without {name}" for name in sorted(disabled)]
+    return ", ".join([_pass_sources(), *off])
+
+
+@cache
+def _pass_sources() -> str:
+    folder = Path(__file__).parent / "passes"
+    return _file_hashes(folder, folder.glob("*.py"))
+
+
+def _file_hashes(root: Path, paths: Iterable[Path]) -> str:
+    """`models/tiny.py 1a2b3c4d, …`, sorted."""
+    return ", ".join(
+        f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+        for path in sorted(paths)
+    )
 
 
 def _version(package: str) -> str:

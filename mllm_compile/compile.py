@@ -1,45 +1,54 @@
-"""The compiler's driver: a config becomes a cached runtime, by stages that can each be looked at.
+"""The compiler's driver: a config, or a runtime's folder, becomes an opened runtime.
 
-resolve → (found? done) → build on meta → trace → gate → passes → pieces → self-check → publish. The stages' own work is
-in the modules that this one calls.
+resolve → (found? done) → lower → plan weights → pieces and kernels → self-check → publish. The stages' own work is in
+the modules that this one calls; all that only a compile needs is imported when there is one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mllm_compile.artifact import (
     GRAPHS,
+    KERNELS,
+    MANIFEST,
     PIECES,
     TOKENIZER,
+    WEIGHTS,
     Artifact,
-    new_artifact_folder,
+    Manifest,
+    hash_files,
     open_artifact,
     write_manifest,
     write_program,
 )
-from mllm_compile.cache_key import key_factors, key_of, max_traced_tokens
+from mllm_compile.artifact_store import (
+    check_replaceable,
+    compile_lock,
+    mark_used,
+    new_artifact_folder,
+    runtimes_folder,
+    sweep,
+)
+from mllm_compile.cache_key import MACHINE_FACTORS, key_factors, key_of, machine_factors, max_traced_tokens
 from mllm_compile.config import EngineConfig
 from mllm_compile.device_info import detect_device
-from mllm_compile.errors import ArtifactError, CompileError, ConfigError
-from mllm_compile.model_folder import ModelFolder, check_remote_code, open_model_folder
-from mllm_compile.progress import NullReporter, Reporter
+from mllm_compile.errors import ArtifactError, CheckpointError, CompileError, ConfigError
+from mllm_compile.explain import miss_note, nearest_runtime
+from mllm_compile.model_folder import ModelFolder, open_model_folder
+from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig, resolve
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
-from mllm_compile.runtime.program import Program
+from mllm_compile.timeline import Timeline, timeline_of
+from mllm_compile.weight_files import WeightFiles, weight_files
 
 if TYPE_CHECKING:
-    from torch import fx
-
-    from mllm_compile.hf_model import HFModel
-    from mllm_compile.passes.base import PackedPart
+    from mllm_compile.lowering import Lowered
     from mllm_compile.passes.pipeline import PassReport
     from mllm_compile.piece_workers import PieceWorkers
 
@@ -51,14 +60,14 @@ class CompiledRuntime:
     Attributes:
         artifact: the opened folder.
         config: the config with no `auto` left.
-        model: the model folder that weights are read from.
+        weights_root: the folder that weights are read from.
         was_cached: nothing had to be compiled.
         stages: (name, seconds), in order.
     """
 
     artifact: Artifact
     config: ResolvedConfig
-    model: ModelFolder
+    weights_root: Path
     was_cached: bool
     stages: list[tuple[str, float]] = field(default_factory=list)
 
@@ -75,33 +84,88 @@ class CompiledRuntime:
         return len(self.artifact.program.piece_ids())
 
 
-def load_or_compile(config: EngineConfig, reporter: Reporter | None = None) -> CompiledRuntime:
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a compile is asked for beyond the config.
+
+    Attributes:
+        output: the runtime's folder; None: its place in the cache.
+        pack_weights: put the weights into the runtime, in the program's own layout.
+        verify_weights: hash the weights' data: compare it with what was remembered, or remember it.
+    """
+
+    output: Path | None = None
+    pack_weights: bool = False
+    verify_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a config asks for, and where that lies or would lie."""
+
+    config: ResolvedConfig
+    model: ModelFolder
+    weights: WeightFiles
+    factors: Mapping[str, str]
+    folder: Path
+
+
+def load_or_compile(
+    config: EngineConfig, reporter: Reporter | None = None, options: CompileOptions | None = None
+) -> CompiledRuntime:
     """Finds the cached runtime of `config`, or compiles it.
 
     Raises:
         MllmError: whatever makes the config, the model or the device unusable, in one clear message.
     """
-    stages = _Stages(reporter or NullReporter())
-    with stages("resolve"):
-        device = detect_device(config.runtime.device)
-        model = open_model_folder(config.model)
-        resolved = resolve(config, model, device)
-        _check_pass_names(resolved)
-        factors = key_factors(resolved, model)
-        folder = runtime_folder(resolved, factors)
-    resolved.report(stages.reporter)
-    artifact = _open_cached(folder, stages)
+    timeline = timeline_of(reporter)
+    options = options or CompileOptions()
+    with timeline.stage("resolve"):
+        target = find_target(config, options)
+    target.config.report(timeline)
+    artifact = _open_cached(target, options, timeline)
     was_cached = artifact is not None
     if artifact is None:
-        stages.reporter.note(f"no cached runtime fits: compiling {resolved.model.source} into {folder}")
-        artifact = _compile(resolved, model, factors, folder, stages)
-    return CompiledRuntime(artifact, resolved, model, was_cached, stages.seconds)
+        artifact = _compile_or_wait(target, options, timeline)
+    if options.verify_weights:
+        artifact = _verify_weights(artifact, target.model.path, timeline)
+    mark_used(artifact.folder)
+    root = artifact.folder if artifact.manifest.weights.is_packed else target.model.path
+    return CompiledRuntime(artifact, target.config, root, was_cached, _seconds(timeline))
 
 
-def runtime_folder(config: ResolvedConfig, factors: dict[str, str]) -> Path:
-    """Where the runtime of these factors lies: readable name, then the key."""
-    slug = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(config.model.source).name) or "model"
-    return Path(config.cache.dir) / "runtimes" / f"{slug}-{key_of(factors)}"
+def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRuntime:
+    """Opens a runtime's folder; what it serves with is the config that it was compiled from.
+
+    Raises:
+        ArtifactError: it is not to be trusted, damaged, or made for another machine or version.
+        CheckpointError: the weights are not where they were, or not those that were compiled for.
+    """
+    timeline = timeline_of(reporter)
+    with timeline.stage("check runtime"):
+        artifact = open_artifact(folder)
+        try:
+            config = ResolvedConfig.model_validate(artifact.manifest.config)
+        except ValueError as error:
+            raise ArtifactError(f"{folder}: its config is not one that this version writes ({error})") from None
+        detect_device(config.runtime.device)
+        _check_machine(artifact, config)
+        weights = artifact.manifest.weights
+        root = folder if weights.is_packed else Path(weights.folder)
+        weights.check_headers(root)
+    mark_used(folder)
+    return CompiledRuntime(artifact, config, root, True, _seconds(timeline))
+
+
+def find_target(config: EngineConfig, options: CompileOptions | None = None) -> Target:
+    """Resolves a config and computes its key; compiles nothing."""
+    model = open_model_folder(config.model)
+    resolved = resolve(config, model, detect_device(config.runtime.device))
+    _check_pass_names(resolved)
+    weights = weight_files(model.path, model.weight_files)
+    factors = key_factors(resolved, model, weights)
+    output = options.output if options else None
+    return Target(resolved, model, weights, factors, output or _cached_folder(resolved, model, factors))
 
 
 def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None = None) -> list[PassReport]:
@@ -110,53 +174,40 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
     Returns:
         One report a pass.
     """
-    stages = _Stages(reporter or NullReporter())
-    with stages("resolve"):
-        model = open_model_folder(config.model)
-        resolved = resolve(config, model, detect_device(config.runtime.device))
-        _check_pass_names(resolved)
+    from mllm_compile.lowering import lower
+
+    timeline = timeline_of(reporter)
+    with timeline.stage("resolve"):
+        target = find_target(config)
     out_dir.mkdir(parents=True, exist_ok=True)
-    lowered = _lower(resolved, model, out_dir, stages)
-    lines = [_step_line(step) for step in lowered.program.to_json()["steps"]]
+    lowered = lower(target.config, target.model, out_dir, timeline)
+    lines = [step_line(step) for step in lowered.program.to_json()["steps"]]
     (out_dir / "program.txt").write_text(
         "\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8"
     )
     return lowered.reports
 
 
-@dataclass(frozen=True)
-class _Lowered:
-    """A model after the passes."""
-
-    hf_model: HFModel
-    graph: fx.GraphModule
-    program: Program
-    reports: list[PassReport]
-    symbols: dict[str, str]  # the trace's size symbols → T, S
-
-    @property
-    def packed(self) -> dict[str, tuple[PackedPart, ...]]:
-        from mllm_compile.passes.base import PACKED_WEIGHTS
-
-        return self.graph.meta.get(PACKED_WEIGHTS, {})
+def step_line(step: Mapping[str, Any]) -> str:
+    """A step of program.json for people."""
+    if step["op"] == "piece":
+        return f"{', '.join(step['outputs'])} = {step['piece']}({', '.join(step['inputs'])})"
+    return f"{step['out']} = attention[{step['layer']}]({step['q']}, {step['k']}, {step['v']})"
 
 
-class _Stages:
-    """Times stages and shows them."""
+# Finding --------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, reporter: Reporter) -> None:
-        self.reporter = reporter
-        self.seconds: list[tuple[str, float]] = []
 
-    @contextmanager
-    def __call__(self, name: str, total: int | None = None) -> Iterator[Any]:
-        start = time.perf_counter()
-        with self.reporter.stage(name, total) as stage:
-            yield stage
-        self.seconds.append((name, time.perf_counter() - start))
+def _cached_folder(config: ResolvedConfig, model: ModelFolder, factors: Mapping[str, str]) -> Path:
+    """Readable name, then the key. The name is the model's type: a hit must not depend on where the model lies."""
+    kind = str(model.config.get("model_type", "model"))
+    slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in kind)
+    return runtimes_folder(config.cache.dir) / f"{slug}-{key_of(factors)}"
 
 
 def _check_pass_names(config: ResolvedConfig) -> None:
+    if not config.compile.disable_passes:
+        return
     from difflib import get_close_matches
 
     from mllm_compile.passes.pipeline import optional_pass_names
@@ -171,99 +222,119 @@ def _check_pass_names(config: ResolvedConfig) -> None:
             )
 
 
-def _open_cached(folder: Path, stages: _Stages) -> Artifact | None:
-    if not folder.exists():
+def _open_cached(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact | None:
+    if not (target.folder / MANIFEST).exists():
         return None
     try:
-        with stages("check runtime"):
-            return open_artifact(folder)
-    except ArtifactError as error:
-        stages.reporter.note(f"the cached runtime is not used: {error}")
+        with timeline.stage("check runtime"):
+            artifact = open_artifact(target.folder)
+            if artifact.factors != target.factors:
+                raise ArtifactError(f"{target.folder} was compiled for something else; it is compiled again")
+            if options.pack_weights and not artifact.manifest.weights.is_packed:
+                raise ArtifactError(f"{target.folder} holds no weights; it is compiled again with them")
+            if artifact.manifest.weights.is_packed:
+                artifact.manifest.weights.check_headers(target.folder)
+            return artifact
+    except (ArtifactError, CheckpointError) as error:
+        timeline.note(f"the cached runtime is not used: {error}")
         return None
 
 
-def _compile(
-    config: ResolvedConfig, model: ModelFolder, factors: dict[str, str], folder: Path, stages: _Stages
-) -> Artifact:
-    with _workers(config) as workers, new_artifact_folder(folder) as scratch:
+def _check_machine(artifact: Artifact, config: ResolvedConfig) -> None:
+    here = machine_factors(config)
+    for name in MACHINE_FACTORS:
+        if artifact.factors.get(name) != here[name]:
+            raise ArtifactError(
+                f"{artifact.folder} was compiled for {name} {artifact.factors.get(name)!r}, here it is {here[name]!r}. "
+                "Compile the model again on this machine."
+            )
+
+
+def _verify_weights(artifact: Artifact, checkpoint: Path, timeline: Timeline) -> Artifact:
+    """Hashes the data; the first time it is remembered, later it is compared."""
+    weights = artifact.manifest.weights
+    root = artifact.folder if weights.is_packed else checkpoint
+    total = sum(facts.num_bytes for facts in weights.files.values())
+    with timeline.stage("verify weights", total=total) as stage:
+        hashed = weights.hashed(root, stage.advance)
+    if weights.are_hashed:
+        return artifact
+    manifest = replace(artifact.manifest, weights=hashed)
+    write_manifest(artifact.folder, manifest)
+    return replace(artifact, manifest=manifest)
+
+
+def _seconds(timeline: Timeline) -> list[tuple[str, float]]:
+    return [(span.name, span.seconds) for span in timeline.spans if span.depth == 0]
+
+
+# Compiling ------------------------------------------------------------------------------------------------------------
+
+
+def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
+    """One process compiles a key at a time; the others wait and take what it made."""
+    if options.output is not None:
+        check_replaceable(target.folder)
+        return _compile(target, options, timeline)
+    sweep(target.folder.parent)
+
+    def waiting() -> None:
+        timeline.note(f"another process is compiling {target.folder.name}: waiting for it")
+
+    with compile_lock(target.folder, waiting):
+        artifact = _open_cached(target, options, timeline)
+        return artifact or _compile(target, options, timeline)
+
+
+def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
+    config, model, folder = target.config, target.model, target.folder
+    timeline.note(f"compiling {config.model.source} into {folder}: {miss_note(target.factors, _nearest(target))}")
+    mode = 0o700 if options.output is None else 0o755
+    with new_artifact_folder(folder, mode) as scratch, _workers(config) as workers:
+        from mllm_compile.lowering import lower, plan_lowered_weights
+
         (scratch / GRAPHS).mkdir()
-        lowered = _lower(config, model, scratch / GRAPHS, stages)
-        with stages("plan weights"):
-            constants, weights = _plan_weights(config, model, lowered)
-            write_program(scratch, lowered.program, weights, constants)
-            _export_text(model, scratch, config)
-        suffix = _build_pieces(config, lowered, scratch / PIECES, workers, stages)
-        with stages("self-check"):
+        lowered = lower(config, model, scratch / GRAPHS, timeline)
+        with timeline.stage("plan weights"):
+            constants, weights = plan_lowered_weights(config, model, lowered)
+            files = target.weights
+        if options.pack_weights:
+            from mllm_compile.weight_packing import pack_weights
+
+            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
+        write_program(scratch, lowered.program, weights, constants)
+        _export_text(model, scratch, config)
+        suffix = _build_pieces(config, lowered, scratch, workers, timeline)
+        with timeline.stage("self-check"):
             from mllm_compile.self_check import self_check
 
             self_check(
                 lowered.hf_model, lowered.program, scratch / PIECES, suffix, lowered.packed, config.runtime.device
             )
-        about = {"stages": stages.seconds, "passes": [asdict(report) for report in lowered.reports]}
-        write_manifest(scratch, factors, lowered.hf_model.sizes(), suffix, about)
-    with stages("check runtime"):
+        manifest = Manifest(
+            factors=target.factors,
+            config=config.model_dump(mode="json"),
+            sizes=lowered.hf_model.sizes(),
+            piece_suffix=suffix,
+            weights=files,
+            about=_about(lowered, timeline),
+            files=hash_files(scratch),
+        )
+        write_manifest(scratch, manifest)
+    with timeline.stage("check runtime"):
         return open_artifact(folder)
 
 
-def _lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, stages: _Stages) -> _Lowered:
-    """From a model folder to pieces; every graph on the way is written to `dump_dir`."""
-    with stages("import transformers"):
-        from mllm_compile.gate import check_trace
-        from mllm_compile.hf_model import build_on_meta
-        from mllm_compile.passes.pipeline import run_passes
-        from mllm_compile.program_builder import build_program, size_symbols
-        from mllm_compile.trace import trace_model
-    with stages("build on meta"):
-        check_remote_code(model, config.model.trust_remote_code)
-        hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
-    with stages("trace"):
-        trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
-        check_trace(trace, hf_model)
-        symbols = size_symbols(trace.graph_module)
-    dump = _GraphDumper(dump_dir)
-    dump("trace", trace.graph_module, "as captured")
-    with stages("passes"):
-        graph, reports = run_passes(
-            trace.graph_module,
-            config.compile.disable_passes,
-            observer=lambda report, gm: dump(
-                report.name,
-                gm,
-                f"{report.matches} matches, {report.nodes_before} -> {report.nodes_after} nodes, {report.ms:.1f} ms",
-            ),
-        )
-        program = build_program(graph)
-    return _Lowered(hf_model, graph, program, reports, symbols)
+def _nearest(target: Target) -> Manifest | None:
+    return nearest_runtime(target.factors, target.config.cache.dir)
 
 
-class _GraphDumper:
-    """Numbered files, one a stage: `02_pack_projections.txt`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
-
-    def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
-        text = [f"# {name}: {remark}", gm.code.strip()]
-        text += [f"# {child}\n{piece.code.strip()}" for child, piece in gm.named_children() if hasattr(piece, "code")]
-        path = self._folder / f"{self._count:02d}_{name}.txt"
-        path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
-        self._count += 1
-
-
-def _plan_weights(
-    config: ResolvedConfig, model: ModelFolder, lowered: _Lowered
-) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    from mllm_compile.program_builder import weight_shapes
-    from mllm_compile.weights import plan_weights, read_checkpoint
-
-    table = None
-    if config.model.load_format != "dummy":
-        names = [path.relative_to(model.path).as_posix() for path in model.weight_files]
-        table = read_checkpoint(model.path, names, lowered.hf_model.model)
-    needed = set(lowered.program.weights)
-    constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
-    shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}
-    return constants, tuple(plan_weights(shapes, lowered.packed, table))
+def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "compiled": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "stages": _seconds(timeline),
+        "passes": [asdict(report) for report in lowered.reports],
+    }
 
 
 def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> None:
@@ -293,13 +364,14 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
 
 
 def _build_pieces(
-    config: ResolvedConfig, lowered: _Lowered, folder: Path, workers: PieceWorkers | None, stages: _Stages
+    config: ResolvedConfig, lowered: Lowered, scratch: Path, workers: PieceWorkers | None, timeline: Timeline
 ) -> str:
-    """Writes every distinct piece; returns the suffix of the files that run."""
+    """Writes every distinct piece, and beside that the kernels; returns the suffix of the files that run."""
     from mllm_compile.piece_source import piece_source
     from mllm_compile.piece_workers import PieceJob
     from mllm_compile.program_builder import piece_inputs
 
+    folder = scratch / PIECES
     folder.mkdir()
     jobs = []
     for piece in lowered.program.piece_ids():
@@ -309,17 +381,28 @@ def _build_pieces(
         jobs.append(
             PieceJob(piece, source_path, piece_inputs(graph, lowered.symbols), folder / (piece + PACKAGE_SUFFIX))
         )
-    if workers is None:
-        return SOURCE_SUFFIX
-    with stages("compile pieces", total=len(jobs)) as stage:
-        workers.compile(jobs, lambda job: stage.advance())
+    with _kernels(config, lowered, scratch / KERNELS, timeline):
+        if workers is None:
+            return SOURCE_SUFFIX
+        with timeline.stage("compile pieces", total=len(jobs)) as stage:
+            workers.compile(jobs, lambda job: stage.advance())
     for job in jobs:
         if not job.package_path.is_file():
             raise CompileError(f"piece {job.piece}: Inductor reported success but wrote no package")
     return PACKAGE_SUFFIX
 
 
-def _step_line(step: dict[str, Any]) -> str:
-    if step["op"] == "piece":
-        return f"{', '.join(step['outputs'])} = {step['piece']}({', '.join(step['inputs'])})"
-    return f"{step['out']} = attention[{step['layer']}]({step['q']}, {step['k']}, {step['v']})"
+@contextmanager
+def _kernels(config: ResolvedConfig, lowered: Lowered, folder: Path, timeline: Timeline) -> Iterator[None]:
+    """Attention's kernels are built by nvcc (or only copied, where FlashInfer has them): beside the pieces."""
+    if config.runtime.attention_backend != "flashinfer":
+        yield
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    from mllm_compile.attention_kernels import collect_kernels
+
+    with ThreadPoolExecutor(1, thread_name_prefix="kernels") as thread:
+        built = thread.submit(collect_kernels, config, lowered.program.layers, folder, timeline)
+        yield
+        built.result()

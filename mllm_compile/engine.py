@@ -72,7 +72,8 @@ class Engine:
     Use it as a context manager or call `close()`: both give all memory back.
 
     Args:
-        config: a YAML file, or what it would hold. Compiles first when no cached runtime fits.
+        config: a YAML file, or what it would hold (compiles first when no cached runtime fits); or the folder of a
+            runtime, which is served with the config that it was compiled from.
         reporter: where compiling and loading show their progress; None: bars on a terminal, nothing elsewhere.
         log_interval_s: seconds between two log lines with figures (logger "mllm_compile.engine", level INFO) while
             there is work; 0 for none.

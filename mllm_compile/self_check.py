@@ -54,7 +54,8 @@ def self_check(
     """
     weights = _SharedWeights(device)
     bound = _program_weights(hf_model, program, packed, weights)
-    pieces = {piece: load_piece(pieces_folder / (piece + piece_suffix)) for piece in program.piece_ids()}
+    files = {piece: pieces_folder / (piece + piece_suffix) for piece in program.piece_ids()}
+    pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
     executor = ProgramExecutor(program, pieces, bound)
     vocab = hf_model.sizes().vocab_size
     generator = torch.Generator().manual_seed(0)

@@ -1,13 +1,19 @@
 """Loads compiled pieces as functions of a list of tensors, without any Python compiler.
 
 Two forms: an AOTInductor package (`.pt2`: machine code with its kernels; milliseconds to load) and the piece's own graph
-as Python source (`.py`, compile.backend: eager). Both are executed, so whoever calls this has checked their hashes.
+as Python source (`.py`, compile.backend: eager). Both are executed, so they come as the bytes that were checked, not as
+the name of a file that may have changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import fcntl
+import io
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -16,20 +22,31 @@ from mllm_compile.runtime.errors import ArtifactError
 
 PACKAGE_SUFFIX = ".pt2"
 SOURCE_SUFFIX = ".py"
+# What AOTInductor packs; anything else (a pickled constant, a weight) is not of our making.
+_MEMBER_SUFFIXES = frozenset({".so", ".cubin", ".cpp", ".json"})
+_MEMBER_NAMES = frozenset({"version", "archive_format", "archive_version", "byteorder", "serialization_id"})
+_MAX_UNPACKED_BYTES = 1 << 30
 
 
 class PackagedPiece:
-    """One AOTInductor package. Its kernels are launched on the current stream; safe inside a CUDA graph capture."""
+    """One AOTInductor package. Its kernels are launched on the current stream; safe inside a CUDA graph capture.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        ArtifactError: it cannot be loaded on this machine, or holds something that no package of ours does.
+    """
+
+    def __init__(self, name: str, package: bytes) -> None:
+        check_members(name, package)
         # run_single_threaded: the threaded runner queries an event, which fails while a CUDA graph is captured.
         run_single_threaded, num_runners, device_index = True, 1, -1
-        try:
-            self._loader = torch._C._aoti.AOTIModelPackageLoader(
-                str(path), "model", run_single_threaded, num_runners, device_index
-            )
-        except RuntimeError as error:
-            raise ArtifactError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        with _as_file(name, package) as path:
+            try:
+                # torch unpacks it into a new folder under $TMPDIR that only this user can open, and loads from there.
+                self._loader = torch._C._aoti.AOTIModelPackageLoader(
+                    path, "model", run_single_threaded, num_runners, device_index
+                )
+            except RuntimeError as error:
+                raise ArtifactError(f"piece {name} cannot be loaded: {str(error).splitlines()[0]}") from error
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return self._loader.boxed_run(inputs)
@@ -38,8 +55,8 @@ class PackagedPiece:
 class SourcePiece:
     """A piece run as it was traced, one torch operator at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self._module = piece_class(path.read_text(encoding="utf-8"), path)()
+    def __init__(self, name: str, source: str) -> None:
+        self._module = piece_class(source, Path(name))()
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():
@@ -53,10 +70,44 @@ def piece_class(source: str, path: Path) -> type[torch.nn.Module]:
     return namespace["Piece"]
 
 
-def load_piece(path: Path) -> PackagedPiece | SourcePiece:
-    """Loads a piece by its suffix.
+def load_piece(name: str, data: bytes) -> PackagedPiece | SourcePiece:
+    """Loads a piece by the suffix of its file's name.
 
     Raises:
         ArtifactError: the package cannot be loaded on this machine.
     """
-    return PackagedPiece(path) if path.suffix == PACKAGE_SUFFIX else SourcePiece(path)
+    return PackagedPiece(name, data) if name.endswith(PACKAGE_SUFFIX) else SourcePiece(name, data.decode())
+
+
+def check_members(name: str, package: bytes) -> None:
+    """Refuses a package with a member that AOTInductor does not write, or that would unpack outside of its folder.
+
+    Raises:
+        ArtifactError: naming the member.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(package)) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise ArtifactError(f"piece {name} is no package ({error}); compile the model again") from error
+    for member in members:
+        path = PurePosixPath(member.filename)
+        is_known = path.suffix in _MEMBER_SUFFIXES or path.name in _MEMBER_NAMES
+        if not is_known or path.is_absolute() or ".." in path.parts or "\\" in member.filename:
+            raise ArtifactError(f"piece {name} holds {member.filename!r}, which no package of ours does: not loaded")
+    if sum(member.file_size for member in members) > _MAX_UNPACKED_BYTES:
+        raise ArtifactError(f"piece {name} unpacks to more than {_MAX_UNPACKED_BYTES >> 20} MiB: not loaded")
+
+
+@contextmanager
+def _as_file(name: str, data: bytes) -> Iterator[str]:
+    """A path to these very bytes: a sealed file in memory, which nobody can change any more."""
+    handle = os.memfd_create(name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(handle, view) :]
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        yield f"/proc/self/fd/{handle}"
+    finally:
+        os.close(handle)

@@ -1,0 +1,213 @@
+"""Where runtime folders lie, and how one gets there whole: one compile of a key at a time, a rename at the end.
+
+A compile writes into a scratch folder beside the final place, which it keeps locked; the kernel gives the lock back
+when the process dies in whatever way. So a scratch folder that nobody holds is what a killed compile left, and is
+removed by the next one. Where the file system has no locks, two compiles of one key both do the work, and one wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mllm_compile.artifact import MANIFEST, Manifest, read_manifest, set_modes
+from mllm_compile.errors import ArtifactError, ConfigError
+
+RUNTIMES = "runtimes"
+
+
+def runtimes_folder(cache_dir: str | Path) -> Path:
+    return Path(cache_dir) / RUNTIMES
+
+
+@contextmanager
+def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds the right to compile into `final`; `waiting` is called once when another process has it."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    path = final.parent / f".{final.name}.lock"
+    handle = _lock_file(path, waiting)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: who waits for it sees that it is gone, and makes another
+        os.close(handle)
+
+
+def _lock_file(path: Path, waiting: Callable[[], None]) -> int:
+    has_told = False
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not has_told:
+                waiting()
+                has_told = True
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            return handle  # no locks on this file system
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        os.close(handle)
+
+
+@contextmanager
+def new_artifact_folder(final: Path, mode: int = 0o700) -> Iterator[Path]:
+    """A private folder to write into; it takes the place of `final` when the body ends well, and is removed otherwise.
+
+    Args:
+        final: the place; what lies there must be no whole runtime that is wanted.
+        mode: of the folder in the end.
+    """
+    scratch, lock = _make_scratch(final)
+    try:
+        yield scratch
+        set_modes(scratch)
+        os.chmod(scratch, mode)
+        _publish(scratch, final)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuses to put a runtime where something else lies.
+
+    Raises:
+        ConfigError: `folder` is a file, or a folder that holds something and is no runtime.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
+        raise ConfigError(f"{folder} exists and is no runtime: it is not replaced. Give a new or an empty folder.")
+
+
+def _make_scratch(final: Path) -> tuple[Path, int]:
+    """The folder and the handle that keeps it locked. The store is locked meanwhile: no sweep comes between."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with _store_lock(final.parent):
+        scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))  # mode 0700
+        lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return scratch, lock
+
+
+def _publish(scratch: Path, final: Path) -> None:
+    """Renames; what lay there before (damaged, or an older one of --output) is moved away first and removed."""
+    try:
+        os.rename(scratch, final)  # also onto an empty folder
+        return
+    except OSError:
+        old = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(final, old)
+        os.rename(scratch, final)
+    except OSError:
+        read_manifest(final)  # another process was first: its folder is as good as ours, if it is whole
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _store_lock(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def sweep(runtimes: Path) -> int:
+    """Removes what killed compiles left; returns how many folders."""
+    if not runtimes.is_dir():
+        return 0
+    removed = 0
+    with _store_lock(runtimes):
+        for scratch in runtimes.glob(".*.part"):
+            if _is_abandoned(scratch):
+                shutil.rmtree(scratch, ignore_errors=True)
+                removed += 1
+    return removed
+
+
+def _is_abandoned(scratch: Path) -> bool:
+    try:
+        handle = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:  # held, or no locks here: then nobody can tell
+        return False
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True)
+class StoredRuntime:
+    """One runtime of the cache.
+
+    Attributes:
+        folder: where it lies.
+        manifest: None when it is unusable.
+        problem: why, "" otherwise.
+        num_bytes: on the disk.
+        last_used: seconds since the epoch: when an engine last opened it.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    problem: str
+    num_bytes: int
+    last_used: float
+
+
+def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
+    """Every runtime of the cache, the last used first."""
+    found = []
+    for folder in _folders(runtimes_folder(cache_dir)):
+        manifest, problem = None, ""
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError as error:
+            problem = str(error)
+        with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile
+            found.append(StoredRuntime(folder, manifest, problem, folder_bytes(folder), folder.stat().st_mtime))
+    return sorted(found, key=lambda runtime: (-runtime.last_used, runtime.folder.name))
+
+
+def _folders(runtimes: Path) -> list[Path]:
+    if not runtimes.is_dir():
+        return []
+    return sorted(path for path in runtimes.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def mark_used(folder: Path) -> None:
+    """Notes the time for `prune`; nothing else looks at it."""
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+
+
+def remove_runtime(folder: Path) -> None:
+    """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all."""
+    gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())

@@ -1,0 +1,126 @@
+"""From a model folder to pieces: build on meta, trace, gate, passes. Every graph on the way is written as text.
+
+Each stage's own work is in the module that it calls; transformers is imported here and not before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mllm_compile.cache_key import max_traced_tokens
+from mllm_compile.model_folder import ModelFolder, check_remote_code
+from mllm_compile.progress import Reporter
+from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.program import Program
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from mllm_compile.hf_model import HFModel
+    from mllm_compile.passes.base import PackedPart
+    from mllm_compile.passes.pipeline import PassReport
+    from mllm_compile.runtime.weight_loader import WeightSpec
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model after the passes.
+
+    Attributes:
+        hf_model: the model that was traced.
+        graph: the parent graph; its children are the pieces.
+        program: the same as steps.
+        reports: one a pass.
+        symbols: the trace's size symbols → T, S.
+    """
+
+    hf_model: HFModel
+    graph: fx.GraphModule
+    program: Program
+    reports: list[PassReport]
+    symbols: dict[str, str]
+
+    @property
+    def packed(self) -> dict[str, tuple[PackedPart, ...]]:
+        from mllm_compile.passes.base import PACKED_WEIGHTS
+
+        return self.graph.meta.get(PACKED_WEIGHTS, {})
+
+
+def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: Reporter) -> Lowered:
+    """Builds, traces, checks and rewrites the model.
+
+    Args:
+        dump_dir: gets a numbered text file for the graph after each stage.
+
+    Raises:
+        UnsupportedModelError: the model would not be served right.
+    """
+    with reporter.stage("import transformers"):
+        import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
+
+        from mllm_compile.gate import check_trace
+        from mllm_compile.hf_model import build_on_meta
+        from mllm_compile.passes.pipeline import run_passes
+        from mllm_compile.program_builder import build_program, size_symbols
+        from mllm_compile.trace import trace_model
+    with reporter.stage("build on meta"):
+        check_remote_code(model, config.model.trust_remote_code)
+        hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
+    with reporter.stage("trace"):
+        trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
+        check_trace(trace, hf_model)
+        symbols = size_symbols(trace.graph_module)
+    dump = _GraphDumper(dump_dir)
+    dump("trace", trace.graph_module, "as captured")
+    with reporter.stage("passes"):
+        graph, reports = run_passes(
+            trace.graph_module,
+            config.compile.disable_passes,
+            observer=lambda report, gm: dump(
+                report.name,
+                gm,
+                f"{report.matches} matches, {report.nodes_before} -> {report.nodes_after} nodes, {report.ms:.1f} ms",
+            ),
+        )
+        program = build_program(graph)
+    return Lowered(hf_model, graph, program, reports, symbols)
+
+
+def plan_lowered_weights(
+    config: ResolvedConfig, model: ModelFolder, lowered: Lowered
+) -> tuple[dict[str, torch.Tensor], tuple[WeightSpec, ...]]:
+    """The program's constants by name, and where each of its weights comes from.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what the model needs.
+    """
+    from mllm_compile.program_builder import weight_shapes
+    from mllm_compile.weights import plan_weights, read_checkpoint
+
+    table: Any = None
+    if config.model.load_format != "dummy":
+        names = [path.relative_to(model.path).as_posix() for path in model.weight_files]
+        table = read_checkpoint(model.path, names, lowered.hf_model.model)
+    needed = set(lowered.program.weights)
+    constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
+    shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}
+    return constants, tuple(plan_weights(shapes, lowered.packed, table))
+
+
+class _GraphDumper:
+    """Numbered files, one a stage: `02_pack_projections.txt`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
+        text = [f"# {name}: {remark}", gm.code.strip()]
+        text += [f"# {child}\n{piece.code.strip()}" for child, piece in gm.named_children() if hasattr(piece, "code")]
+        path = self._folder / f"{self._count:02d}_{name}.txt"
+        path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
+        self._count += 1

@@ -1,0 +1,104 @@
+"""Where the time of a start goes: stages with their begin and end, counted from the first moment of the process.
+
+A Timeline is a Reporter around another one: whoever reports stages is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mllm_compile.progress import NullReporter, Reporter, Stage
+
+_GAP_S = 0.05  # what no stage accounts for is a line of its own from here on
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stage; seconds since the process began. `depth` 1 and more: inside another stage or beside it."""
+
+    name: str
+    start_s: float
+    end_s: float
+    depth: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Timeline:
+    """Times every stage and passes it on. Stages may run in several threads at once."""
+
+    def __init__(self, reporter: Reporter | None = None) -> None:
+        self._reporter = reporter or NullReporter()
+        self._open = 0
+        self._spans: list[Span] = []
+
+    @property
+    def spans(self) -> list[Span]:
+        """In the order of their beginning."""
+        return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
+        start, depth = seconds_since_start(), self._open
+        self._open += 1
+        try:
+            with self._reporter.stage(name, total) as stage:
+                yield stage
+            self._spans.append(Span(name, start, seconds_since_start(), depth))
+        finally:
+            self._open -= 1
+
+    def add(self, name: str, start_s: float, end_s: float) -> None:
+        """A stage that was over before anybody could time it."""
+        self._spans.append(Span(name, start_s, end_s))
+
+    def note(self, text: str) -> None:
+        self._reporter.note(text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._reporter.table(title, columns, rows)
+
+
+def timeline_of(reporter: Reporter | None) -> Timeline:
+    """The reporter itself when it is a timeline, else one around it."""
+    return reporter if isinstance(reporter, Timeline) else Timeline(reporter)
+
+
+def with_gaps(spans: Sequence[Span]) -> list[Span]:
+    """The outermost stages, their inner ones, and a line for each stretch that none accounts for."""
+    lines: list[Span] = []
+    now = 0.0
+    for span in spans:
+        if span.depth == 0:
+            if span.start_s - now > _GAP_S:
+                lines.append(Span("(between stages)", now, span.start_s))
+            now = max(now, span.end_s)
+        lines.append(span)
+    return lines
+
+
+def seconds_since_start() -> float:
+    """Since the process began, by the kernel's clock (it ticks every 10 ms)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - _process_start()
+
+
+def _process_start() -> float:
+    """Seconds between the machine's boot and this process's begin."""
+    global _started
+    if _started is None:
+        try:
+            with open("/proc/self/stat", encoding="utf-8") as file:
+                fields = file.read().rpartition(")")[2].split()
+            _started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):  # no /proc
+            _started = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return _started
+
+
+_started: float | None = None

@@ -1,0 +1,131 @@
+"""Reads files of a folder whose content gets executed: only what is ours, unwritable by others, and unchanged.
+
+The folder is opened once and everything is read below that handle, so a folder that is swapped for another afterwards
+changes nothing. A file is read once: the bytes that were hashed are the bytes that are used. What is promised with this
+is in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.errors import ArtifactError
+
+MAX_FILE_BYTES = 1 << 31
+MAX_FILES = 20_000
+_AGAIN = "compile the model again"
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not block
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a manifest says of a file."""
+
+    sha256: str
+    num_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sha256": self.sha256, "bytes": self.num_bytes}
+
+    @classmethod
+    def from_json(cls, data: Any) -> FileFacts:
+        """
+        Raises:
+            ValueError: it is not what to_json writes.
+        """
+        if not isinstance(data, dict) or set(data) != {"sha256", "bytes"}:
+            raise ValueError(f"{data!r} is no sha256 and bytes")
+        if not isinstance(data["sha256"], str) or type(data["bytes"]) is not int:
+            raise ValueError(f"{data!r} is no sha256 and bytes")
+        return cls(data["sha256"], data["bytes"])
+
+
+class TrustedFolder:
+    """A folder that belongs to this user (or root) and that nobody else can write to; see the module's header.
+
+    Args:
+        path: the folder; symbolic links on the way to it are followed, none inside it is.
+
+    Raises:
+        ArtifactError: there is no such folder, or it is foreign, or others can write to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = os.open(path.resolve(strict=True), _DIRECTORY_FLAGS)
+        except OSError as error:
+            raise ArtifactError(f"there is no runtime at {path}: {error.strerror}") from error
+        self._close = weakref.finalize(self, os.close, self._handle)
+        _check_status(path, os.fstat(self._handle))
+
+    @property
+    def pinned_path(self) -> Path:
+        """A path to this very folder, whatever its name stands for by now; valid while this object lives."""
+        return Path(f"/proc/self/fd/{self._handle}")
+
+    def list_files(self) -> set[str]:
+        """Every file by its path inside the folder.
+
+        Raises:
+            ArtifactError: something in it is foreign, writable by others, or neither file nor folder.
+        """
+        found: set[str] = set()
+        self._list(self._handle, "", found)
+        return found
+
+    def read(self, name: str, facts: FileFacts | None = None, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """The bytes of a file; with `facts`, those that its manifest names.
+
+        Raises:
+            ArtifactError: it is missing, foreign, writable by others, too large, or not what `facts` says.
+        """
+        path = self.path / name
+        limit = max_bytes if facts is None else min(max_bytes, facts.num_bytes)
+        try:
+            handle = os.open(name, _FILE_FLAGS, dir_fd=self._handle)
+            with open(handle, "rb") as file:
+                status = os.fstat(handle)
+                if not stat.S_ISREG(status.st_mode):
+                    raise ArtifactError(f"{path} is no regular file; {_AGAIN}")
+                _check_status(path, status)
+                data = file.read(limit + 1) if status.st_size <= limit else None
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be read ({error.strerror}); {_AGAIN}") from error
+        if data is None or len(data) > limit:
+            raise ArtifactError(f"{path} is larger than what was compiled; {_AGAIN}")
+        if facts is not None and (len(data) != facts.num_bytes or hashlib.sha256(data).hexdigest() != facts.sha256):
+            raise ArtifactError(f"{path} is not what was compiled (its size or sha256 differs); {_AGAIN}")
+        return data
+
+    def _list(self, handle: int, prefix: str, found: set[str]) -> None:
+        with os.scandir(handle) as entries:
+            for entry in entries:
+                name = prefix + entry.name
+                status = os.stat(entry.name, dir_fd=handle, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    _check_status(self.path / name, status)
+                    child = os.open(entry.name, _DIRECTORY_FLAGS, dir_fd=handle)
+                    try:
+                        self._list(child, name + "/", found)
+                    finally:
+                        os.close(child)
+                elif stat.S_ISREG(status.st_mode) and len(found) < MAX_FILES:
+                    found.add(name)
+                else:
+                    raise ArtifactError(f"{self.path / name} is no file that this version writes; {_AGAIN}")
+
+
+def _check_status(path: Path, status: os.stat_result) -> None:
+    """What is executed must be ours (or root's), and nobody else may write to it."""
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ArtifactError(f"{path} belongs to user id {status.st_uid}, not to you: what is in it is not executed")
+    if status.st_mode & 0o022:
+        raise ArtifactError(f"{path} can be written by others (mode {status.st_mode & 0o777:o}): run chmod go-w on it")
