@@ -137,15 +137,18 @@ def test_log_probabilities_are_within_1e_4_of_transformers(engine, cases, refere
 # --- the same tokens, however they come about -----------------------------------------------------------------------
 
 
-def test_prompts_in_chunks_give_the_same(make_engine, cases):
-    engine = make_engine(max_num_batched_tokens=16, enable_prefix_cache=False)
-    outputs = engine.generate([case.text for case in cases], GREEDY)
-    assert all(case.matches(output) for case, output in zip(cases, outputs, strict=True))
-
-
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_pages_of_another_size_give_the_same(make_engine, cases, page_size):
-    outputs = make_engine(page_size=page_size).generate([case.text for case in cases], GREEDY)
+@pytest.mark.parametrize(
+    "runtime",
+    [
+        {"max_num_batched_tokens": 16, "enable_prefix_cache": False},  # prompts in chunks, mixed with decodes
+        {"max_running_requests": 1},  # one after the other
+        {"page_size": 1},
+        {"page_size": 64, "max_num_batched_tokens": 48},
+    ],
+    ids=str,
+)
+def test_no_setting_of_the_runtime_changes_a_token(make_engine, cases, runtime):
+    outputs = make_engine(**runtime).generate([case.text for case in cases], GREEDY)
     assert all(case.matches(output) for case, output in zip(cases, outputs, strict=True))
 
 
