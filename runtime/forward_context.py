@@ -16,24 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.attention.base import AttentionLayer
     from mllm_compile.runtime.attention.metadata import AttentionMetadata
 
+__all__ = [
+    "BatchDescriptor",
+    "ForwardContext",
+    "ForwardTimes",
+    "get_forward_context",
+    "override_forward_context",
+    "set_forward_context",
+]
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BatchDescriptor:
-    """The padded shape of a batch: the key under which a graph is captured and found."""
-
-    num_tokens: int  # padded
-    num_reqs: int | None = None  # padded; None: any number, for PIECEWISE
-    uniform: bool = False  # every request has the same query length
-    has_lora: bool = False
-    num_active_loras: int = 0
 
 
 @dataclass

@@ -83,7 +83,7 @@ def test_small_limits_pull_the_other_automatic_ones_along():
     assert resolved(runtime={"max_running_requests": 4096}).runtime.max_num_batched_tokens == 4096
     config = resolved(H200, runtime={"max_running_requests": 20, "max_num_batched_tokens": 60})
     assert config.cudagraph.decode_requests == (1, 2, 4, 8, 16, 20)
-    assert config.cudagraph.piecewise_tokens[-1] == 56
+    assert config.cudagraph.piecewise_tokens[-1] == 48
 
 
 @pytest.mark.parametrize(
