@@ -15,7 +15,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from mllm_compile import __version__
+from mllm_compile.cli.bench import make_bench_app
+from mllm_compile.cli.cache import make_cache_app
 from mllm_compile.cli.compile import compile_command
+from mllm_compile.cli.explain import explain_command
 from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
 from mllm_compile.errors import MllmError
@@ -28,7 +31,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile_command,
     "generate": generate_command,
     "inspect": inspect_command,
+    "explain": explain_command,
 }
+_GROUPS: dict[str, Callable[[], typer.Typer]] = {"bench": make_bench_app, "cache": make_cache_app}
 
 
 def _show_version(asked: bool) -> None:
@@ -53,6 +58,8 @@ def make_app() -> typer.Typer:
     app.callback()(_options_of_the_program)
     for name, command in _COMMANDS.items():
         app.command(name)(command)
+    for name, make_group in _GROUPS.items():
+        app.add_typer(make_group(), name=name)
     return app
 
 
@@ -82,7 +89,7 @@ def _with_default_command(args: list[str]) -> list[str]:
     if not args:
         return ["--help"]
     first = args[0]
-    if first in _COMMANDS or first in ("--help", "--version"):
+    if first in _COMMANDS or first in _GROUPS or first in ("--help", "--version"):
         return args
     is_config = first.startswith("-") or first.endswith((".yaml", ".yml")) or os.path.exists(first)
     # Anything else is a mistyped command; typer names the closest one.

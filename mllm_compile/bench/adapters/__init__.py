@@ -1,0 +1,29 @@
+"""Engines behind one interface: one file each, base.py says what they do, `open_engine` opens one by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from mllm_compile.bench.adapters.base import BenchEngine
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.setting import Setting
+
+# engine → the package that it needs
+ENGINES = {"mllm": "mllm_compile", "vllm": "vllm", "transformers": "transformers"}
+
+
+def check_installed(engine: str) -> None:
+    """
+    Raises:
+        BenchmarkError: no such engine, or it is not installed here.
+    """
+    if engine not in ENGINES:
+        raise BenchmarkError(f"--engine {engine!r} is not known; known: {', '.join(ENGINES)}")
+    if find_spec(ENGINES[engine]) is None:
+        raise BenchmarkError(f"--engine {engine} is not installed here: pip install {ENGINES[engine]}, or leave it out")
+
+
+def open_engine(engine: str, setting: Setting) -> BenchEngine:
+    """Starts an engine in this process: loads, compiles, captures."""
+    return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_engine(setting)

@@ -1,0 +1,45 @@
+"""What a benchmark asks of an engine. Timing is the caller's: from outside, through the engine's public interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.workloads import Call
+
+
+class BenchEngine(Protocol):
+    """A running engine.
+
+    Attributes:
+        version: the engine's.
+        settings: what it runs with, for the record.
+    """
+
+    version: str
+    settings: Mapping[str, Any]
+
+    def generate(self, call: Call) -> None:
+        """Does a call's work and returns when the last token is on the host.
+
+        The end-of-sequence token does not end a request, nothing is turned into text, nothing is shown.
+
+        Raises:
+            BenchmarkError: other numbers of tokens came than were asked for.
+        """
+
+    def close(self) -> None:
+        """Ends the engine."""
+
+
+def check_output(call: Call, num_tokens: list[int]) -> None:
+    """
+    Raises:
+        BenchmarkError: the engine made other numbers of tokens than the call asked for, so its time means nothing.
+    """
+    for index, (asked, got) in enumerate(zip(call.max_tokens, num_tokens, strict=True)):
+        if asked != got:
+            raise BenchmarkError(
+                f"prompt {index} got {got} tokens where {asked} were asked for: the time means nothing"
+            )

@@ -1,0 +1,40 @@
+"""Our own engine, through its public interface."""
+
+from __future__ import annotations
+
+from mllm_compile import Engine, SamplingParams, __version__
+from mllm_compile.bench.adapters.base import check_output
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.setting import Setting
+from mllm_compile.bench.workloads import Call
+from mllm_compile.progress import reporter_for
+
+
+class MllmEngine:
+    """See BenchEngine."""
+
+    version = __version__
+
+    def __init__(self, setting: Setting) -> None:
+        self._engine = Engine(setting.engine_config(), reporter=reporter_for(plain_lines=True), log_interval_s=0.0)
+        config = self._engine.config
+        self.settings = {} if config is None else config.model_dump(mode="json")
+
+    def generate(self, call: Call) -> None:
+        params = [
+            SamplingParams(temperature=call.temperature, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in call.max_tokens
+        ]
+        outputs = self._engine.generate(call.prompts, params, progress=False)
+        for output in outputs:
+            if output.error is not None:
+                raise BenchmarkError(f"a request failed: {output.error}")
+        check_output(call, [len(output.token_ids) for output in outputs])
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def open_engine(setting: Setting) -> MllmEngine:
+    """Compiles first when nothing cached fits."""
+    return MllmEngine(setting)

@@ -1,0 +1,50 @@
+"""vLLM with its defaults, where it is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+from mllm_compile.bench.adapters.base import check_output
+from mllm_compile.bench.setting import Setting
+from mllm_compile.bench.workloads import Call
+
+GPU_MEMORY_UTILIZATION = 0.85
+
+
+class VllmEngine:
+    """See BenchEngine."""
+
+    version = vllm.__version__
+
+    def __init__(self, setting: Setting) -> None:
+        self.settings: dict[str, Any] = {
+            "dtype": setting.dtype,
+            "load_format": "dummy" if setting.random_weights else "auto",
+            "max_model_len": setting.max_model_len,
+            "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+            "trust_remote_code": setting.trust_remote_code,
+        }
+        self._llm = LLM(model=setting.model_folder, disable_log_stats=True, **self.settings)
+
+    def generate(self, call: Call) -> None:
+        params = [
+            SamplingParams(temperature=call.temperature, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in call.max_tokens
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in call.prompts]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        check_output(call, [len(output.outputs[0].token_ids) for output in outputs])
+
+    def close(self) -> None:
+        del self._llm  # its engine process ends with it
+
+
+def open_engine(setting: Setting) -> VllmEngine:
+    """Compiles first when nothing in vLLM's cache fits."""
+    return VllmEngine(setting)

@@ -1,0 +1,68 @@
+"""Where a figure was taken: the commit, the machine, the libraries, the date."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+COMMIT_VARIABLE = "MLLM_COMPILE_COMMIT"
+_PACKAGES = ("triton", "flashinfer-python", "transformers")
+
+
+def describe_environment(device: torch.device) -> dict[str, str]:
+    """Facts by name, as text."""
+    facts = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "device": _device_name(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpus": str(os.cpu_count()),
+    }
+    if device.type == "cuda":
+        facts["cuda"] = str(torch.version.cuda)
+        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    for package in _PACKAGES:
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return facts
+
+
+def _commit() -> str:
+    """Of the sources that run; $MLLM_COMPILE_COMMIT where they are a copy without a repository."""
+    folder = str(Path(__file__).parent)
+    commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return os.environ.get(COMMIT_VARIABLE, "unknown")
+    return commit + ("+changes" if _output("git", "-C", folder, "status", "--porcelain", "-uno") else "")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing when it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,106 @@
+"""Results as tables: for a terminal, and as Markdown for docs/performance.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from mllm_compile.bench.results import BenchResult, Measurement
+from mllm_compile.console import print_table
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def print_result(result: BenchResult, stream: TextIO = sys.stdout) -> None:
+    """A table with a row for each line of the work and engine, and where it was taken."""
+    print_table(stream, f"{result.command}: {result.model}", *result_table(result))
+    for line in provenance(result):
+        print(line, file=stream)
+
+
+def result_table(result: BenchResult) -> Table:
+    """(columns, rows): the work first, engines under each other."""
+    has_limit = any(line.limit is not None for run in result.runs for line in run.measurements)
+    columns = ("work", "engine", "median", "unit", "spread") + (("limit", "share of limit") if has_limit else ())
+    keys = dict.fromkeys(line.key for run in result.runs for line in run.measurements)
+    rows = []
+    for key in keys:
+        for run in result.runs:
+            for line in run.measurements:
+                if line.key == key:
+                    rows.append((work_name(line), run.engine, *_figures(line, has_limit)))
+    return columns, rows
+
+
+def work_name(line: Measurement) -> str:
+    return line.name if line.batch is None else f"{line.name} b={line.batch}"
+
+
+def _figures(line: Measurement, has_limit: bool) -> tuple[str, ...]:
+    figures = (show_figure(line.median), line.unit, f"{line.spread:.1%}")
+    if not has_limit:
+        return figures
+    share = line.share_of_limit
+    if line.limit is None or share is None:
+        return (*figures, "", "")
+    return (*figures, show_figure(line.limit), f"{share:.0%}")
+
+
+def show_figure(value: float) -> str:
+    """Three significant digits at least, thousands with commas."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def provenance(result: BenchResult) -> list[str]:
+    """Commit, machine, versions, ceilings: a figure without them is not one."""
+    lines = [", ".join(f"{name} {value}" for name, value in result.environment.items())]
+    if result.ceilings is not None:
+        lines.append(
+            f"measured ceilings: read {result.ceilings.read_bytes_s / 1e12:.3g} TB/s, "
+            f"GEMM {result.ceilings.flops_s / 1e12:.3g} TFLOP/s"
+        )
+    lines.append("engines: " + ", ".join(f"{run.engine} {run.version}" for run in result.runs))
+    return lines
+
+
+def markdown(results: Sequence[BenchResult]) -> str:
+    """One Markdown table for each model and command, engines side by side, with where it was taken below.
+
+    Results of the same model and command are joined: several engines, or several batches, may come from several runs.
+    """
+    groups: dict[tuple[str, str], list[BenchResult]] = {}
+    for result in results:
+        groups.setdefault((result.model, result.command), []).append(result)
+    return "\n".join(_markdown_group(model, command, group) for (model, command), group in groups.items())
+
+
+def _markdown_group(model: str, command: str, group: list[BenchResult]) -> str:
+    cells: dict[tuple[str, int | None], dict[str, Measurement]] = {}
+    for result in group:
+        for run in result.runs:
+            for line in run.measurements:
+                cells.setdefault(line.key, {})[run.engine] = line
+    engines = list(dict.fromkeys(run.engine for result in group for run in result.runs))
+    header = ["work", "unit", "limit", *engines, f"{engines[0]}, share of limit"]
+    lines = [f"### {model}: {command}", "", _row(header), _row(["---", "---", *["---:"] * (len(header) - 2)])]
+    for by_engine in cells.values():
+        line = next(iter(by_engine.values()))
+        own = by_engine.get(engines[0], line)
+        share = own.share_of_limit
+        figures = [_cell(by_engine.get(engine)) for engine in engines]
+        limit = "" if own.limit is None else show_figure(own.limit)
+        lines.append(_row([work_name(line), line.unit, limit, *figures, "" if share is None else f"{share:.0%}"]))
+    for source in dict.fromkeys(text for result in group for text in provenance(result)):
+        lines += ["", source]
+    return "\n".join([*lines, ""])
+
+
+def _cell(line: Measurement | None) -> str:
+    return "" if line is None else f"{show_figure(line.median)} ±{line.spread / 2:.1%}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

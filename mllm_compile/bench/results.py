@@ -1,0 +1,139 @@
+"""What a benchmark brings, as plain data that goes to JSON and back: measurements, runs of engines, the machine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from mllm_compile.errors import ConfigError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One line of a table.
+
+    Attributes:
+        name: tpot, prefill, mixed256, …
+        unit: ms and s are better low, tok/s better high.
+        median: of the samples (tpot: by its definition, of the calls it is made of).
+        samples: one a repeat, in the order in which they were taken.
+        batch: requests at once, where the work has several.
+        limit: what the machine's measured ceilings would allow, in the same unit; None where that is not known.
+    """
+
+    name: str
+    unit: str
+    median: float
+    samples: tuple[float, ...]
+    batch: int | None = None
+    limit: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        unit: str,
+        samples: Sequence[float],
+        *,
+        batch: int | None = None,
+        median: float | None = None,
+    ) -> Self:
+        median = statistics.median(samples) if median is None else median
+        return cls(name=name, unit=unit, median=median, samples=tuple(samples), batch=batch)
+
+    @property
+    def spread(self) -> float:
+        """(largest − smallest sample) / median."""
+        return (max(self.samples) - min(self.samples)) / self.median if self.median else 0.0
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """1 is all that the machine can do; None without a limit."""
+        if self.limit is None:
+            return None
+        return self.median / self.limit if self.unit.startswith("tok/s") else self.limit / self.median
+
+    def with_limit(self, limit: float) -> Self:
+        return replace(self, limit=limit)
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What the same line of another run has too."""
+        return self.name, self.batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What the device was measured to reach in the same command: bytes read and floating-point operations a second."""
+
+    read_bytes_s: float
+    flops_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """One engine's measurements, from one fresh process.
+
+    Attributes:
+        engine: mllm, vllm or transformers.
+        version: the engine's.
+        settings: what it ran with, every default filled in as far as the engine tells.
+        measurements: in the order of the work.
+    """
+
+    engine: str
+    version: str
+    settings: Mapping[str, Any]
+    measurements: tuple[Measurement, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """One `mllm-compile bench` command.
+
+    Attributes:
+        command: latency, throughput or startup.
+        work: the work's sizes.
+        model: name of the model.
+        environment: commit, GPU, torch, driver, date, …
+        ceilings: None where nothing was measured (startup).
+        runs: one an engine.
+    """
+
+    command: str
+    work: Mapping[str, Any]
+    model: str
+    environment: Mapping[str, str]
+    ceilings: Ceilings | None
+    runs: tuple[EngineRun, ...] = field(default=())
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """
+        Raises:
+            ConfigError: the file is not one that `write` made.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data.pop("format") != FORMAT:
+                raise ConfigError(f"{path} is of another format than {FORMAT}; measure again with this version")
+            ceilings = data.pop("ceilings")
+            runs = tuple(run_from_json(run) for run in data.pop("runs"))
+            return cls(**data, ceilings=None if ceilings is None else Ceilings(**ceilings), runs=runs)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no result of `mllm-compile bench … --json`: {error}") from None
+
+
+def run_from_json(data: dict[str, Any]) -> EngineRun:
+    """The inverse of dataclasses.asdict."""
+    lines = tuple(Measurement(**(line | {"samples": tuple(line["samples"])})) for line in data["measurements"])
+    return EngineRun(**(data | {"measurements": lines}))

@@ -1,0 +1,124 @@
+"""`mllm-compile bench …`: the speed of an engine, as a table, JSON and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mllm_compile.bench import workloads
+from mllm_compile.cli.arguments import ConfigArgument
+from mllm_compile.errors import ConfigError
+
+EnginesOption = Annotated[
+    str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
+]
+RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each; one more before them is not counted.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+def make_bench_app() -> typer.Typer:
+    """The group of commands."""
+    app = typer.Typer(help="Measure speed: on the project's benchmark, against other engines, kernel by kernel.")
+    app.command("latency")(latency_command)
+    app.command("throughput")(throughput_command)
+    app.command("startup")(startup_command)
+    app.command("table")(table_command)
+    return app
+
+
+def latency_command(
+    config: ConfigArgument,
+    engine: EnginesOption = "mllm",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,64,256",
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = workloads.INPUT_LEN,
+    output_len: Annotated[int, typer.Option(help="New tokens of the whole call.")] = workloads.OUTPUT_LEN,
+    repeats: RepeatsOption = workloads.REPEATS,
+    json_path: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, against the batch size, into this file.")] = None,
+) -> None:
+    """Time per output token (tpot) and of the prefill, by batch size, with the share of the machine's limit."""
+    work = workloads.LatencyWork(
+        batches=_numbers("--batch", batch), input_len=input_len, output_len=output_len, repeats=repeats
+    )
+
+    from mllm_compile.bench.harness import run_latency
+    from mllm_compile.bench.report import print_result
+
+    result = run_latency(config, _names(engine), work)
+    if json_path is not None:
+        result.write(json_path)
+    print_result(result)
+    if plot is not None:
+        from mllm_compile.bench.plot import plot_latency
+
+        plot_latency(result, plot)
+
+
+def throughput_command(
+    config: ConfigArgument,
+    engine: EnginesOption = "mllm",
+    requests: Annotated[int, typer.Option(help="Requests of the mixed work.")] = workloads.MIXED_REQUESTS,
+    min_len: Annotated[int, typer.Option(help="Shortest prompt and answer of it.")] = workloads.MIXED_RANGE[0],
+    max_len: Annotated[int, typer.Option(help="Longest prompt and answer of it.")] = workloads.MIXED_RANGE[1],
+    prefill_prompts: Annotated[int, typer.Option(help="Prompts of the prefill.")] = workloads.PREFILL_PROMPTS,
+    prefill_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = workloads.PREFILL_LEN,
+    repeats: RepeatsOption = workloads.REPEATS,
+    json_path: JsonOption = None,
+) -> None:
+    """Output tokens a second of many requests of all lengths at once, and input tokens a second of long prompts."""
+    work = workloads.ThroughputWork(
+        mixed_requests=requests,
+        mixed_range=(min_len, max_len),
+        prefill_prompts=prefill_prompts,
+        prefill_len=prefill_len,
+        repeats=repeats,
+    )
+
+    from mllm_compile.bench.harness import run_throughput
+    from mllm_compile.bench.report import print_result
+
+    result = run_throughput(config, _names(engine), work)
+    if json_path is not None:
+        result.write(json_path)
+    print_result(result)
+
+
+def startup_command(
+    config: ConfigArgument,
+    engine: EnginesOption = "mllm",
+    repeats: Annotated[int, typer.Option(help="Cold starts, each followed by a warm one.")] = workloads.REPEATS,
+    json_path: JsonOption = None,
+) -> None:
+    """Seconds from a fresh process's first line to its first token, with empty caches and with filled ones."""
+    work = workloads.StartupWork(repeats=repeats)
+
+    from mllm_compile.bench.harness import run_startup
+    from mllm_compile.bench.report import print_result
+
+    result = run_startup(config, _names(engine), work)
+    if json_path is not None:
+        result.write(json_path)
+    print_result(result)
+
+
+def table_command(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULT.json…", help="Files that --json wrote.")],
+) -> None:
+    """Print results as Markdown tables, engines side by side."""
+    from mllm_compile.bench.report import markdown
+    from mllm_compile.bench.results import BenchResult
+
+    print(markdown([BenchResult.read(path) for path in files]))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; expected whole numbers separated by commas, such as 1,8,64") from None
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
