@@ -211,3 +211,20 @@ def remove_runtime(folder: Path) -> None:
 
 def folder_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+
+
+def prune(cache_dir: str | Path, max_bytes: int) -> list[StoredRuntime]:
+    """Removes what killed compiles left, unusable runtimes, and the least recently used until `max_bytes` are left.
+
+    Returns:
+        What was removed, in that order.
+    """
+    sweep(runtimes_folder(cache_dir))
+    runtimes = stored_runtimes(cache_dir)
+    removed = [runtime for runtime in runtimes if runtime.manifest is None]
+    kept = [runtime for runtime in runtimes if runtime.manifest is not None]
+    while kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
+        removed.append(kept.pop())
+    for runtime in removed:
+        remove_runtime(runtime.folder)
+    return removed

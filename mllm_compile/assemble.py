@@ -7,6 +7,7 @@ through here too, so nothing in it may import Transformers, Dynamo or Inductor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from mllm_compile.config import EngineConfig
 from mllm_compile.engine import EngineParts
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE, GenerationDefaults, load_generation_defaults
+from mllm_compile.measured import device_key, write_measured
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -26,6 +28,7 @@ from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.runtime.scheduler import Scheduler
 from mllm_compile.runtime.scheduler_config import SchedulerConfig
 from mllm_compile.runtime.step import StepRunner
+from mllm_compile.timeline import Timeline, timeline_of
 from mllm_compile.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -35,18 +38,20 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter) -> EnginePar
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
-    compiled = _open(config, reporter)
-    tokenizer = _tokenizer(compiled)
-    defaults = load_generation_defaults(compiled.folder)
-    default_params = _default_params(defaults, compiled.folder)
-    runner = ModelRunner(runner_config(compiled.config), ArtifactSource(compiled, reporter))
-    runner.initialize()
-    try:
-        scheduler = Scheduler(_scheduler_config(compiled.config, runner))
-        step_runner = StepRunner(runner, Sampler())
-    except BaseException:
-        runner.shutdown()
-        raise
+    timeline = timeline_of(reporter)
+    compiled = _open(config, timeline)
+    runner = ModelRunner(runner_config(compiled.config), ArtifactSource(compiled, timeline))
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+        loading = beside.submit(_load_text_parts, compiled, timeline)
+        runner.initialize(timeline.stage)
+        try:
+            tokenizer, defaults, default_params = loading.result()
+            scheduler = Scheduler(_scheduler_config(compiled.config, runner))
+            step_runner = StepRunner(runner, Sampler())
+        except BaseException:
+            runner.shutdown()
+            raise
+    _remember(compiled, runner, timeline)
     return EngineParts(
         scheduler=scheduler,
         step_runner=step_runner,
@@ -103,9 +108,37 @@ def _scheduler_config(config: ResolvedConfig, runner: ModelRunner) -> SchedulerC
     )
 
 
-def _tokenizer(compiled: CompiledRuntime) -> Tokenizer | None:
-    folder = compiled.artifact.tokenizer_folder
-    return None if folder is None else load_tokenizer(folder)
+def _load_text_parts(
+    compiled: CompiledRuntime, timeline: Timeline
+) -> tuple[Tokenizer | None, GenerationDefaults, SamplingParams]:
+    with timeline.stage("load tokenizer"):
+        folder = compiled.artifact.tokenizer_folder
+        tokenizer = None if folder is None else load_tokenizer(folder)
+        defaults = load_generation_defaults(compiled.folder)
+        return tokenizer, defaults, _default_params(defaults, compiled.folder)
+
+
+def _remember(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
+    """Puts what this device was found to hold, and how long this start took, beside the runtime."""
+    device = compiled.config.runtime.device
+    pool = runner.token_to_kv_pool
+    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in runner.model.layers]
+    page_bytes = pool.bytes_per_page(pool.page_size, shapes, pool.dtype)
+    graphs = runner.graph_runner.figures if runner.graph_runner is not None else []
+    write_measured(
+        compiled.artifact.measured_folder,
+        device_key(device),
+        {
+            "memory": {
+                "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
+                "KV cache": pool.num_pages * page_bytes,
+                "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
+            },
+            "kv_tokens": runner.max_total_num_tokens,
+            "captured": [[figure.mode, figure.num_tokens, figure.seconds, figure.mib] for figure in graphs],
+            "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
+        },
+    )
 
 
 def _default_params(defaults: GenerationDefaults, folder: Path) -> SamplingParams:

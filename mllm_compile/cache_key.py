@@ -1,7 +1,7 @@
 """The key of a cached runtime: an explicit list of factors with their values, and the hash over them.
 
-A factor is whatever changes the program, its pieces, its kernels or where its weights lie. Nothing else is in the key: no
-path, no file time, no environment, no size of a batch. Values are text that people can compare; where one has parts
+A factor is whatever changes the program, its pieces, its kernels or where its weights lie. Nothing else is in the key:
+no path, no file time, no environment, no size of a batch. Values are text that people can compare; where one has parts
 (`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
 """
 
@@ -33,6 +33,9 @@ _SHAPING_SOURCES = (
     "program_builder.py",
     "self_check.py",
     "weights.py",
+    "checkpoint_keys.py",
+    "planned_tensor.py",
+    "small_weights.py",
     "piece_source.py",
     "piece_compiler.py",
     "runtime/trace_ops.py",
@@ -49,7 +52,7 @@ MACHINE_FACTORS = (
     "CPU",
     "instruction set",
 )
-# The names that /proc/cpuinfo has for what a compiler may use; the rest of its flags changes with kernel and hypervisor.
+# /proc/cpuinfo's names of what a compiler may use; the rest of its flags changes with kernel and hypervisor.
 _INSTRUCTION_SETS = (
     "sse",
     "ssse3",
@@ -63,7 +66,7 @@ _INSTRUCTION_SETS = (
     "popcnt",
     "vaes",
     "gfni",
-    "adx",
+    "sha",
 )
 _MIN_TRACED_TOKENS = 8192
 

@@ -36,6 +36,7 @@ from mllm_compile.artifact_store import (
     sweep,
 )
 from mllm_compile.cache_key import MACHINE_FACTORS, key_factors, key_of, machine_factors, max_traced_tokens
+from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
 from mllm_compile.device_info import detect_device
 from mllm_compile.errors import ArtifactError, CheckpointError, CompileError, ConfigError
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from mllm_compile.lowering import Lowered
     from mllm_compile.passes.pipeline import PassReport
     from mllm_compile.piece_workers import PieceWorkers
+
+
+_NO_OPTIONS = CompileOptions()
 
 
 @dataclass(frozen=True)
@@ -85,21 +89,6 @@ class CompiledRuntime:
 
 
 @dataclass(frozen=True)
-class CompileOptions:
-    """What a compile is asked for beyond the config.
-
-    Attributes:
-        output: the runtime's folder; None: its place in the cache.
-        pack_weights: put the weights into the runtime, in the program's own layout.
-        verify_weights: hash the weights' data: compare it with what was remembered, or remember it.
-    """
-
-    output: Path | None = None
-    pack_weights: bool = False
-    verify_weights: bool = False
-
-
-@dataclass(frozen=True)
 class Target:
     """What a config asks for, and where that lies or would lie."""
 
@@ -111,7 +100,7 @@ class Target:
 
 
 def load_or_compile(
-    config: EngineConfig, reporter: Reporter | None = None, options: CompileOptions | None = None
+    config: EngineConfig, reporter: Reporter | None = None, options: CompileOptions = _NO_OPTIONS
 ) -> CompiledRuntime:
     """Finds the cached runtime of `config`, or compiles it.
 
@@ -119,9 +108,8 @@ def load_or_compile(
         MllmError: whatever makes the config, the model or the device unusable, in one clear message.
     """
     timeline = timeline_of(reporter)
-    options = options or CompileOptions()
     with timeline.stage("resolve"):
-        target = find_target(config, options)
+        target = find_target(config, options.output)
     target.config.report(timeline)
     artifact = _open_cached(target, options, timeline)
     was_cached = artifact is not None
@@ -157,14 +145,13 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
     return CompiledRuntime(artifact, config, root, True, _seconds(timeline))
 
 
-def find_target(config: EngineConfig, options: CompileOptions | None = None) -> Target:
+def find_target(config: EngineConfig, output: Path | None = None) -> Target:
     """Resolves a config and computes its key; compiles nothing."""
     model = open_model_folder(config.model)
     resolved = resolve(config, model, detect_device(config.runtime.device))
     _check_pass_names(resolved)
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
-    output = options.output if options else None
     return Target(resolved, model, weights, factors, output or _cached_folder(resolved, model, factors))
 
 
@@ -218,7 +205,8 @@ def _check_pass_names(config: ResolvedConfig) -> None:
             close = get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"compile.disable_passes: {name!r} is not a pass that can be left out; these can: {', '.join(known)}.{hint}"
+                f"compile.disable_passes: {name!r} is not a pass that can be left out; these can: {', '.join(known)}."
+                f"{hint}"
             )
 
 

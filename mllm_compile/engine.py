@@ -29,6 +29,7 @@ from mllm_compile.request_builder import (
 from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.sequences import Submission
 from mllm_compile.stats import EngineStats
+from mllm_compile.timeline import Timeline, timeline_of
 
 if TYPE_CHECKING:
     from mllm_compile.config import EngineConfig
@@ -69,7 +70,7 @@ class EngineParts:
 class Engine:
     """Serves one model.
 
-    Use it as a context manager or call `close()`: both give all memory back.
+    Use it as a context manager or call `close()`: both give all memory back. `timeline` says how long its start took.
 
     Args:
         config: a YAML file, or what it would hold (compiles first when no cached runtime fits); or the folder of a
@@ -85,14 +86,16 @@ class Engine:
     def __init__(
         self, config: str | Path | EngineConfig, *, reporter: Reporter | None = None, log_interval_s: float = 10.0
     ) -> None:
-        from mllm_compile.assemble import assemble
-
-        self._start(assemble(config, reporter or reporter_for()), log_interval_s)
+        self.timeline = timeline_of(reporter or reporter_for())
+        with self.timeline.stage("import torch"):
+            from mllm_compile.assemble import assemble
+        self._start(assemble(config, self.timeline), log_interval_s)
 
     @classmethod
     def from_parts(cls, parts: EngineParts, *, log_interval_s: float = 10.0) -> Self:
         """An engine over parts that are there already."""
         engine = cls.__new__(cls)
+        engine.timeline = Timeline()
         engine._start(parts, log_interval_s)
         return engine
 

@@ -120,7 +120,8 @@ class _GraphDumper:
 
     def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
         text = [f"# {name}: {remark}", gm.code.strip()]
-        text += [f"# {child}\n{piece.code.strip()}" for child, piece in gm.named_children() if hasattr(piece, "code")]
+        children: Any = gm.named_children()
+        text += [f"# {child}\n{piece.code.strip()}" for child, piece in children if hasattr(piece, "code")]
         path = self._folder / f"{self._count:02d}_{name}.txt"
         path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
         self._count += 1

@@ -142,7 +142,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
         runtime=runtime,
         cache=ResolvedCache(
-            dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, _auto_cache_dir)))
+            dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
         ),
         choices=tuple(choices.made),
     )
@@ -359,7 +359,7 @@ def _graph_sizes(
     return sizes
 
 
-def _auto_cache_dir() -> tuple[str, str]:
+def auto_cache_dir() -> tuple[str, str]:
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
         return str(Path(base) / "mllm_compile"), "$XDG_CACHE_HOME"

@@ -6,13 +6,16 @@ A Timeline is a Reporter around another one: whoever reports stages is timed.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TextIO
 
 from mllm_compile.progress import NullReporter, Reporter, Stage
 
+_BAR_WIDTH = 50
 _GAP_S = 0.05  # what no stage accounts for is a line of its own from here on
 
 
@@ -35,7 +38,7 @@ class Timeline:
 
     def __init__(self, reporter: Reporter | None = None) -> None:
         self._reporter = reporter or NullReporter()
-        self._open = 0
+        self._nesting = threading.local()
         self._spans: list[Span] = []
 
     @property
@@ -45,14 +48,16 @@ class Timeline:
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
-        start, depth = seconds_since_start(), self._open
-        self._open += 1
+        is_beside = threading.current_thread() is not threading.main_thread()
+        depth = getattr(self._nesting, "depth", int(is_beside))
+        self._nesting.depth = depth + 1
+        start = seconds_since_start()
         try:
             with self._reporter.stage(name, total) as stage:
                 yield stage
             self._spans.append(Span(name, start, seconds_since_start(), depth))
         finally:
-            self._open -= 1
+            self._nesting.depth = depth
 
     def add(self, name: str, start_s: float, end_s: float) -> None:
         """A stage that was over before anybody could time it."""
@@ -81,6 +86,25 @@ def with_gaps(spans: Sequence[Span]) -> list[Span]:
             now = max(now, span.end_s)
         lines.append(span)
     return lines
+
+
+def print_timeline(stream: TextIO, spans: Sequence[Span]) -> None:
+    """A line a stage: when it began, how long it took, a bar to scale."""
+    from mllm_compile.console import print_table
+
+    lines = with_gaps(spans)
+    total = max((span.end_s for span in lines), default=0.0)
+    rows = [
+        (f"{span.start_s:.2f}", f"{span.seconds:.2f}", "  " * span.depth + span.name, _bar(span, total))
+        for span in lines
+    ]
+    print_table(stream, f"{total:.2f} s since the process began", ("at s", "takes s", "stage", ""), rows)
+
+
+def _bar(span: Span, total_s: float) -> str:
+    scale = _BAR_WIDTH / total_s if total_s else 0.0
+    start = int(span.start_s * scale)
+    return " " * start + "█" * max(1, round(span.end_s * scale) - start)
 
 
 def seconds_since_start() -> float:

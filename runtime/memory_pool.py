@@ -8,8 +8,10 @@ Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.page_allocator import TokenToKVPoolAllocator
@@ -62,7 +64,7 @@ class KVPool:
     Args:
         num_pages: pages, the dummy page 0 included.
         layers: per layer (num_kv_heads, head_dim, v_head_dim).
-        dtype: of the cache; k and v are cast to it when written.
+        dtype: of the cache; k and v are cast to it when written. fp8 has no scales: what it cannot hold saturates.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class KVPool:
         self.page_size = page_size
         self.dtype = dtype
         # Zeros, not empty: a masked-out key that happens to be NaN would still poison 0 * NaN in a value product.
-        self._k = [torch.zeros(num_pages, page_size, hk, d, dtype=dtype, device=device) for hk, d, _ in layers]
-        self._v = [torch.zeros(num_pages, page_size, hk, dv, dtype=dtype, device=device) for hk, _, dv in layers]
+        self._k = [_zeros((num_pages, page_size, hk, d), dtype, device) for hk, d, _ in layers]
+        self._v = [_zeros((num_pages, page_size, hk, dv), dtype, device) for hk, _, dv in layers]
 
     @staticmethod
     def bytes_per_page(page_size: int, layers: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
@@ -95,6 +97,22 @@ class KVPool:
 
     def set_kv_buffer(self, layer_id: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k [N, Hk, D], v [N, Hk, Dv] at slots `indices` [N] int64. Safe inside a CUDA graph."""
-        k_buf, v_buf = self.get_kv_buffer(layer_id)
-        k_buf.index_copy_(0, indices, k.to(self.dtype))
-        v_buf.index_copy_(0, indices, v.to(self.dtype))
+        for buffer, values in zip(self.get_kv_buffer(layer_id), (k, v), strict=True):
+            if self.dtype.itemsize == 1:  # torch copies fp8 to an index only as bytes
+                buffer.view(torch.uint8).index_copy_(0, indices, _saturated(values, self.dtype).view(torch.uint8))
+            else:
+                buffer.index_copy_(0, indices, values.to(self.dtype))
+
+
+def _saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast to fp8; beyond its range a plain cast gives NaN on some devices and torch versions."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """On a CPU pages that the kernel zeroes when they are first written; torch.zeros would write them all now."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,21 +80,28 @@ class ModelRunner:
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
-    def initialize(self) -> None:
+    def initialize(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
         """Take the device, load the model, allocate pools, plan attention, capture graphs.
+
+        Args:
+            stage: `with stage(name)` is around each of them but the loading, which the source reports on itself.
 
         Raises:
             DeviceError: the device or a library for it is missing.
             DeviceMemoryError: weights, the largest step or the KV of one request do not fit.
             ConfigError, UnsupportedModelError: the attention backend cannot do what is asked.
         """
-        self.device = _open_device(self.config.device)
+        with stage("open device"):
+            self.device = _open_device(self.config.device)
         with self.on_device():
             try:
                 self.load_model()
-                self.init_memory_pool()
-                self.init_attention_backend()
-                self.init_cuda_graphs()
+                with stage("allocate KV cache"):
+                    self.init_memory_pool()
+                with stage("prepare attention"):
+                    self.init_attention_backend()
+                with stage("capture graphs"):
+                    self.init_cuda_graphs()
             except BaseException:
                 self.shutdown()
                 raise

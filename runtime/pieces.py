@@ -1,8 +1,8 @@
 """Loads compiled pieces as functions of a list of tensors, without any Python compiler.
 
-Two forms: an AOTInductor package (`.pt2`: machine code with its kernels; milliseconds to load) and the piece's own graph
-as Python source (`.py`, compile.backend: eager). Both are executed, so they come as the bytes that were checked, not as
-the name of a file that may have changed since.
+Two forms: an AOTInductor package (`.pt2`: machine code with its kernels; milliseconds to load) and the piece's own
+graph as Python source (`.py`, compile.backend: eager). Both are executed, so they come as the bytes that were checked,
+not as the name of a file that may have changed since.
 """
 
 from __future__ import annotations

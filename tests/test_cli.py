@@ -136,7 +136,7 @@ def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, 
         num_pieces=9,
         num_distinct_pieces=3,
     )
-    stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter: runtime)
+    stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter, options: runtime)
     assert run([*command, config]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "compiled"
@@ -151,7 +151,7 @@ def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, 
 
 def test_a_second_call_says_that_it_found_the_runtime(monkeypatch, config, capsys):
     runtime = SimpleNamespace(folder="/cache/r", was_cached=True)
-    stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter: runtime)
+    stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter, options: runtime)
     assert run([config]) == 0
     assert capsys.readouterr().out == "already compiled: /cache/r\n"
 

@@ -16,7 +16,9 @@ import typer
 
 from mllm_compile import __version__
 from mllm_compile.cli.bench import make_bench_app
+from mllm_compile.cli.cache import make_cache_app
 from mllm_compile.cli.compile import compile_command
+from mllm_compile.cli.explain import explain_command
 from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
 from mllm_compile.errors import MllmError
@@ -29,8 +31,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile_command,
     "generate": generate_command,
     "inspect": inspect_command,
+    "explain": explain_command,
 }
-_GROUPS: dict[str, Callable[[], typer.Typer]] = {"bench": make_bench_app}
+_GROUPS: dict[str, Callable[[], typer.Typer]] = {"bench": make_bench_app, "cache": make_cache_app}
 
 
 def _show_version(asked: bool) -> None:

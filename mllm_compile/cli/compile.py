@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from mllm_compile.cli.arguments import ConfigArgument
+from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
 from mllm_compile.console import print_table
 from mllm_compile.progress import reporter_for
 
 
-def compile_command(config: ConfigArgument) -> None:
+def compile_command(
+    config: ConfigArgument,
+    output: Annotated[
+        Path | None, typer.Option(help="The runtime's folder; by default its place in the cache (cache.dir).")
+    ] = None,
+    pack_weights: Annotated[
+        bool, typer.Option("--pack-weights", help="Put the weights into the runtime, in the layout they are served in.")
+    ] = False,
+    verify_weights: Annotated[
+        bool,
+        typer.Option("--verify-weights", help="Hash the weights' data: remember it, or compare it with what it was."),
+    ] = False,
+) -> None:
     """Compile the model of a config into a cached runtime (the default command)."""
     engine_config = EngineConfig.from_yaml(config)
 
     from mllm_compile.compile import load_or_compile
 
-    runtime = load_or_compile(engine_config, reporter_for(plain_lines=True))
+    options = CompileOptions(output, pack_weights, verify_weights)
+    runtime = load_or_compile(engine_config, reporter_for(plain_lines=True), options)
     if runtime.was_cached:
         print(f"already compiled: {runtime.folder}")
         return

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mllm_compile.cli.arguments import ConfigArgument
-from mllm_compile.config import EngineConfig
+from mllm_compile.cli.arguments import EngineArgument, engine_argument
 from mllm_compile.progress import reporter_for
+from mllm_compile.timeline import Timeline, print_timeline, seconds_since_start
 
 if TYPE_CHECKING:
     from mllm_compile.outputs import RequestOutput
 
 
 def generate_command(
-    config: ConfigArgument,
+    config: EngineArgument,
     prompt: Annotated[str, typer.Option(help="The text to go on from; - reads it from standard input.")],
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[
@@ -28,24 +28,41 @@ def generate_command(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the model's chat template.")
     ] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="Say where the time to the first token went, on standard error.")
+    ] = False,
 ) -> None:
     """Generate text and print it as it comes. Compiles first when nothing compiled fits."""
-    engine_config = EngineConfig.from_yaml(config)
+    timeline = Timeline(reporter_for(plain_lines=True))
+    timeline.add("start Python, read the command line", 0.0, seconds_since_start())
+    engine_config = engine_argument(config)
     text = sys.stdin.read() if prompt == "-" else prompt
 
-    from mllm_compile.runtime.sampling_params import SamplingParams
+    with timeline.stage("import"):
+        from mllm_compile.engine import Engine
+        from mllm_compile.runtime.sampling_params import SamplingParams
 
     changes: dict[str, Any] = {"max_tokens": max_tokens} | ({} if temperature is None else {"temperature": temperature})
     SamplingParams(**changes)  # a value that cannot be is refused before anything is compiled or loaded
 
-    from mllm_compile.engine import Engine
-
-    with Engine(engine_config, reporter=reporter_for(plain_lines=True)) as engine:
+    with Engine(engine_config, reporter=timeline) as engine:
         params = dataclasses.replace(engine.default_params, **changes)
         if chat:
-            _print_stream(engine.stream_chat([{"role": "user", "content": text}], params))
+            outputs = engine.stream_chat([{"role": "user", "content": text}], params)
         else:
-            _print_stream(engine.stream(text, params))
+            outputs = engine.stream(text, params)
+        _print_stream(_timed(outputs, timeline))
+    if timings:
+        print_timeline(sys.stderr, timeline.spans)
+
+
+def _timed(outputs: Iterable[RequestOutput], timeline: Timeline) -> Iterator[RequestOutput]:
+    """The same outputs; the wait for the first one is a stage."""
+    asked = seconds_since_start()
+    for index, output in enumerate(outputs):
+        if index == 0:
+            timeline.add("first token", asked, seconds_since_start())
+        yield output
 
 
 def _print_stream(outputs: Iterable[RequestOutput]) -> None:

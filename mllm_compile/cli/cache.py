@@ -1,0 +1,101 @@
+"""`mllm-compile cache list | prune | verify`: the runtimes that were compiled on this machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mllm_compile.console import print_table
+from mllm_compile.errors import ArtifactError, ConfigError
+
+DirOption = Annotated[
+    Path | None, typer.Option("--dir", help="The cache folder (cache.dir of a config); by default the user's.")
+]
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def make_cache_app() -> typer.Typer:
+    app = typer.Typer(help="List, check and remove compiled runtimes.", no_args_is_help=True)
+    app.command("list")(list_command)
+    app.command("prune")(prune_command)
+    app.command("verify")(verify_command)
+    return app
+
+
+def list_command(cache_dir: DirOption = None) -> None:
+    """List the runtimes, the last used first."""
+    from mllm_compile.artifact_store import stored_runtimes
+
+    runtimes = stored_runtimes(_folder(cache_dir))
+    rows = [
+        (
+            runtime.folder.name,
+            str(runtime.manifest.config["model"]["source"]) if runtime.manifest else "unusable",
+            format_bytes(runtime.num_bytes),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(runtime.last_used)),
+        )
+        for runtime in runtimes
+    ]
+    print_table(sys.stdout, f"{_folder(cache_dir)}", ("runtime", "model", "size", "last used"), rows)
+    print(f"{len(runtimes)} runtimes, {format_bytes(sum(runtime.num_bytes for runtime in runtimes))}")
+
+
+def prune_command(
+    max_size: Annotated[str, typer.Option(help="Remove the least recently used until this is left: 0, 500M, 20G.")],
+    cache_dir: DirOption = None,
+) -> None:
+    """Remove runtimes, the least recently used and unusable ones first, and what killed compiles left."""
+    limit = parse_bytes(max_size)
+
+    from mllm_compile.artifact_store import prune
+
+    for runtime in prune(_folder(cache_dir), limit):
+        print(f"removed {runtime.folder.name}: {format_bytes(runtime.num_bytes)}")
+
+
+def verify_command(cache_dir: DirOption = None) -> None:
+    """Check every file of every runtime; exit code 1 when one is unusable."""
+    from mllm_compile.artifact import open_artifact
+    from mllm_compile.artifact_store import stored_runtimes
+
+    num_bad = 0
+    for runtime in stored_runtimes(_folder(cache_dir)):
+        try:
+            open_artifact(runtime.folder)
+            print(f"{runtime.folder.name}: good")
+        except ArtifactError as error:
+            num_bad += 1
+            print(f"{runtime.folder.name}: {error}")
+    if num_bad:
+        raise typer.Exit(1)
+
+
+def parse_bytes(text: str) -> int:
+    """`20G` → bytes.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"--max-size is {text!r}; expected a size such as 0, 500M or 20G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def _folder(cache_dir: Path | None) -> Path:
+    from mllm_compile.resolve import auto_cache_dir
+
+    return cache_dir or Path(auto_cache_dir()[0])
