@@ -30,7 +30,7 @@ from mllm_compile.cache_key import FORMAT_VERSION
 from mllm_compile.errors import ArtifactError
 from mllm_compile.hf_model import ModelSizes
 from mllm_compile.runtime.program import Program
-from mllm_compile.runtime.weight_loader import WeightPart, WeightSpec
+from mllm_compile.runtime.weight_loader import WeightSpec
 from mllm_compile.sealed_json import unseal, write_sealed
 from mllm_compile.trusted_folder import FileFacts, TrustedFolder
 from mllm_compile.weight_files import WeightFiles
@@ -154,7 +154,7 @@ def write_program(
 
     data = {
         "program": program.to_json(),
-        "weights": [_weight_to_json(spec) for spec in weights],
+        "weights": [spec.to_json() for spec in weights],
         "constants": sorted(constants),
     }
     (folder / PROGRAM).write_text(json.dumps(data, indent=1), encoding="utf-8")
@@ -217,7 +217,7 @@ def open_artifact(folder: Path) -> Artifact:
             folder=folder,
             manifest=manifest,
             program=program,
-            weights=tuple(_weight_from_json(spec) for spec in content["weights"]),
+            weights=tuple(WeightSpec.from_json(spec) for spec in content["weights"]),
             constants=tuple(content["constants"]),
             pieces={piece: pieces[piece] for piece in program.piece_ids()},
             constants_data=used[CONSTANTS],
@@ -261,15 +261,3 @@ def _check_listing(trusted: TrustedFolder, expected: set[str]) -> None:
             f"{trusted.path}: {odd} is {'unknown to' if odd in present else 'missing, though named in'} the manifest; "
             "compile the model again"
         )
-
-
-def _weight_to_json(spec: WeightSpec) -> dict[str, Any]:
-    return asdict(spec) | {"dtype": str(spec.dtype).removeprefix("torch.")}
-
-
-def _weight_from_json(data: dict[str, Any]) -> WeightSpec:
-    parts = tuple(
-        WeightPart(tensor=part["tensor"], file=part["file"], start=part["start"], shape=tuple(part["shape"]))
-        for part in data["parts"]
-    )
-    return WeightSpec(data["name"], tuple(data["shape"]), getattr(torch, data["dtype"]), parts)

@@ -1,7 +1,8 @@
 """Decides whether a traced model will be served right; a model that will not is refused with the reason.
 
-Tracing proves nothing by itself: a model may bypass the attention interface, carry state from token to token, or branch
-on sizes. check_trace reads the graph before any pass; self_check.py then runs the compiled program on small inputs.
+Tracing proves nothing by itself: a model may bypass the attention interface, hide windows in a mask that was never
+built, carry state from token to token, or branch on sizes. check_trace reads the graph before any pass and asks
+Transformers what each attention call may see; self_check.py then runs the compiled program on small inputs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import HFModel
-from mllm_compile.passes.fx_match import is_attention, is_symbolic
+from mllm_compile.model_errors import refusing
+from mllm_compile.passes.fx_match import is_attention, is_symbolic, writes_in_place
+from mllm_compile.small_weights import materialise
 from mllm_compile.trace import Trace
+
+_ATTENTION_FUNCTIONS = ("scaled_dot_product", "flex_attention", "flash_attention", "multi_head_attention")
 
 
 def check_trace(trace: Trace, hf_model: HFModel) -> None:
-    """Raises UnsupportedModelError with every reason why the traced model would not be served right."""
+    """Raises UnsupportedModelError with the reasons why the traced model would not be served right."""
     model_type = hf_model.model.config.model_type
-    reasons = list(dict.fromkeys(_reasons(trace, hf_model)))
+    with refusing(f"{model_type!r} models cannot be checked"):
+        reasons = list(dict.fromkeys(_reasons(trace, hf_model)))
     if reasons:
         shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
         raise UnsupportedModelError(
@@ -33,21 +39,24 @@ def check_trace(trace: Trace, hf_model: HFModel) -> None:
 def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
     gm = trace.graph_module
     attentions = [node for node in gm.graph.nodes if is_attention(node)]
-    yield from _direct_attention(gm)
+    found_in_graph = [
+        *_direct_attention(gm),
+        *(reason for node in attentions for reason in _attention_reasons(node)),
+        *_state_reasons(gm),
+        *_size_reasons(trace),
+    ]
     if not attentions:
         yield "no attention goes through Transformers' attention interface"
-    for node in attentions:
-        yield from _attention_reasons(node)
-    yield from _window_reasons(attentions, hf_model.text_config)
-    yield from _state_reasons(gm)
-    yield from _size_reasons(trace)
+    yield from found_in_graph
+    if attentions and not found_in_graph:
+        yield from _mask_reasons(attentions, trace, hf_model)
 
 
 def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
-    names = ("scaled_dot_product_attention", "flex_attention")
     for node in gm.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") in names:
-            yield f"{node.name} calls {node.target.__name__} directly, past the attention interface ({_where(node)})"
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if any(stem in name for stem in _ATTENTION_FUNCTIONS):
+            yield f"{node.name} calls {name} directly, past the attention interface ({_where(node)})"
 
 
 def _attention_reasons(node: fx.Node) -> Iterator[str]:
@@ -59,28 +68,37 @@ def _attention_reasons(node: fx.Node) -> Iterator[str]:
         yield f"its attention sinks are computed, not a weight ({_where(node)})"
 
 
-def _window_reasons(attentions: list[fx.Node], config: Any) -> Iterator[str]:
-    """Windows may live in a model's mask alone, which was never built: compare with what the config says of layers."""
-    layer_types = getattr(config, "layer_types", None) or []
-    if any("chunked" in kind for kind in layer_types):
-        yield "chunked local attention lives only in its mask"
-    windowed = sum(int(node.args[6]) >= 0 for node in attentions)  # type: ignore[arg-type]
-    sliding = sum("sliding" in kind for kind in layer_types)
-    if layer_types and len(layer_types) == len(attentions) and windowed != sliding:
-        yield f"its config says {sliding} sliding-window layers, its attention calls {windowed}"
-    if not layer_types and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        if windowed == 0:
-            yield f"its config has sliding_window {config.sliding_window}, which no attention call passes on"
+def _mask_reasons(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
+    """Windows and chunks are in a model's masks, which were not built for the trace: what a call says must be all."""
+    from mllm_compile.models.mask_probe import observe_attention_calls
+
+    materialise(hf_model, trace.device)
+    calls = observe_attention_calls(hf_model.model, trace.device)
+    if len(calls) != len(attentions):
+        yield f"it attends {len(calls)} times, of which {len(attentions)} are in the trace"
+        return
+    for node, call in zip(attentions, calls, strict=True):
+        window_left = int(node.args[6])  # type: ignore[arg-type]
+        if not call.sees_exactly(window_left):
+            said = "causal over all tokens" if window_left < 0 else f"causal over {window_left + 1} tokens"
+            yield f"its attention call is {said}, but its mask is not ({_where(node)})"
 
 
 def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:
-    """In-place writes on inputs would change weights or constants from step to step."""
+    """Writes into an input or a view of one would change weights or constants from step to step."""
+    inputs = {
+        node.meta["val"].untyped_storage()._cdata: node
+        for node in gm.graph.nodes
+        if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor)
+    }
     for node in gm.graph.nodes:
-        in_place = node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__")
-        in_place |= node.op == "call_function" and node.target in (operator.setitem, operator.iadd, operator.imul)
-        target = node.args[0] if in_place and node.args else None
-        if isinstance(target, fx.Node) and target.op == "placeholder":
-            yield f"{node.name} writes into {target.meta.get('weight_name', target.name)}"
+        if not (writes_in_place(node) or node.target is operator.setitem):
+            continue
+        target = node.kwargs.get("out") if isinstance(node.kwargs.get("out"), fx.Node) else node.args[0]
+        val = target.meta.get("val") if isinstance(target, fx.Node) else None
+        written = inputs.get(val.untyped_storage()._cdata) if isinstance(val, torch.Tensor) else None
+        if written is not None:
+            yield f"{node.name} writes into {written.meta.get('weight_name', written.target)} ({_where(node)})"
 
 
 def _size_reasons(trace: Trace) -> Iterator[str]:

@@ -108,8 +108,8 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
 def compute_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Values of the non-persistent buffers (rotary frequencies, embedding scales), computed on the CPU.
 
-    The model's own `_init_weights` is what computes them when Transformers loads a checkpoint; here it runs on NaN-filled
-    copies, so that one it does not fill is noticed instead of served.
+    The model's own `_init_weights` is what computes them when Transformers loads a checkpoint; here it runs on
+    NaN-filled copies, so that one it does not fill is noticed instead of served.
 
     Raises:
         UnsupportedModelError: a buffer is neither in checkpoints nor filled by `_init_weights`.

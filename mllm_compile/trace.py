@@ -8,7 +8,10 @@ that the graph holds for every size. What comes out has the placeholders `input_
 
 from __future__ import annotations
 
+import operator
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +19,12 @@ from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import HFModel, fake_copy
+from mllm_compile.model_errors import first_line, refusing
 
 INPUT_NAMES = ("input_ids", "positions", "logits_indices")
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
 _SAMPLE_ROWS = 3
+_MAX_CAUSE = 300  # Dynamo repeats whole graphs
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,12 @@ class Trace:
     Attributes:
         graph_module: the captured graph; every node has `meta["val"]`.
         max_tokens: the largest T that the graph was traced for.
+        device: the device that it was traced for.
     """
 
     graph_module: fx.GraphModule
     max_tokens: int
+    device: str
 
 
 class _FlatTokens(torch.nn.Module):
@@ -67,7 +74,8 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    weight_names = fake_copy(hf_model.model, mode, device)
+    with refusing("the model's parameters cannot be replaced by fake ones"):
+        weight_names = fake_copy(hf_model.model, mode, device)
     input_ids = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
     logits_indices = torch.zeros(_SAMPLE_ROWS, dtype=torch.int64, device=device)
@@ -76,7 +84,7 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     mark_unbacked(logits_indices, 0, shape_id="S")
     captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
     _name_placeholders(captured, weight_names)
-    return Trace(captured, max_tokens)
+    return Trace(captured, max_tokens, device)
 
 
 def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -110,6 +118,8 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
     for node in graph_module.graph.nodes:
         if "example_value" in node.meta:
             node.meta["val"] = node.meta.pop("example_value")
+        elif node.op == "call_function" and node.target is operator.setitem:
+            node.meta["val"] = None  # it writes, and gives nothing
         if node.op != "placeholder":
             continue
         example = node.meta.pop("example_input")
@@ -128,9 +138,19 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
 
 
 def _reason(error: BaseException) -> str:
-    """The line of a Dynamo error that names the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for line in lines:
-        if line.startswith(("Explanation:", "Could not guard", "Could not extract")):
-            return line
-    return lines[0] if lines else type(error).__name__
+    """What a Dynamo error says of the cause, and where in the model's code it was."""
+    text = str(error)
+    cause = _cause(text)[:_MAX_CAUSE] or first_line(error)[:_MAX_CAUSE]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+', text)
+    return f"{cause} ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else cause
+
+
+def _cause(text: str) -> str:
+    undecidable = r"Could not (?:guard on|extract specialized integer from) data-dependent expression (.+?) \(unhinted"
+    if branch := re.search(undecidable, text):
+        return f"it branches on the number of tokens: {branch[1]} (u0: tokens)"
+    failed_call = re.search(r"got (\w+Error\(.+\))", text)
+    if failed_call:
+        return failed_call[1]
+    explanation = re.search(r"^ *Explanation: (\S.+)$", text, re.MULTILINE)
+    return explanation[1] if explanation else ""

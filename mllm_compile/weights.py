@@ -1,159 +1,123 @@
 """Decides, when a model is compiled, which checkpoint tensor fills which weight of the program.
 
-Follows Transformers' own renaming of checkpoint keys, and accounts for every tensor: one that is unexpected, missing or
-wrongly shaped is an error that names it. Reading is runtime/weight_loader.py's business.
+Follows Transformers' own renaming and converting of checkpoint keys (checkpoint_keys.py), and accounts for every
+tensor: one that is unexpected, missing or wrongly shaped is an error that names it. Reading is done by
+runtime/weight_loader.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.checkpoint_keys import to_model_keys
+from mllm_compile.errors import CheckpointError
 from mllm_compile.passes.base import PackedPart
-from mllm_compile.runtime.safetensors_header import TensorEntry, read_header
+from mllm_compile.planned_tensor import Block, PlannedTensor
+from mllm_compile.runtime.safetensors_header import read_header
 from mllm_compile.runtime.weight_loader import WeightPart, WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True)
-class _Tensor:
-    file: str
-    name: str
-    entry: TensorEntry
-
-
-@dataclass(frozen=True)
-class TensorTable:
-    """Model key → the checkpoint tensor that holds it."""
-
-    by_model_key: dict[str, _Tensor]
-    files: tuple[str, ...]
+# Buffers that old checkpoints hold and Transformers computes: rotary frequencies, positions, causal masks.
+_LEFTOVERS = r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$"
 
 
 def plan_weights(
     program_weights: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     packed: Mapping[str, tuple[PackedPart, ...]],
-    table: TensorTable | None,
+    table: Mapping[str, PlannedTensor] | None,
 ) -> list[WeightSpec]:
     """One spec for each weight of the program.
 
     Args:
         program_weights: name → shape and dtype of each weight input of the program, constants left out.
         packed: what pack_projections joined.
-        table: the checkpoint's tensors, or None for random weights.
+        table: model key → what fills it (read_checkpoint), or None for random weights.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        KeyError: the table, which read_checkpoint has checked, lacks a weight.
     """
     specs = []
     for name, (shape, dtype) in program_weights.items():
         members = packed.get(name, (PackedPart(name, 0, shape[0] if shape else 1),))
         parts = []
         for member in members:
-            member_shape = (member.rows, *shape[1:]) if shape else ()
-            parts.append(_part(member, member_shape, table))
+            parts += _parts(member, (member.rows, *shape[1:]) if shape else (), table)
         specs.append(WeightSpec(name, shape, dtype, tuple(parts)))
     return specs
 
 
-def _part(member: PackedPart, shape: tuple[int, ...], table: TensorTable | None) -> WeightPart:
+def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, PlannedTensor] | None) -> list[WeightPart]:
     if table is None:
-        return WeightPart(member.weight_name, "", member.start, shape)
-    tensor = table.by_model_key.get(member.weight_name)
-    if tensor is None:
-        raise CheckpointError(
-            f"the checkpoint lacks {member.weight_name!r} (shape {list(shape)}), which the model needs"
-        )
-    if tensor.entry.shape != shape:
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.entry.shape)}, the model's config.json "
-            f"makes it {list(shape)}"
-        )
-    return WeightPart(tensor.name, tensor.file, member.start, shape)
+        return [WeightPart(member.weight_name, "", member.start, shape)]
+    return [_part(member, block) for block in table[member.weight_name].blocks]
 
 
-def read_checkpoint(folder: Path, files: Iterable[str], model: PreTrainedModel) -> TensorTable:
-    """Reads the headers of all `files` and gives each tensor its model key.
+def _part(member: PackedPart, block: Block) -> WeightPart:
+    first_row = block.starts[0] if block.starts else 0
+    inner = block.starts[1:] if any(block.starts[1:]) or block.steps else ()
+    return WeightPart(block.tensor, block.file, member.start + first_row, block.source_shape, block.steps, inner)
+
+
+def read_checkpoint(folder: Path, files: Iterable[str], model: PreTrainedModel) -> dict[str, PlannedTensor]:
+    """Reads the headers of all `files` and says for each key of the model what fills it.
 
     Raises:
         CheckpointError: a file is corrupt, a tensor stands in two files, is unexpected, or is missing.
-        UnsupportedModelError: Transformers would compute the tensor from others while loading.
+        UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
-    files = tuple(files)
-    tensors: dict[str, _Tensor] = {}
+    found: dict[str, PlannedTensor] = {}
     for file in files:
         for name, entry in read_header(folder / file).tensors.items():
-            if name in tensors:
-                raise CheckpointError(f"tensor {name!r} is in {tensors[name].file} and in {file}: which one is meant?")
-            tensors[name] = _Tensor(file, name, entry)
-    renamed = _rename(tensors, model)
-    _account(renamed, model)
-    return TensorTable(renamed, files)
+            if name in found:
+                other = found[name].blocks[0].file
+                raise CheckpointError(f"tensor {name!r} is in {other} and in {file}: which one is meant?")
+            found[name] = PlannedTensor.of_file(name, file, entry.shape)
+    table = to_model_keys(found, model)
+    _account(table, model)
+    return table
 
 
-def _rename(tensors: dict[str, _Tensor], model: PreTrainedModel) -> dict[str, _Tensor]:
-    """Transformers' own mapping from checkpoint keys to model keys; converters that compute are refused by name."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    transforms: list[Any] = get_model_conversion_mapping(model)
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
-    state = model.state_dict()
-    renamed: dict[str, _Tensor] = {}
-    for name, tensor in tensors.items():
-        key, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if converter is not None:
-            raise UnsupportedModelError(
-                f"checkpoint tensor {name!r} is fused or split by Transformers while loading (pattern {converter!r}); "
-                "such checkpoints are not supported yet. Save the model once with Transformers' save_pretrained("
-                "save_original_format=False) and use that folder."
-            )
-        if key in renamed:
-            raise CheckpointError(f"tensors {renamed[key].name!r} and {name!r} both stand for {key!r}")
-        renamed[key] = tensor
-    return renamed
-
-
-def _account(renamed: dict[str, _Tensor], model: PreTrainedModel) -> None:
-    """Every tensor has a place, every place a tensor; tied weights may be given under any of their names."""
+def _account(table: dict[str, PlannedTensor], model: PreTrainedModel) -> None:
+    """Every tensor has a place and every place a tensor of its shape; a tied weight may have any of its names."""
     state = model.state_dict(keep_vars=True)
+    _drop_leftovers(table, state, model)
+    for key, planned in table.items():
+        if planned.shape != state[key].shape:
+            names = " and ".join(repr(block.tensor) for block in planned.blocks[:2])
+            raise CheckpointError(
+                f"{planned.blocks[0].file}: {names} {'has' if len(planned.blocks) == 1 else 'and others make'} shape "
+                f"{list(planned.shape)}, the model's config.json says {list(state[key].shape)} for {key!r}"
+            )
     names_of: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names_of.setdefault(id(tensor), []).append(name)
-    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
-    for key in sorted(set(renamed) - set(state)):
-        if _is_known_leftover(key, ignored):
-            del renamed[key]
-            continue
-        raise CheckpointError(
-            f"{renamed[key].file}: tensor {renamed[key].name!r} has no place in {type(model).__name__}. "
-            "Is this the checkpoint that belongs to the config.json?"
-        )
     missing = []
-    for names in names_of.values():
-        given = [name for name in names if name in renamed]
-        if not given:
-            missing.append(names[0])
-        for name in names:
-            if given and name not in renamed:
-                renamed[name] = renamed[given[0]]
+    for tied in names_of.values():
+        given = next((name for name in tied if name in table), None)
+        if given is None:
+            missing.append(tied[0])
+        else:
+            table.update({name: table[given] for name in tied if name not in table})
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"the checkpoint lacks {', '.join(repr(name) for name in missing[:3])}{more}")
 
 
-def _is_known_leftover(key: str, ignored_patterns: tuple[str, ...]) -> bool:
-    """Buffers that old checkpoints hold and Transformers computes, and what the model class says to ignore."""
-    import re
-
-    return key.endswith(("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")) or any(
-        re.search(pattern, key) for pattern in ignored_patterns
-    )
+def _drop_leftovers(table: dict[str, PlannedTensor], state: Mapping[str, object], model: PreTrainedModel) -> None:
+    """Drops what Transformers drops in silence too; anything else without a place is an error."""
+    ignored = [_LEFTOVERS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    for key in sorted(set(table) - set(state)):
+        if not any(re.search(pattern, key) for pattern in ignored):
+            block = table[key].blocks[0]
+            raise CheckpointError(
+                f"{block.file}: tensor {block.tensor!r} has no place in {type(model).__name__}. "
+                "Is this the checkpoint that belongs to the config.json?"
+            )
+        del table[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -52,7 +52,7 @@ def _lower(gm: fx.GraphModule, node: fx.Node, spec: AttentionSpec) -> None:
     val = node.meta["val"]
     with gm.graph.inserting_before(node):
         num_tokens = call(gm.graph, torch.ops.aten.sym_size.int, q, 0)
-        shape = [num_tokens, spec.num_heads, spec.v_head_dim]
+        shape: list[Any] = [num_tokens, spec.num_heads, spec.v_head_dim]
         output = gm.graph.call_function(torch.ops.aten.new_empty.default, (q, shape))
         output.meta["val"] = val
         lowered = gm.graph.call_function(torch.ops.mllm.attention_with_output.default, (q, k, v, output, spec.name))

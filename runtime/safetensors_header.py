@@ -10,6 +10,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 
@@ -73,7 +74,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     return SafetensorsHeader(tensors, raw)
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, dict[str, object]]:
+def _parse(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:
     try:
         header = json.loads(raw)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -83,23 +84,24 @@ def _parse(path: Path, raw: bytes) -> dict[str, dict[str, object]]:
     return header
 
 
-def _entry(path: Path, name: str, fields: dict[str, object], data_start: int, file_bytes: int) -> TensorEntry:
+def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_bytes: int) -> TensorEntry:
     dtype_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if dtype_name not in DTYPES:
+    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype_name!r}; known: {', '.join(DTYPES)}")
-    if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):  # type: ignore[arg-type]
+    if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
         raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shape!r} at {offsets!r}"))
-    dtype = DTYPES[dtype_name]  # type: ignore[index]
-    begin, end = (data_start + offset for offset in offsets)  # type: ignore[union-attr]
-    if end - begin != math.prod(shape) * dtype.itemsize:  # type: ignore[arg-type]
+    begin, end = (data_start + offset for offset in offsets)
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(_broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))
     if end > file_bytes:
         raise CheckpointError(_broken(path, f"tensor {name!r} ends at byte {end} of a file of {file_bytes}"))
-    return TensorEntry(dtype, tuple(shape), begin, end)  # type: ignore[arg-type]
+    return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(n, int) and n >= 0 for n in value)
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    # Exactly int: json reads true as a bool, which is an int too.
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _broken(path: Path, why: str) -> str:

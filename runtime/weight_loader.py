@@ -11,8 +11,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,21 +24,30 @@ _READERS = 4
 _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size through the layers
 
 
+# A view to take of a tensor: ("narrow", dim, start, length), ("transpose", dim, dim), ("reshape", *sizes),
+# ("squeeze", dim), ("unsqueeze", dim).
+ViewStep = tuple[str | int, ...]
+
+
 @dataclass(frozen=True)
 class WeightPart:
-    """One checkpoint tensor and the rows of the weight that it fills.
+    """One checkpoint tensor and the box of the weight that it fills.
 
     Attributes:
         tensor: its name in the checkpoint.
         file: the safetensors file that holds it, relative to the model folder; "" for random weights.
-        start: first row of dimension 0; the rows follow from the shape.
+        start: the box's first row in dimension 0; how many there are follows from the shape.
         shape: the tensor's own shape.
+        steps: views to take of the tensor, in order, before it is copied.
+        inner_starts: where the box begins in dimensions 1, 2, …; empty for all of each.
     """
 
     tensor: str
     file: str
     start: int
     shape: tuple[int, ...]
+    steps: tuple[ViewStep, ...] = ()
+    inner_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,46 @@ class WeightSpec:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> WeightSpec:
+        """Raises KeyError or TypeError for anything that to_json would not have written."""
+        parts = tuple(
+            WeightPart(
+                tensor=part["tensor"],
+                file=part["file"],
+                start=part["start"],
+                shape=tuple(part["shape"]),
+                steps=tuple(tuple(step) for step in part["steps"]),
+                inner_starts=tuple(part["inner_starts"]),
+            )
+            for part in data["parts"]
+        )
+        return cls(data["name"], tuple(data["shape"]), getattr(torch, data["dtype"]), parts)
+
+
+def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:
+    """`tensor` after the views of `steps`; no data is copied unless a reshape needs it."""
+    for name, *args in steps:
+        tensor = _VIEWS[str(name)](tensor, *args)
+    return tensor
+
+
+_VIEWS: dict[str, Callable[..., torch.Tensor]] = {
+    "narrow": torch.narrow,
+    "transpose": torch.transpose,
+    "reshape": lambda tensor, *sizes: tensor.reshape(sizes),
+    "squeeze": torch.squeeze,
+    "unsqueeze": torch.unsqueeze,
+}
+
+
+def view_shape(shape: tuple[int, ...], steps: Iterable[ViewStep]) -> tuple[int, ...]:
+    """The shape of a tensor of `shape` after the views of `steps`."""
+    return tuple(viewed(torch.empty(shape, device="meta"), steps).shape)
 
 
 def allocate_weights(specs: Iterable[WeightSpec], device: str) -> dict[str, torch.Tensor]:
@@ -102,14 +152,14 @@ def _load_file(
         if entry is None or entry.shape != part.shape:
             found = "no such tensor" if entry is None else f"shape {list(entry.shape)}"
             raise CheckpointError(
-                f"{path}: expected tensor {part.tensor!r} of shape {list(part.shape)}, found {found}. The checkpoint has "
-                "changed since the model was compiled; compile it again."
+                f"{path}: expected tensor {part.tensor!r} of shape {list(part.shape)}, found {found}. The checkpoint "
+                "has changed since the model was compiled; compile it again."
             )
-        place_of(weights[spec.name], part).copy_(_view(mapped, entry))
+        place_of(weights[spec.name], part).copy_(viewed(_typed(mapped, entry), part.steps))
         advance(entry.end - entry.begin)
 
 
-def _view(mapped: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+def _typed(mapped: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     data = mapped[entry.begin : entry.end]
     if entry.begin % entry.dtype.itemsize:  # a header of odd length: typed views need alignment
         data = data.clone()
@@ -118,9 +168,11 @@ def _view(mapped: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
     """The view of `weight` that `part` fills."""
-    if not part.shape:
-        return weight
-    return weight.narrow(0, part.start, part.shape[0])
+    shape = view_shape(part.shape, part.steps) if part.steps else part.shape
+    starts = (part.start, *part.inner_starts)
+    for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # no inner starts: all of those dimensions
+        weight = weight.narrow(dim, start, size)
+    return weight
 
 
 def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], seed: int) -> None:

@@ -23,6 +23,7 @@ _WITHOUT_EFFECT = frozenset(
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "past_key_values",
         "position_ids",
         "return_dict",
@@ -50,7 +51,11 @@ def mllm_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as Transformers calls it (query: [1, H, T, D], key and value: [1, Hk, T, D]) → ([1, T, H, Dv], None)."""
+    """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
+
+    Returns:
+        [1, T, H, Dv], and no attention weights.
+    """
     refusals = [
         f"keyword {name}" for name in sorted(kwargs) if kwargs[name] is not None and name not in _WITHOUT_EFFECT
     ]

@@ -1,0 +1,31 @@
+"""Whatever a foreign model raises while it is built, traced or checked becomes one line that a user can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mllm_compile.errors import MllmError, UnsupportedModelError
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turns every exception but our own into UnsupportedModelError("{what}: {its first line}").
+
+    A model is code that we have not written, and there is no telling what it raises; to a user it is all the same:
+    this model is not served, and why.
+    """
+    try:
+        yield
+    except MllmError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{what}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The error's first line; its type where it says nothing, or too little to be understood."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0] if len(lines[0].split()) > 2 else f"{type(error).__name__}: {lines[0]}"
