@@ -6,6 +6,7 @@
 # PYTHON=python3.12     the interpreter that .venv is made with
 # TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 #                       what pip installs as torch; here a build without CUDA, which is a tenth of the size
+# WORKERS=4             how many processes the tests run in, file by file
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,9 +14,12 @@ VENV ?= .venv
 ifneq ($(shell nvidia-smi -L 2>/dev/null | grep -m 1 GPU),)
 TORCH ?= 'torch>=2.11,<2.14'
 EXTRAS := cuda,dev
+# Tests on a GPU fill its memory: one at a time.
+WORKERS ?= 0
 else
 TORCH ?= torch==2.13.0
 EXTRAS := dev
+WORKERS ?= 2
 endif
 
 BIN := $(VENV)/bin
@@ -30,7 +34,7 @@ demo: $(INSTALLED)
 	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --max-tokens 48 --prompt 'Return a new list'
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest
