@@ -71,7 +71,8 @@ def test_sizes_of_batches_need_no_other_runtime_and_what_shapes_pieces_does(conf
 def test_the_folder_holds_what_people_read(config):
     names = {path.name for path in files(load_or_compile(config).folder)}
     assert {"manifest.json", "program.json", "config.json", "tokenizer.json"} <= names
-    assert {"00_trace.txt", "05_deduplicate_pieces.txt"} <= names
+    assert "00_trace.txt" in names
+    assert any(name.endswith("_deduplicate_pieces.txt") for name in names)
     assert not [name for name in names if name.endswith((".pkl", ".pickle", ".bin"))]
 
 
