@@ -59,8 +59,8 @@ def provenance(result: BenchResult) -> list[str]:
     lines = [", ".join(f"{name} {value}" for name, value in result.environment.items())]
     if result.ceilings is not None:
         lines.append(
-            f"measured ceilings: read {result.ceilings.read_bytes_s / 1e12:.3g} TB/s, "
-            f"GEMM {result.ceilings.flops_s / 1e12:.3g} TFLOP/s"
+            f"measured ceilings: read {result.ceilings.read_bytes_s / 1e9:,.4g} GB/s, "
+            f"GEMM {result.ceilings.flops_s / 1e12:,.3g} TFLOP/s"
         )
     lines.append("engines: " + ", ".join(f"{run.engine} {run.version}" for run in result.runs))
     return lines

@@ -11,6 +11,9 @@ from mllm_compile.bench import workloads
 from mllm_compile.cli.arguments import ConfigArgument
 from mllm_compile.errors import ConfigError
 
+# What a request of the latency work has in the middle of its answer.
+_ROOFLINE_CONTEXT = workloads.INPUT_LEN + workloads.OUTPUT_LEN // 2
+
 EnginesOption = Annotated[
     str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
 ]
@@ -24,6 +27,7 @@ def make_bench_app() -> typer.Typer:
     app.command("latency")(latency_command)
     app.command("throughput")(throughput_command)
     app.command("startup")(startup_command)
+    app.command("roofline")(roofline_command)
     app.command("table")(table_command)
     return app
 
@@ -101,6 +105,23 @@ def startup_command(
     if json_path is not None:
         result.write(json_path)
     print_result(result)
+
+
+def roofline_command(
+    config: ConfigArgument,
+    batch: Annotated[int, typer.Option(min=1, help="Requests of the step.")] = 1,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of each request.")] = _ROOFLINE_CONTEXT,
+    steps: Annotated[int, typer.Option(min=1, help="Profiled steps; the table is of the typical one.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 40,
+    json_path: JsonOption = None,
+) -> None:
+    """Where a decode step's time goes: each kernel's bytes, time and share of the ceiling, the most time lost first."""
+    from mllm_compile.bench.roofline_report import print_roofline, run_roofline
+
+    result = run_roofline(config, batch, context, steps)
+    if json_path is not None:
+        result.write(json_path)
+    print_roofline(result, top)
 
 
 def table_command(

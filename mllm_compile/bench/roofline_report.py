@@ -1,0 +1,177 @@
+"""`mllm-compile bench roofline`: runs the processes, puts kernels and jobs together, prints the map."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from mllm_compile.bench.chrome_trace import TracedKernel
+from mllm_compile.bench.harness import WORKER, Probe, probe_machine, run_process
+from mllm_compile.bench.results import Ceilings
+from mllm_compile.bench.roofline import (
+    PREPARE,
+    SAMPLE,
+    UNKNOWN,
+    RooflineRow,
+    StepFacts,
+    assign_jobs,
+    jobs_by_name,
+    roofline_rows,
+)
+from mllm_compile.console import print_table
+
+# Together with the figures they fill 120 columns.
+_KERNEL_WIDTH = 34
+_LABEL_WIDTH = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The map of one decode step.
+
+    Attributes:
+        batch, context: of the step.
+        with_graphs: the times are of a replayed CUDA graph.
+        wall_us: the step from outside, host work included, no profiler on.
+        span_us: from the first kernel's beginning to the last one's end.
+        rows: the most time lost first.
+    """
+
+    model: str
+    batch: int
+    context: int
+    with_graphs: bool
+    environment: dict[str, str]
+    ceilings: Ceilings
+    wall_us: float
+    span_us: float
+    rows: tuple[RooflineRow, ...]
+
+    @property
+    def kernels_us(self) -> float:
+        return sum(row.us for row in self.rows)
+
+    @property
+    def limit_us(self) -> float:
+        return sum(row.limit_us for row in self.rows)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def run_roofline(config: Path, batch: int, context: int, steps: int) -> Roofline:
+    """Profiles decode steps; on a GPU twice, without CUDA graphs to know each kernel's job, and with them for the time.
+
+    Raises:
+        BenchmarkError: a process failed.
+        MllmError: the config, the model or the device cannot be used.
+    """
+    probe = probe_machine(config, batch, context + 2 * steps + 16)
+    known = _trace(probe, batch, context, steps, graphs=False)
+    facts = StepFacts.from_json(known["facts"])
+    kernels = known_kernels = [TracedKernel(**kernel) for kernel in known["kernels"]]
+    jobs = known_jobs = assign_jobs(known_kernels, facts)
+    traced = known
+    with_graphs = probe.setting.device != "cpu" and _graph_mode(probe) != "none"
+    if with_graphs:
+        traced = _trace(probe, batch, context, steps, graphs=True)
+        kernels = [TracedKernel(**kernel) for kernel in traced["kernels"]]
+        jobs = jobs_by_name(kernels, known_kernels, known_jobs)
+    return Roofline(
+        model=config.stem,
+        batch=batch,
+        context=context,
+        with_graphs=with_graphs,
+        environment=probe.environment,
+        ceilings=probe.ceilings,
+        wall_us=traced["wall_us"],
+        span_us=max(kernel.start_us + kernel.us for kernel in kernels) - kernels[0].start_us,
+        rows=tuple(roofline_rows(kernels, jobs, probe.ceilings)),
+    )
+
+
+def print_roofline(roofline: Roofline, top: int, stream: TextIO = sys.stdout) -> None:
+    """The kernels, then the parts of the step, then the sums; at most 120 columns."""
+    times = "a replayed CUDA graph" if roofline.with_graphs else "no CUDA graph"
+    title = f"{roofline.model}, batch {roofline.batch}, context {roofline.context}, {times}: kernels by time lost"
+    columns = ("lost µs", "µs", "n", "MB", "GB/s", "share", "job", "kernel")
+    shown = roofline.rows[:top]
+    print_table(stream, title, columns, [_cells(row) for row in shown])
+    if len(shown) < len(roofline.rows):
+        print(f"  and {len(roofline.rows) - len(shown)} more rows; --top shows more of them", file=stream)
+    print_table(stream, "parts of the step", ("part", "lost µs", "µs", "n", "MB", "share"), _parts(roofline.rows))
+    idle = roofline.span_us - roofline.kernels_us
+    print(
+        f"step {roofline.wall_us:.0f} µs from outside (steps not overlapped), {roofline.span_us:.0f} from its first "
+        f"kernel to its last under the profiler:\n"
+        f"kernels {roofline.kernels_us:.0f}, nothing between them {max(0.0, idle):.0f}; "
+        f"limit {roofline.limit_us:.0f} µs at {roofline.ceilings.read_bytes_s / 1e9:.4g} GB/s and "
+        f"{roofline.ceilings.flops_s / 1e12:.3g} TFLOP/s, measured",
+        file=stream,
+    )
+    print(", ".join(f"{name} {value}" for name, value in roofline.environment.items()), file=stream)
+
+
+def _trace(probe: Probe, batch: int, context: int, steps: int, *, graphs: bool) -> dict[str, Any]:
+    setting = probe.setting if graphs else probe.setting.changed("cudagraph", mode="none", **_NO_SIZES)
+    options = {"batch": batch, "context": context, "steps": steps, "ranges": not graphs}
+    return run_process(WORKER, {"task": "roofline", "setting": asdict(setting), "options": options})
+
+
+# A list of sizes contradicts the mode none.
+_NO_SIZES = {"piecewise_tokens": "auto", "decode_requests": "auto"}
+
+
+def _graph_mode(probe: Probe) -> str:
+    return probe.setting.engine_config().cudagraph.mode
+
+
+def _cells(row: RooflineRow) -> tuple[str, ...]:
+    return (*_figures(row.lost_us, row.us, row.count, row.num_bytes), _rate(row), _share(row), *_names(row))
+
+
+def _figures(lost_us: float, us: float, count: int, num_bytes: int) -> tuple[str, ...]:
+    # Padded, since a kernel that beats the ceiling (in a cache) loses less than nothing, and its sign is no digit.
+    return f"{lost_us:8.1f}", f"{us:8.1f}", str(count), f"{num_bytes / 1e6:.2f}"
+
+
+def _rate(row: RooflineRow) -> str:
+    return f"{row.num_bytes / row.us / 1e3:.0f}" if row.us else "0"
+
+
+def _share(row: RooflineRow) -> str:
+    return f"{row.share:.0%}"
+
+
+def _names(row: RooflineRow) -> tuple[str, str]:
+    return _cut(row.label, _LABEL_WIDTH), _cut(row.kernel, _KERNEL_WIDTH)
+
+
+def _cut(name: str, width: int) -> str:
+    """Both ends tell: the beginning what it is, the end which one."""
+    return name if len(name) <= width else f"{name[: width - 13]}…{name[-12:]}"
+
+
+def _parts(rows: Sequence[RooflineRow]) -> list[tuple[str, ...]]:
+    sums: dict[str, list[RooflineRow]] = defaultdict(list)
+    for row in rows:
+        sums[_part(row)].append(row)
+    table = []
+    for part, group in sorted(sums.items(), key=lambda item: -sum(row.lost_us for row in item[1])):
+        us, limit_us = sum(row.us for row in group), sum(row.limit_us for row in group)
+        figures = _figures(us - limit_us, us, sum(row.count for row in group), sum(row.num_bytes for row in group))
+        table.append((part, *figures, f"{limit_us / us:.0%}" if us else ""))
+    return table
+
+
+def _part(row: RooflineRow) -> str:
+    if row.label in (PREPARE, SAMPLE, UNKNOWN):
+        return row.label
+    if row.flops:
+        return "GEMMs"
+    return "attention" if row.label.startswith("attention ") else "between GEMMs"
