@@ -1,26 +1,25 @@
 """Brings weights to their final, packed place on the device: from safetensors by name, or seeded random ones.
 
-What goes where was decided when the model was compiled (WeightSpec); this module only reads, converts the dtype and
-copies. Nothing is materialised twice: a tensor of a file is a view of the mapped pages.
+What goes where was decided when the model was compiled (WeightSpec); how bytes get from a file to the device is
+weight_stream.py's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.safetensors_header import TensorEntry, read_header
+from mllm_compile.runtime.safetensors_header import SafetensorsHeader, TensorEntry, read_header
+from mllm_compile.runtime.weight_stream import TensorRead, stream_tensors
 
-_READERS = 4
 _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size through the layers
 
 
@@ -110,7 +109,7 @@ def allocate_weights(specs: Iterable[WeightSpec], device: str) -> dict[str, torc
 
 
 def load_weights(
-    specs: Iterable[WeightSpec],
+    specs: Sequence[WeightSpec],
     weights: dict[str, torch.Tensor],
     folder: Path,
     advance: Callable[[int], None] = lambda num_bytes: None,
@@ -126,44 +125,33 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, or does not hold what the spec says.
     """
-    by_file: dict[str, list[tuple[WeightSpec, WeightPart]]] = defaultdict(list)
-    for spec in specs:
-        for part in spec.parts:
-            by_file[part.file].append((spec, part))
-    with ThreadPoolExecutor(min(_READERS, max(1, len(by_file))), thread_name_prefix="weights") as readers:
-        jobs = [
-            readers.submit(_load_file, folder / file, wanted, weights, advance)
-            for file, wanted in sorted(by_file.items())
-        ]
-        for job in jobs:
-            job.result()
-
-
-def _load_file(
-    path: Path,
-    wanted: list[tuple[WeightSpec, WeightPart]],
-    weights: dict[str, torch.Tensor],
-    advance: Callable[[int], None],
-) -> None:
-    header = read_header(path)
-    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    for spec, part in wanted:
-        entry = header.tensors.get(part.tensor)
-        if entry is None or entry.shape != part.shape:
-            found = "no such tensor" if entry is None else f"shape {list(entry.shape)}"
-            raise CheckpointError(
-                f"{path}: expected tensor {part.tensor!r} of shape {list(part.shape)}, found {found}. The checkpoint "
-                "has changed since the model was compiled; compile it again."
+    headers = {
+        file: read_header(folder / file) for file in sorted({part.file for spec in specs for part in spec.parts})
+    }
+    stream_tensors(
+        [
+            TensorRead(
+                folder / part.file,
+                _entry(folder / part.file, headers[part.file], part),
+                place_of(weights[spec.name], part),
+                partial(viewed, steps=part.steps) if part.steps else None,
             )
-        place_of(weights[spec.name], part).copy_(viewed(_typed(mapped, entry), part.steps))
-        advance(entry.end - entry.begin)
+            for spec in specs
+            for part in spec.parts
+        ],
+        advance,
+    )
 
 
-def _typed(mapped: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    data = mapped[entry.begin : entry.end]
-    if entry.begin % entry.dtype.itemsize:  # a header of odd length: typed views need alignment
-        data = data.clone()
-    return data.view(entry.dtype).view(entry.shape)
+def _entry(path: Path, header: SafetensorsHeader, part: WeightPart) -> TensorEntry:
+    entry = header.tensors.get(part.tensor)
+    if entry is None or entry.shape != part.shape:
+        found = "no such tensor" if entry is None else f"shape {list(entry.shape)}"
+        raise CheckpointError(
+            f"{path}: expected tensor {part.tensor!r} of shape {list(part.shape)}, found {found}. The checkpoint "
+            "has changed since the model was compiled; compile it again."
+        )
+    return entry
 
 
 def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
