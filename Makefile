@@ -30,8 +30,8 @@ INSTALLED := $(VENV)/.installed
 
 demo: $(INSTALLED)
 	$(BIN)/mllm-compile configs/tiny.yaml
-	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --max-tokens 48 --prompt 'The for statement is used to'
-	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --max-tokens 48 --prompt 'Return a new list'
+	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --max-tokens 48 --prompt 'Return a new list containing'
+	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --chat --prompt 'What does shutil.copytree do?'
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile
