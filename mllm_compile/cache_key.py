@@ -1,8 +1,8 @@
 """The key of a cached runtime: an explicit list of factors with their values, and the hash over them.
 
-A factor is whatever changes the program, its pieces, its kernels or where its weights lie. Nothing else is in the key:
-no path, no file time, no environment, no size of a batch. Values are text that people can compare; where one has parts
-(`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
+A factor is whatever changes what a runtime holds: the program, its pieces, its kernels, where its weights lie, the
+tokenizer. Nothing else is in the key: no path, no file time, no environment, no size of a batch. Values are text that
+people can compare; where one has parts (`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 
 import mllm_compile
+from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
 FORMAT_VERSION = 2
@@ -86,6 +88,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "transformers": _version("transformers"),
         "model config": _hash(json.dumps(model.config, sort_keys=True).encode()),
         "model code": _model_code(config, model),
+        "text": _text(model),
         "weights": weights.fingerprint(),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
@@ -147,6 +150,12 @@ def _model_code(config: ResolvedConfig, model: ModelFolder) -> str:
     if not config.model.trust_remote_code:
         return "unused"
     return _file_hashes(model.path, model.path.glob("*.py")) or "none"
+
+
+def _text(model: ModelFolder) -> str:
+    """The tokenizer and the generation defaults: two models of one shape (a fine-tune and its base) may differ here."""
+    files = [*tokenizer_files(model.path), model.path / GENERATION_CONFIG_FILE]
+    return _file_hashes(model.path, (path for path in files if path.is_file())) or "none"
 
 
 @cache

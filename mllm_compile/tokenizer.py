@@ -34,6 +34,8 @@ _EXPORTED_FILES = (
 )
 # Any of these says that the folder has a tokenizer, in a format that Transformers can convert.
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+# Read with an older format by Transformers' converters.
+_COMPANION_FILES = ("merges.txt", "added_tokens.json")
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -138,6 +140,12 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     config = _read(folder / TOKENIZER_CONFIG_FILE)
     special_tokens = _special_tokens(_read(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
     return Tokenizer(backend, special_tokens, _chat_templates(folder, config))
+
+
+def tokenizer_files(model_folder: Path) -> list[Path]:
+    """The files of a model folder that `export_tokenizer` reads."""
+    names = (*_EXPORTED_FILES, *_OLDER_FILES, *_COMPANION_FILES)
+    return [model_folder / name for name in names if (model_folder / name).is_file()]
 
 
 def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bool = False) -> bool:

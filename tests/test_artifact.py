@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import yaml
 from mllm_compile import EngineConfig
 from mllm_compile.compile import load_or_compile
 from mllm_compile.progress import NullReporter, Stage
-from tests.tiny_model import tiny_config
+from tests.tiny_model import TINY, tiny_config
 
 EAGER = {"backend": "eager"}
 
@@ -66,6 +67,18 @@ def test_sizes_of_batches_need_no_other_runtime_and_what_shapes_pieces_does(conf
     other = load_or_compile(tiny_config(cache, compile=EAGER | {"disable_passes": ["pack_projections"]}))
     assert not other.was_cached
     assert load_or_compile(config).was_cached, "both are kept"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_models_of_one_shape_with_other_text_files_have_runtimes_of_their_own(config, tmp_path, name):
+    tuned = tmp_path / "tuned"
+    shutil.copytree(TINY, tuned)
+    same = tiny_config(tmp_path / "cache", compile=EAGER, model={"path": str(tuned)})
+    assert load_or_compile(same).was_cached, "where the model lies does not matter"
+    text = (tuned / name).read_text()
+    (tuned / name).write_text(text + "\n" if name.endswith("jinja") else json.dumps(json.loads(text) | {"changed": 1}))
+    assert not load_or_compile(same).was_cached
+    assert load_or_compile(config).was_cached
 
 
 def test_the_folder_holds_what_people_read(config):
