@@ -57,6 +57,7 @@ def _load_kernels(config: ResolvedConfig, layers: Sequence[LayerSpec]) -> None:
         runtime.max_running_requests,
         page_size=runtime.page_size,
         layers=[attention_layer(layer, sinks) for layer in layers],
+        deterministic=runtime.deterministic,
     )
     try:
         from flashinfer.page import get_page_module

@@ -92,7 +92,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "weights": weights.fingerprint(),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
-        "attention": config.runtime.attention_backend,
+        "attention": _attention(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
 
@@ -126,6 +126,15 @@ def changed_parts(now: str, then: str) -> tuple[str, str]:
     if not only_now and not only_then:  # the same parts in another order
         return now, then
     return ", ".join(only_now) or "-", ", ".join(only_then) or "-"
+
+
+def _attention(config: ResolvedConfig) -> str:
+    """The backend and what its kernels depend on; a runtime holds those of FlashInfer."""
+    runtime = config.runtime
+    if runtime.attention_backend == "torch":
+        return "torch"
+    mode = ["deterministic"] if runtime.deterministic else []
+    return ", ".join([runtime.attention_backend, f"{runtime.kv_cache_dtype} KV cache", *mode])
 
 
 def _gpu_architecture(device: str) -> str:

@@ -104,8 +104,8 @@ class RuntimeConfig(Section):
     page_size: Auto | Annotated[int, Field(ge=1, le=MAX_PAGE_SIZE)] = "auto"
     """Tokens in one page of the KV cache."""
 
-    kv_cache_dtype: str = "auto"
-    """Type of the KV cache; for now the model's own (auto)."""
+    kv_cache_dtype: Literal[Auto, DtypeName, "fp8_e4m3"] = "auto"
+    """Type of the KV cache: the model's own (auto), or fp8_e4m3, which takes half of bfloat16's memory."""
 
     mem_fraction_static: float = Field(default=0.9, gt=0.0, lt=1.0)
     """The share of the device's memory for weights, KV cache and graphs together."""
@@ -123,7 +123,8 @@ class RuntimeConfig(Section):
     """Keep the KV cache of finished requests for prompts that begin alike."""
 
     deterministic: bool = False
-    """Bitwise the same answer whatever else is in the batch. Not built yet: takes only false."""
+    """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
+    preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of requests that bring none, and of dummy weights."""
@@ -134,22 +135,6 @@ class RuntimeConfig(Section):
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ValueError("auto, cpu, cuda or cuda:N")
         return device
-
-    @field_validator("kv_cache_dtype")
-    @classmethod
-    def _built_kv_cache_dtype(cls, dtype: str) -> str:
-        if dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"):
-            raise ValueError("auto, float32, float16 or bfloat16: a quantised KV cache is not built yet")
-        if dtype not in ("auto", "float32", "float16", "bfloat16"):
-            raise ValueError("auto, float32, float16 or bfloat16")
-        return dtype
-
-    @field_validator("deterministic")
-    @classmethod
-    def _deterministic_is_not_built(cls, deterministic: bool) -> bool:
-        if deterministic:
-            raise ValueError("false: the deterministic mode is not built yet")
-        return deterministic
 
 
 class CacheConfig(Section):

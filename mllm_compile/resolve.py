@@ -23,6 +23,11 @@ PAGE_SIZE = 16
 # A CPU computes a few hundred tokens a second: more in flight would only make each of them later.
 MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+# deterministic: tokens of every step, padding included. A GPU multiplies 128 rows about as fast as one. 512 rows times
+# KV heads are more blocks than twice a GPU's processors, from which on captured attention never splits a request's
+# keys (see FlashInferAttnBackend.init_cuda_graph_state).
+DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
+DETERMINISTIC_ATTENTION_BLOCKS = 512
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # Above these a step is long enough that launching its kernels one by one costs nothing.
@@ -30,6 +35,8 @@ PIECEWISE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 257, 32), *r
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 
 BackendName = Literal["flashinfer", "torch"]
+# In torch's names.
+KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 _PIECEWISE_MODES = ("piecewise", "full_and_piecewise")
@@ -78,7 +85,7 @@ class ResolvedRuntime(_Resolved):
     device: str
     attention_backend: BackendName
     page_size: int
-    kv_cache_dtype: DtypeName
+    kv_cache_dtype: KVDtypeName
     mem_fraction_static: float
     max_model_len: int
     max_running_requests: int
@@ -216,7 +223,7 @@ def _runtime(
 ) -> ResolvedRuntime:
     kind = "cuda" if device.is_cuda else "cpu"
     choices.settle("runtime.device", asked.device, lambda: (device.device, device.name))
-    requests, tokens = _batch_limits(asked, kind, choices)
+    requests, tokens = _batch_limits(asked, kind, model, choices)
     return ResolvedRuntime(
         device=device.device,
         attention_backend=backend,
@@ -232,36 +239,44 @@ def _runtime(
     )
 
 
-def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: _Choices) -> DtypeName:
+def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: _Choices) -> KVDtypeName:
+    if asked.kv_cache_dtype == "fp8_e4m3":
+        return "float8_e4m3fn"
     kv_dtype = choices.settle("runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's"))
     if kv_dtype != dtype:
         raise ConfigError(
-            f"runtime.kv_cache_dtype is {kv_dtype}, the model's dtype {dtype}: a KV cache of another type is not "
-            f"built yet. Set runtime.kv_cache_dtype: auto."
+            f"runtime.kv_cache_dtype is {kv_dtype}, the model's dtype {dtype}; a KV cache has the model's own type or "
+            "fp8_e4m3. Set runtime.kv_cache_dtype: auto."
         )
     return kv_dtype
 
 
-def _batch_limits(asked: RuntimeConfig, kind: str, choices: _Choices) -> tuple[int, int]:
+def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: _Choices) -> tuple[int, int]:
     """(max_running_requests, max_num_batched_tokens): every running request needs a token of a step's budget."""
-    if asked.max_num_batched_tokens == "auto":
-        most_requests = MAX_RUNNING_REQUESTS[kind]
-    else:
-        most_requests = min(MAX_RUNNING_REQUESTS[kind], asked.max_num_batched_tokens)
+    auto_tokens, why = MAX_NUM_BATCHED_TOKENS[kind], f"for {kind}"
+    if asked.deterministic:
+        auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
+    budget = asked.max_num_batched_tokens
+    most_requests = min(MAX_RUNNING_REQUESTS[kind], auto_tokens if budget == "auto" else budget)
     requests = choices.settle(
         "runtime.max_running_requests", asked.max_running_requests, lambda: (most_requests, f"for {kind}")
     )
-    tokens = choices.settle(
-        "runtime.max_num_batched_tokens",
-        asked.max_num_batched_tokens,
-        lambda: (max(MAX_NUM_BATCHED_TOKENS[kind], requests), f"for {kind}"),
-    )
+    tokens = choices.settle("runtime.max_num_batched_tokens", budget, lambda: (max(auto_tokens, requests), why))
     if requests > tokens:
         raise ConfigError(
             f"runtime.max_running_requests is {requests}, more than runtime.max_num_batched_tokens {tokens}: each "
             f"running request takes a token of every step. Raise the second or lower the first."
         )
     return requests, tokens
+
+
+def _deterministic_tokens(kind: str, model: ModelFolder) -> int:
+    if kind == "cpu":
+        return DETERMINISTIC_TOKENS["cpu"]
+    num_kv_heads = model.text_config_value("num_key_value_heads", "num_attention_heads", "n_head")
+    if not isinstance(num_kv_heads, int) or num_kv_heads < 1:
+        num_kv_heads = 1
+    return max(DETERMINISTIC_TOKENS["cuda"], DETERMINISTIC_ATTENTION_BLOCKS // num_kv_heads)
 
 
 def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: _Choices) -> int:
@@ -289,6 +304,8 @@ def _cudagraph(
     mode = _graph_mode(asked, runtime, device, choices)
     if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here
         return ResolvedCudaGraph(mode=mode, piecewise_tokens=(), decode_requests=())
+    if runtime.deterministic:
+        return _deterministic_cudagraph(asked, mode, runtime.max_num_batched_tokens)
     return ResolvedCudaGraph(
         mode=mode,
         piecewise_tokens=_graph_sizes(
@@ -311,12 +328,35 @@ def _cudagraph(
     )
 
 
+def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> ResolvedCudaGraph:
+    """Every step is a decode of `num_tokens` rows, so there is one shape to capture."""
+    if mode not in ("none", "piecewise", "full_decode_only"):
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but with runtime.deterministic every step has the shape of one decode. Set it "
+            "to auto, full_decode_only, piecewise or none."
+        )
+    sizes = {
+        "piecewise_tokens": (num_tokens,) if mode == "piecewise" else (),
+        "decode_requests": (num_tokens,) if mode == "full_decode_only" else (),
+    }
+    for key, only in sizes.items():
+        given = getattr(asked, key)
+        if given not in ("auto", only):
+            raise CaptureSizeError(
+                f"cudagraph.{key} is {list(given)}, but with runtime.deterministic every step has {num_tokens} tokens "
+                f"(runtime.max_num_batched_tokens). Set it to auto."
+            )
+    return ResolvedCudaGraph(mode=mode, **sizes)
+
+
 def _graph_mode(asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, choices: _Choices) -> GraphMode:
     def choose() -> tuple[str, str]:
         if not device.is_cuda:
             return "none", "a CPU has no CUDA graphs"
         if runtime.attention_backend == "torch":
             return "piecewise", "the torch attention backend cannot be captured"
+        if runtime.deterministic:
+            return "full_decode_only", "deterministic: every step has a decode's shape"
         return "full_and_piecewise", "full for decode steps, piecewise for the rest"
 
     mode = choices.settle("cudagraph.mode", asked.mode, choose)

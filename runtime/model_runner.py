@@ -400,7 +400,7 @@ class ModelRunner:
     def _run_largest_batch(self) -> None:
         """Forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone."""
         config, device = self.config, self.device
-        num_requests = min(config.max_running_requests, config.max_num_batched_tokens)
+        num_requests = config.max_rows
         num_tokens = min(config.max_num_batched_tokens, num_requests * config.max_model_len)
         new_cpu = torch.full((num_requests,), num_tokens // num_requests, dtype=torch.int32)
         new_cpu[: num_tokens % num_requests] += 1

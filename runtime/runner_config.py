@@ -21,7 +21,7 @@ class RunnerConfig:
     max_running_requests: int
     max_num_batched_tokens: int  # budget of one step, prompt chunks included
     enable_prefix_cache: bool = True
-    deterministic: bool = False
+    deterministic: bool = False  # every step is max_num_batched_tokens rows of one token each; see step_plan.py
     seed: int = 0
     cudagraph_mode: str = "none"  # none | piecewise | full | full_decode_only | full_and_piecewise
     piecewise_tokens: tuple[int, ...] = ()  # captured token counts, ascending
@@ -29,3 +29,10 @@ class RunnerConfig:
     num_pages: int | None = None  # a fixed number of KV pages in place of the memory profile
     debug_graphs: bool = False  # check at every replay that no input of a captured piece has moved
     forward_times_interval_s: float = 0.0  # > 0: log median forward times so often, at the price of waiting for each
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of logits that a step samples, and of requests that attention sees."""
+        if self.deterministic:
+            return self.max_num_batched_tokens
+        return min(self.max_running_requests, self.max_num_batched_tokens)

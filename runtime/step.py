@@ -4,14 +4,12 @@ Sampled ids stay on the device, where the next step's decodes take them from; th
 work of a step: one packed upload, one asynchronous download. Steps run in the order in which they are submitted, on one
 stream, so a step may be submitted before the tokens of the one before are known.
 
-Shape legend: R rows (requests) of a step, T tokens, S sampled rows, N prompt positions whose log-probabilities are
-wanted, V vocab.
+What goes in and comes out is planned in step_plan.py. Used by one thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ from mllm_compile.runtime.sampler import Sampler
 from mllm_compile.runtime.sampling_state import SamplingState
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step_output import ScoreTable, StepOutput
+from mllm_compile.runtime.step_plan import StepPlan, plan_fixed_rows, plan_step
 from mllm_compile.runtime.upload import upload
 
 _ALIGNMENT = 16  # bytes; every field of a packed upload starts at a multiple, so that it can be viewed in its dtype
@@ -34,7 +33,7 @@ _ALIGNMENT = 16  # bytes; every field of a packed upload starts at a multiple, s
 class StepHandle:
     """A step that was launched; `wait` gives what it brought."""
 
-    def __init__(self, batch: ScheduledBatch, plan: _StepPlan, results: _Results) -> None:
+    def __init__(self, batch: ScheduledBatch, plan: StepPlan, results: _Results) -> None:
         self._batch = batch
         self._plan = plan
         self._results = results
@@ -48,13 +47,16 @@ class StepHandle:
         tokens, scores, prompt_scores = self._results.fetch()
         plan = self._plan
         token_ids = np.full(self._batch.num_requests, -1, dtype=np.int64)
-        token_ids[plan.sampled] = tokens
+        if tokens is not None:
+            token_ids[plan.sampled] = tokens[plan.token_indices]
         return StepOutput(
             token_ids=token_ids,
             requests=self._batch.requests,
-            scores=None if scores is None else ScoreTable(tokens, *scores),
+            scores=None if scores is None else _table([tokens, *scores], plan.token_indices),
             score_rows=plan.sampled,
-            prompt_scores=None if prompt_scores is None else ScoreTable(plan.prompt_targets, *prompt_scores),
+            prompt_scores=None
+            if prompt_scores is None
+            else _table([plan.fields["prompt_targets"], *prompt_scores], plan.score_indices),
             prompt_rows=plan.prompt_rows,
         )
 
@@ -95,7 +97,7 @@ class StepRunner:
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         self._follow_slots(batch)
-        plan = _plan(batch, self._runner.req_to_token_pool.max_context_len)
+        plan = self._plan(batch)
         fields = _upload_fields(plan.fields, self._runner.device)
         pool = self._runner.req_to_token_pool
         if batch.page_ids.size:
@@ -106,13 +108,21 @@ class StepRunner:
         logits = self._runner.forward(forward_batch).next_token_logits
         return StepHandle(batch, plan, self._sample(plan, fields, logits))
 
-    def _forward_batch(self, batch: ScheduledBatch, plan: _StepPlan, fields: dict[str, torch.Tensor]) -> ForwardBatch:
+    def _plan(self, batch: ScheduledBatch) -> StepPlan:
+        config, table_width = self._runner.config, self._runner.req_to_token_pool.max_context_len
+        if config.deterministic:
+            return plan_fixed_rows(batch, table_width, config.max_num_batched_tokens)
+        return plan_step(batch, table_width)
+
+    def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor]) -> ForwardBatch:
         rows, seq_lens = fields["rows"], fields["seq_lens"]
-        decode_ids = self._last_tokens.index_select(0, rows[: batch.num_decodes])
+        input_ids = self._last_tokens.index_select(0, rows[: batch.num_decodes])
+        if "prefill_ids" in fields:
+            input_ids = torch.cat((input_ids, fields["prefill_ids"]))
         out_cache_loc = self._runner.req_to_token_pool.req_to_token.flatten().index_select(0, fields["table_entries"])
-        if batch.num_decodes == batch.num_requests:
+        if plan.is_decode:
             return self._runner.prepare_forward_batch_decode(
-                decode_ids,
+                input_ids,
                 rows,
                 seq_lens,
                 out_cache_loc.long(),
@@ -120,7 +130,7 @@ class StepRunner:
                 positions=fields["positions"],
             )
         forward_batch = self._runner.prepare_forward_batch_extend(
-            torch.cat((decode_ids, fields["prefill_ids"])),
+            input_ids,
             rows,
             seq_lens,
             fields["num_new"],
@@ -135,19 +145,17 @@ class StepRunner:
         forward_batch.logits_indices = fields["logits_indices"]
         return forward_batch
 
-    def _sample(self, plan: _StepPlan, fields: dict[str, torch.Tensor], logits: torch.Tensor) -> _Results:
-        """Tokens of the first S rows of logits, log-probabilities of the rows behind them."""
-        num_sampled = len(plan.sampled)
+    def _sample(self, plan: StepPlan, fields: dict[str, torch.Tensor], logits: torch.Tensor) -> _Results:
         tokens = scores = prompt_scores = None
-        if num_sampled:
+        if plan.sampled.size:
             slots = fields.get("sampled_slots", fields["rows"])
             positions = fields.get("sampled_positions", fields["seq_lens"])
             flags = self.state.flags
-            output = self._sampler(logits[:num_sampled], self.state, slots, flags, positions)
+            output = self._sampler(logits[plan.sampled_logits], self.state, slots, flags, positions)
             tokens, scores = output.token_ids, output.logprobs
             self._last_tokens.index_copy_(0, slots, tokens)
         if plan.prompt_rows.size:
-            prompt_scores = token_logprobs(logits[num_sampled:], fields["prompt_targets"], plan.prompt_num_top)
+            prompt_scores = token_logprobs(logits[plan.prompt_logits], fields["prompt_targets"], plan.prompt_num_top)
         return _Results(tokens, scores, prompt_scores, self._runner.device)
 
     def _follow_slots(self, batch: ScheduledBatch) -> None:
@@ -169,68 +177,6 @@ class StepRunner:
                 output_token_ids=request.output_token_ids,
                 stop_ids=request.stop_ids,
             )
-
-
-_NONE = np.empty(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StepPlan:
-    """What a step needs of its batch, as host arrays."""
-
-    fields: dict[str, np.ndarray]  # to be uploaded together
-    seq_lens: np.ndarray  # [R] int32
-    sampled: np.ndarray  # [S]: rows whose logits are sampled
-    prompt_rows: np.ndarray  # [N]: row of each prompt position that is scored
-    prompt_targets: np.ndarray  # [N] int64: the prompt's next token there
-    prompt_num_top: int = 0
-
-
-def _plan(batch: ScheduledBatch, table_width: int) -> _StepPlan:
-    rows = batch.rows.astype(np.int64)
-    seq_lens = batch.seq_lens
-    fields = {"rows": rows, "seq_lens": seq_lens}
-    if batch.page_ids.size:
-        fields["page_rows"] = batch.page_rows.astype(np.int64)
-        fields["page_positions"] = batch.page_positions.astype(np.int64)
-        fields["page_ids"] = batch.page_ids
-    if batch.num_decodes == batch.num_requests:
-        fields["positions"] = seq_lens.astype(np.int64) - 1
-        fields["table_entries"] = rows * table_width + fields["positions"]
-        return _StepPlan(fields, seq_lens, np.arange(batch.num_requests), _NONE, _NONE)
-
-    ends = np.cumsum(batch.num_new, dtype=np.int64)
-    starts = ends - batch.num_new
-    fields["positions"] = np.arange(batch.num_tokens) + np.repeat(batch.prefix_lens - starts, batch.num_new)
-    fields["table_entries"] = np.repeat(rows * table_width, batch.num_new) + fields["positions"]
-    fields["prefill_ids"] = batch.prefill_token_ids
-    fields["num_new"] = batch.num_new
-    fields["prefix_lens"] = batch.prefix_lens
-    sampled = np.flatnonzero(batch.sample_mask)
-    if len(sampled) < batch.num_requests:
-        fields["sampled_slots"] = rows[sampled]
-        fields["sampled_positions"] = seq_lens[sampled]
-    scored_rows, scored_indices, targets = _prompt_positions(batch, starts)
-    indices = np.concatenate((ends[sampled] - 1, scored_indices))
-    # The head takes at least one row; with nothing to sample its logits are not looked at.
-    fields["logits_indices"] = indices if indices.size else ends[:1] - 1
-    fields["prompt_targets"] = targets
-    num_top = max((batch.requests[row].params.prompt_logprobs or 0 for row in np.unique(scored_rows)), default=0)
-    return _StepPlan(fields, seq_lens, sampled, scored_rows, targets, num_top)
-
-
-def _prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, index into T, next prompt token) of each new token that predicts a prompt token, where that is wanted.
-
-    A loop over requests, of which few ask for it and each but while its prompt is computed.
-    """
-    parts = [(_NONE, _NONE, _NONE)]
-    for row in np.flatnonzero(batch.prompt_logprob_rows).tolist():
-        prompt, prefix = batch.requests[row].prompt_token_ids, int(batch.prefix_lens[row])
-        targets = np.asarray(prompt[prefix + 1 : prefix + 1 + int(batch.num_new[row])], dtype=np.int64)
-        parts.append((np.full(targets.size, row), starts[row] + np.arange(targets.size), targets))
-    rows, indices, targets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return rows, indices, targets
 
 
 def _upload_fields(fields: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
@@ -270,11 +216,11 @@ class _Results:
         if self._event is not None:
             self._event.record()
 
-    def fetch(self) -> tuple[np.ndarray, list[np.ndarray] | None, list[np.ndarray] | None]:
-        """(tokens [S], columns of scores, columns of prompt scores), once the copies are over."""
+    def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
+        """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over."""
         if self._event is not None:
             self._event.synchronize()
-        tokens = _NONE if self._tokens is None else self._tokens[0].numpy()
+        tokens = None if self._tokens is None else self._tokens[0].numpy()
         scores, prompt_scores = (
             None if tensors is None else [tensor.numpy() for tensor in tensors]
             for tensors in (self._scores, self._prompt_scores)
@@ -285,6 +231,10 @@ class _Results:
 def _columns(scores: TokenLogprobs) -> list[torch.Tensor]:
     """In ScoreTable's order."""
     return [scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs]
+
+
+def _table(columns: Sequence[np.ndarray], rows: np.ndarray) -> ScoreTable:
+    return ScoreTable(*(column[rows] for column in columns))
 
 
 def _download(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -119,9 +119,8 @@ def test_sizes_are_kept_in_ascending_order():
     assert config.cudagraph.piecewise_tokens == (1, 4, 16)
 
 
-def test_features_that_are_not_built_take_only_their_off_value():
-    assert "deterministic mode is not built yet" in runtime_message(deterministic=True)
-    assert "a quantised KV cache is not built yet" in runtime_message(kv_cache_dtype="fp8_e4m3")
+def test_a_kv_cache_type_that_is_not_built_is_refused_with_those_that_are():
+    assert "'bfloat16' or 'fp8_e4m3'" in runtime_message(kv_cache_dtype="fp8_e5m2")
 
 
 def test_all_mistakes_are_told_at_once():

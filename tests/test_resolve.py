@@ -91,7 +91,7 @@ def test_small_limits_pull_the_other_automatic_ones_along():
     [
         (CPU, {"cudagraph": {"mode": "full"}}, ConfigError, "the device is a CPU"),
         (CPU, {"runtime": {"attention_backend": "flashinfer"}}, ConfigError, "the device is a CPU"),
-        (CPU, {"runtime": {"kv_cache_dtype": "bfloat16"}}, ConfigError, "not built yet"),
+        (CPU, {"runtime": {"kv_cache_dtype": "bfloat16"}}, ConfigError, "own type or fp8_e4m3"),
         (CPU, {"runtime": {"max_model_len": 50000}}, ConfigError, "at most 40960 tokens"),
         (
             CPU,
@@ -116,12 +116,58 @@ def test_small_limits_pull_the_other_automatic_ones_along():
             ConfigError,
             "no float32 kernels",
         ),
+        (
+            H200,
+            {"runtime": {"deterministic": True}, "cudagraph": {"mode": "full_and_piecewise"}},
+            ConfigError,
+            "the shape of one decode",
+        ),
+        (
+            H200,
+            {"runtime": {"deterministic": True}, "cudagraph": {"decode_requests": [1, 2]}},
+            CaptureSizeError,
+            "every step has 512 tokens",
+        ),
         (DeviceInfo("cuda:0", "GPU"), {}, DeviceError, r"pip install 'mllm-compile\[cuda\]'"),
     ],
 )
 def test_contradictions_are_refused_with_the_next_step(device, sections, error, said):
     with pytest.raises(error, match=said):
         resolved(device, **sections)
+
+
+def test_an_fp8_cache_is_taken_on_every_device_and_keeps_the_model_s_dtype():
+    for device in (CPU, H200):
+        config = resolved(device, runtime={"kv_cache_dtype": "fp8_e4m3"})
+        assert config.runtime.kv_cache_dtype == "float8_e4m3fn"
+        assert config.model.dtype == resolved(device).model.dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_heads", "asked", "tokens", "requests"),
+    [
+        (CPU, 8, {}, 32, 32),
+        (H200, 8, {}, 128, 128),
+        (H200, 2, {}, 256, 256),  # fewer KV heads need more rows before attention never splits
+        (H200, 8, {"max_num_batched_tokens": 64}, 64, 64),
+        (H200, 8, {"max_running_requests": 200}, 200, 200),
+        (H200, 8, {"max_running_requests": 7}, 128, 7),
+    ],
+)
+def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked, tokens, requests):
+    config = resolved(device, QWEN | {"num_key_value_heads": kv_heads}, runtime={"deterministic": True} | asked)
+    assert (config.runtime.max_num_batched_tokens, config.runtime.max_running_requests) == (tokens, requests)
+    if device is CPU:
+        assert config.cudagraph.mode == "none"
+    else:
+        sizes = {"piecewise_tokens": (), "decode_requests": (tokens,)}
+        assert config.cudagraph.model_dump() == {"mode": "full_decode_only"} | sizes
+
+
+def test_deterministic_steps_can_be_captured_piece_by_piece():
+    sections = {"runtime": {"deterministic": True, "max_num_batched_tokens": 64}, "cudagraph": {"mode": "piecewise"}}
+    graphs = resolved(H200, **sections).cudagraph
+    assert (graphs.piecewise_tokens, graphs.decode_requests) == ((64,), ())
 
 
 def test_sizes_for_a_gpu_do_not_hinder_a_cpu():

@@ -23,7 +23,7 @@ def make_attention_backend(
         UnsupportedModelError: the model has a layer that it cannot do.
     """
     if config.attention_backend == "torch":
-        return TorchAttnBackend()
+        return TorchAttnBackend(deterministic=config.deterministic)
     if config.attention_backend == "flashinfer":
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 
@@ -36,8 +36,9 @@ def make_attention_backend(
             req_to_token_pool.max_context_len,
             req_to_token_pool.req_to_token,
             device,
-            config.max_running_requests,
+            config.max_rows,
             page_size=config.page_size,
             layers=model.layers,
+            deterministic=config.deterministic,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {config.attention_backend!r}")

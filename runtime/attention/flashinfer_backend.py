@@ -24,10 +24,12 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
+    check_never_split,
     check_supported,
     choose_prefill_kernel,
     decodes_on_tensor_cores,
     prefill_kernels,
+    prefills_new_tokens_alone,
     should_use_tensor_core,
     workspace_bytes,
 )
@@ -99,6 +101,7 @@ class FlashInferAttnBackend(AttentionBackend):
         *,
         page_size: int = 1,
         layers: Sequence[AttentionLayer] | None = None,
+        deterministic: bool = False,
     ) -> None:
         """
         Args:
@@ -112,6 +115,7 @@ class FlashInferAttnBackend(AttentionBackend):
                 them with another backend; allocated otherwise.
             init_new_workspace: have a float workspace of its own instead of sharing one with other backends.
             layers: the model's layers; the plan groups are theirs, and the scalars above only serve without layers.
+            deterministic: a decode's output does not depend on the rest of the batch: its keys are never split.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -132,6 +136,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self.max_context_len = max_context_len
         self.req_to_token = req_to_token
         self.skip_prefill = skip_prefill
+        self.deterministic = deterministic
 
         properties = torch.cuda.get_device_properties(self.device)
         self._num_sms = properties.multi_processor_count
@@ -190,6 +195,7 @@ class FlashInferAttnBackend(AttentionBackend):
                 group.head_dim,
                 self.page_size,
                 **self._plan_options(group),
+                disable_split_kv=self.deterministic and not wrapper.is_cuda_graph_enabled,
             )
 
     def _plan_prefills(self, batch: ForwardBatch, num_decodes: int, views: dict[int, PagedView]) -> PrefillMetadata:
@@ -201,21 +207,21 @@ class FlashInferAttnBackend(AttentionBackend):
         qo_indptr_cpu = starts - starts[0]
         query_lens = np.diff(qo_indptr_cpu.numpy()).tolist()
         no_prefix = not common.num_computed_tokens_cpu[num_decodes:].any()
+        use_ragged = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=not no_prefix)
         wrappers = []
         for i, group in enumerate(self.groups):
-            kernel = choose_prefill_kernel(group, query_lens, self._num_sms, self._is_hopper)
-            wrapper = self._prefill_wrapper(i, kernel, ragged=no_prefix)
+            kernel = choose_prefill_kernel(group, self.kv_cache_dtype, query_lens, self._num_sms, self._is_hopper)
+            wrapper = self._prefill_wrapper(i, kernel, ragged=use_ragged)
             with self._prefill_spaces[i].planning(wrapper):
-                if no_prefix:
+                if use_ragged:
                     self._plan_ragged(wrapper, group, qo_indptr_cpu)
                 else:
                     view = views[group.params.window_left].part(num_decodes, common.num_reqs)
                     self._plan_paged(wrapper, group, qo_indptr_cpu, view, max(query_lens))
             wrappers.append(wrapper)
-        return PrefillMetadata(wrappers, use_ragged=no_prefix, extend_no_prefix=no_prefix)
+        return PrefillMetadata(wrappers, use_ragged=use_ragged, extend_no_prefix=no_prefix)
 
     def _plan_ragged(self, wrapper: Any, group: PlanGroup, qo_indptr_cpu: torch.Tensor) -> None:
-        options = self._plan_options(group) | {"kv_data_type": self.q_dtype}
         wrapper.plan(
             qo_indptr_cpu,
             qo_indptr_cpu,
@@ -223,7 +229,7 @@ class FlashInferAttnBackend(AttentionBackend):
             group.num_kv_heads,
             group.head_dim,
             causal=True,
-            **options,
+            **self._plan_options(group),
         )
 
     def _plan_paged(
@@ -259,7 +265,7 @@ class FlashInferAttnBackend(AttentionBackend):
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             get_kv_cache_layout(),
-            use_tensor_cores=decodes_on_tensor_cores(group, self.kv_cache_dtype),
+            use_tensor_cores=decodes_on_tensor_cores(group, self.kv_cache_dtype, self.deterministic),
             **graph_buffers,
         )
         return self._decode_spaces[group_index].adopt(wrapper)
@@ -286,8 +292,11 @@ class FlashInferAttnBackend(AttentionBackend):
         try:
             for i, group in enumerate(self.groups):
                 self._plan_decode(i, self._decode_wrappers[i], one_page)
-                for kernel in () if self.skip_prefill else prefill_kernels(group, self._is_hopper):
-                    self._plan_ragged(self._prefill_wrapper(i, kernel, ragged=True), group, one_page.indptr_cpu)
+                if not self.skip_prefill:
+                    # A kernel of one name is the same library for pages and for new tokens alone.
+                    for kernel in prefill_kernels(group, self.kv_cache_dtype, self._is_hopper):
+                        wrapper = self._prefill_wrapper(i, kernel, ragged=False)
+                        self._plan_paged(wrapper, group, one_page.indptr_cpu, one_page, max_query_len=1)
         except RuntimeError as error:
             raise DeviceError(
                 f"FlashInfer has no kernel for {group} and could not build one: {str(error).strip().splitlines()[0]} "
@@ -366,9 +375,14 @@ class FlashInferAttnBackend(AttentionBackend):
             max_bs: largest captured batch.
             max_num_tokens: its tokens; max_bs, as only single-token decodes are captured.
             kv_indices_buf: [≥ max_bs * pages of a request] int32 for the first plan group; allocated otherwise.
+
+        Raises:
+            ConfigError: more tokens than rows, or a deterministic decode that FlashInfer could split.
         """
         if max_num_tokens != max_bs:
             raise ConfigError(f"only decodes of one token are captured: {max_bs} requests, {max_num_tokens} tokens")
+        if self.deterministic:
+            check_never_split(self.groups, max_bs, self._num_sms)
         zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
         num_entries = max_bs * -(-self.max_context_len // self.page_size)
         # Page lists and their offsets differ between windows; how full the last page is does not.

@@ -52,32 +52,67 @@ def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int
     return kv_cache_dtype in QUERY_DTYPES and num_attention_heads // num_kv_heads >= 4
 
 
-def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype) -> bool:
-    """The decode kernel of a group: should_use_tensor_core, and always with a soft cap.
+def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype, deterministic: bool = False) -> bool:
+    """The decode kernel of a group: should_use_tensor_core, and always with a soft cap and in deterministic mode.
 
     On tensor cores decode runs the prefill's kernel, so a soft-capped model (few are) has one kernel to build, not two.
+    And only that kernel can be told not to split a request's keys by what else is in the batch.
     """
     has_soft_cap = group.params.logits_soft_cap > 0
-    return has_soft_cap or should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads)
+    is_needed = has_soft_cap or deterministic
+    return is_needed or should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads)
 
 
-def prefill_kernels(group: PlanGroup, is_hopper: bool) -> tuple[str, ...]:
+def check_never_split(groups: Iterable[PlanGroup], num_rows: int, num_sms: int) -> None:
+    """Refuse a captured decode of `num_rows` whose keys may be split differently in different batches.
+
+    Under graphs FlashInfer's own disable_split_kv leaves padding blocks without a mask, so none is asked for. Instead
+    the rows must be more than the blocks that it aims at (PrefillSplitQOKVIndptr in scheduler.cuh): its search for a
+    split then ends at the longest request's length, which splits nobody.
+
+    Raises:
+        ConfigError: there are too few rows.
+    """
+    for group in groups:
+        blocks = _BLOCKS_PER_SM * num_sms // group.num_kv_heads
+        if num_rows <= blocks:
+            raise ConfigError(
+                f"runtime.deterministic with captured decodes needs more than {blocks} rows a step for "
+                f"{group.num_kv_heads} KV heads on this GPU, got {num_rows}. Set runtime.max_num_batched_tokens to "
+                f"{blocks + 1} or more, or cudagraph.mode: piecewise."
+            )
+
+
+def prefill_kernels(group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bool) -> tuple[str, ...]:
     """The kernels that prefills of the group may get.
 
-    Windows and soft caps stay with fa2: their fa3 variants are further kernels of five minutes' compilation each.
+    Windows and soft caps stay with fa2: their fa3 variants are further kernels of five minutes' compilation each. An
+    fp8 cache does too: fa3 reads one with fp8 queries only (is_fa3_backend_supported in FlashInfer's utils.py).
     """
-    is_plain = group.params.window_left < 0 and group.params.logits_soft_cap == 0
+    is_plain = group.params.window_left < 0 and group.params.logits_soft_cap == 0 and kv_cache_dtype not in _FP8_DTYPES
     return ("fa2", "fa3") if is_hopper and is_plain else ("fa2",)
 
 
-def choose_prefill_kernel(group: PlanGroup, query_lens: Sequence[int], num_sms: int, is_hopper: bool) -> str:
+def choose_prefill_kernel(
+    group: PlanGroup, kv_cache_dtype: torch.dtype, query_lens: Sequence[int], num_sms: int, is_hopper: bool
+) -> str:
     """'fa3' or 'fa2' for the prefills of a batch, of `query_lens` new tokens each.
 
     fa3 is the faster (455 against 281 TFLOP/s over 4 prompts of 2048), but it does not split the keys: work for fewer
     blocks than the GPU has SMs leaves the others idle, which is when fa2 splits.
     """
     num_blocks = group.num_heads * sum(-(-length // _FA3_QUERY_TILE) for length in query_lens)
-    return "fa3" if "fa3" in prefill_kernels(group, is_hopper) and num_blocks >= num_sms else "fa2"
+    has_fa3 = "fa3" in prefill_kernels(group, kv_cache_dtype, is_hopper)
+    return "fa3" if has_fa3 and num_blocks >= num_sms else "fa2"
+
+
+def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> bool:
+    """Whether prefills read the new k and v as they come (ragged) and not the pages.
+
+    Never with an fp8 cache: a prompt would be computed from exact keys the first time and from rounded ones after a
+    prefix hit or in chunks, and give other tokens.
+    """
+    return not has_prefix and kv_cache_dtype not in _FP8_DTYPES
 
 
 def workspace_bytes(groups: Iterable[PlanGroup], max_requests: int, num_sms: int) -> int:

@@ -35,14 +35,20 @@ class _Plan:
 
 
 class TorchAttnBackend(AttentionBackend):
-    """See the module's header. Stateless but for the plan of the current batch."""
+    """See the module's header. Stateless but for the plan of the current batch.
 
-    def __init__(self) -> None:
+    Args:
+        deterministic: compute each request by itself: padding a batch's decodes to the longest of them changes the
+            shapes of the products, and with them the last bits of the others.
+    """
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
         self._plan: _Plan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         common = batch.common
-        num_decodes, *_ = split_decodes_and_prefills(common)
+        num_decodes = 0 if self._deterministic else split_decodes_and_prefills(common)[0]
         self._plan = _Plan(num_decodes, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
 
     def forward_decode(
@@ -110,8 +116,8 @@ def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardB
     for start in range(0, q.shape[0], step):
         part = slice(start, start + step)
         # Gathered head by head, so that the products below find each head's keys side by side: 5 times as fast.
-        keys = k_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)  # [R, Hk, L, D]
-        values = v_rows.index_select(0, rows[part].flatten()).view(*rows[part].shape, -1)
+        keys = _take(k_rows, rows[part].flatten()).view(*rows[part].shape, -1)  # [R, Hk, L, D]
+        values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
         mask = visible[part, None, None, :]
         out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer)).flatten(1, 2)
@@ -132,8 +138,15 @@ def _prefill(
             first_key = max(0, prefix_len + start - layer.params.window_left)
         seen = slots[first_key:last_key]
         out[start : start + QUERY_BLOCK] = _attend_block(
-            block, k_buf.index_select(0, seen), v_buf.index_select(0, seen), prefix_len + start - first_key, layer
+            block, _take(k_buf, seen), _take(v_buf, seen), prefix_len + start - first_key, layer
         )
+
+
+def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """buffer[rows], in the cache's dtype; fp8 as bytes, which can be indexed on every device."""
+    if buffer.dtype.itemsize > 1:
+        return buffer.index_select(0, rows)
+    return buffer.view(torch.uint8).index_select(0, rows).view(buffer.dtype)
 
 
 def _grouped_sinks(layer: AttentionLayer) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """FlashInfer against the naive float64 reference and the torch backend, in every mode, over random page tables.
 
 Kernels, of bf16 and head dim 128: decode and fa2, plain and for windows (swa); fa2 with a soft cap (cap), and with
-both; fa3 plain.
+both; fa3 plain; for an fp8 cache (bf16 queries) fa2, plain and for windows.
 """
 
 import pytest
@@ -39,17 +39,21 @@ def layer_of(group: int, **parameters):
     return make_layer(num_heads=2 * group, num_kv_heads=2, head_dim=128, **parameters)
 
 
-def case_of(layer, batch, page_size=16, seed=0) -> AttentionCase:
-    return make_case(layer, *batch, page_size=page_size, dtype=torch.bfloat16, device="cuda", seed=seed)
+def case_of(layer, batch, page_size=16, seed=0, kv_dtype=None) -> AttentionCase:
+    return make_case(
+        layer, *batch, page_size=page_size, dtype=torch.bfloat16, device="cuda", seed=seed, kv_dtype=kv_dtype
+    )
 
 
-def backend_for(layers, batch, page_size=16, max_bs=64) -> FlashInferAttnBackend:
+def backend_for(
+    layers, batch, page_size=16, max_bs=64, kv_dtype=torch.bfloat16, deterministic=False
+) -> FlashInferAttnBackend:
     table = batch.req_to_token_pool.req_to_token
     return FlashInferAttnBackend(
         layers[0].num_heads,
         layers[0].num_kv_heads,
         layers[0].head_dim,
-        torch.bfloat16,
+        kv_dtype,
         torch.bfloat16,
         table.shape[1],
         table,
@@ -57,6 +61,7 @@ def backend_for(layers, batch, page_size=16, max_bs=64) -> FlashInferAttnBackend
         max_bs,
         page_size=page_size,
         layers=layers,
+        deterministic=deterministic,
     )
 
 
@@ -70,6 +75,38 @@ def test_every_mode_equals_the_reference(group, parameters, batch):
     backend.init_forward_metadata(case.batch)
     out = backend.forward(case.q, case.k, case.v, layer, case.batch)
     torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("parameters", ["plain", "window"])
+@pytest.mark.parametrize("group", [2, 4])
+def test_an_fp8_cache_gives_the_attention_over_rounded_keys_and_values(group, parameters, batch):
+    layer = layer_of(group, **PARAMETERS[parameters])
+    case = case_of(layer, BATCHES[batch], kv_dtype=torch.float8_e4m3fn)
+    backend = backend_for([layer], case.batch, kv_dtype=torch.float8_e4m3fn)
+    backend.init_forward_metadata(case.batch)
+    assert all(wrapper._backend == "fa2" for wrapper in backend._decode_wrappers), "fa3 has no bf16 query over fp8 keys"
+    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("parameters", ["plain", "window"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_deterministic_decode_is_bitwise_the_same_in_any_batch(group, parameters):
+    layer = layer_of(group, **PARAMETERS[parameters])
+    lens = [2000, 15, 700, 0, 64, 1023]
+    case = case_of(layer, (lens, [1] * len(lens)))
+    backend = backend_for([layer], case.batch, deterministic=True)
+    backend.init_forward_metadata(case.batch)
+    together = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    torch.testing.assert_close(together.float(), case.expected, **TOLERANCE)
+    table, pool = case.batch.req_to_token_pool, case.batch.token_to_kv_pool
+    for i, prefix in enumerate(lens):
+        one = slice(i, i + 1)
+        rows = case.batch.req_pool_indices[one].tolist()
+        alone = make_batch(rows, [prefix], [1], case.batch.out_cache_loc[one], table, pool, "cuda")
+        backend.init_forward_metadata(alone)
+        assert torch.equal(backend.forward(case.q[one], case.k[one], case.v[one], layer, alone), together[one])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

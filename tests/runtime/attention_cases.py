@@ -56,10 +56,12 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionCase:
     """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order.
 
-    The mode follows from the lengths: DECODE if all new lengths are 1, MIXED if the first is, else EXTEND.
+    The mode follows from the lengths: DECODE if all new lengths are 1, MIXED if the first is, else EXTEND. With a
+    kv_dtype other than dtype the expected output is that of keys and values rounded to it.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -71,11 +73,12 @@ def make_case(
     max_context_len = max(pages_of) * page_size
     table = ReqToTokenPool(len(seq_lens), max_context_len, device)
     pool_spec = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim)]
-    kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, dtype, device)
+    kv_dtype = kv_dtype or dtype
+    kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, kv_dtype, device)
     page_ids = torch.randperm(sum(pages_of), generator=generator) + 1
     # What lies in pages that are not looked at must not matter, whatever it is.
     for buffer in kv_pool.get_pages(0):
-        buffer.fill_(1e4)
+        buffer.fill_(min(1e4, torch.finfo(kv_dtype).max))
 
     rows = [table.alloc() for _ in seq_lens]
     table.write_pages(
@@ -94,7 +97,9 @@ def make_case(
         new_slots.append(slots[prefix:])
 
     batch = make_batch(rows, prefix_lens, new_lens, torch.cat(new_slots), table, kv_pool, device)
-    expected = [naive_attention(q, k, v, layer) for q, k, v in zip(queries, all_k, all_v, strict=True)]
+    expected = [
+        naive_attention(q, k.to(kv_dtype), v.to(kv_dtype), layer) for q, k, v in zip(queries, all_k, all_v, strict=True)
+    ]
     return AttentionCase(
         batch=batch,
         q=torch.cat(queries),

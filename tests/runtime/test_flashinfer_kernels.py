@@ -5,15 +5,18 @@ from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, should_use_tensor_core
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
+    check_never_split,
     check_supported,
     choose_prefill_kernel,
     decodes_on_tensor_cores,
+    prefills_new_tokens_alone,
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import make_paged_view
 from mllm_compile.runtime.errors import ConfigError, DeviceError, UnsupportedModelError
 from tests.runtime.attention_cases import make_case, make_layer
 
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = PlanGroup(32, 8, 128, PerLayerParameters(-1, 0.0, 0.1))
 
 
@@ -40,16 +43,34 @@ def test_a_soft_cap_decodes_on_tensor_cores_whatever_the_group():
 
 
 def test_fa3_prefills_when_its_blocks_fill_the_gpu_and_fa2_otherwise():
-    assert choose_prefill_kernel(PLAIN, [2048, 2048], num_sms=132, is_hopper=True) == "fa3"
-    assert choose_prefill_kernel(PLAIN, [512], num_sms=132, is_hopper=True) == "fa2", "4 tiles * 32 heads = 128 blocks"
-    assert choose_prefill_kernel(PLAIN, [512, 1], num_sms=132, is_hopper=True) == "fa3"
-    assert choose_prefill_kernel(PLAIN, [2048, 2048], num_sms=132, is_hopper=False) == "fa2"
+    assert choose_prefill_kernel(PLAIN, BF16, [2048, 2048], num_sms=132, is_hopper=True) == "fa3"
+    assert choose_prefill_kernel(PLAIN, BF16, [512], num_sms=132, is_hopper=True) == "fa2", (
+        "4 tiles * 32 heads = 128 blocks"
+    )
+    assert choose_prefill_kernel(PLAIN, BF16, [512, 1], num_sms=132, is_hopper=True) == "fa3"
+    assert choose_prefill_kernel(PLAIN, BF16, [2048, 2048], num_sms=132, is_hopper=False) == "fa2"
+
+
+def test_an_fp8_cache_is_prefilled_by_fa2_from_the_pages_always():
+    assert choose_prefill_kernel(PLAIN, FP8, [2048, 2048], num_sms=132, is_hopper=True) == "fa2"
+    assert not prefills_new_tokens_alone(FP8, has_prefix=False)
+    assert prefills_new_tokens_alone(BF16, has_prefix=False)
+    assert not prefills_new_tokens_alone(BF16, has_prefix=True)
+
+
+def test_deterministic_decodes_run_on_tensor_cores_with_more_rows_than_flashinfer_would_split_for():
+    few_heads = PlanGroup(16, 8, 128, PLAIN.params)
+    assert not decodes_on_tensor_cores(few_heads, BF16)
+    assert decodes_on_tensor_cores(few_heads, BF16, deterministic=True)
+    check_never_split([PLAIN, few_heads], num_rows=34, num_sms=132)  # 2 * 132 // 8 = 33 blocks a KV head
+    with pytest.raises(ConfigError, match=r"more than 33 rows.*max_num_batched_tokens to 34.*piecewise"):
+        check_never_split([PLAIN], num_rows=33, num_sms=132)
 
 
 @pytest.mark.parametrize("params", [PerLayerParameters(63, 0.0, 0.1), PerLayerParameters(-1, 30.0, 0.1)])
 def test_windows_and_soft_caps_are_prefilled_by_fa2(params):
     group = PlanGroup(32, 8, 128, params)
-    assert choose_prefill_kernel(group, [2048, 2048], num_sms=132, is_hopper=True) == "fa2"
+    assert choose_prefill_kernel(group, BF16, [2048, 2048], num_sms=132, is_hopper=True) == "fa2"
 
 
 @pytest.mark.parametrize(

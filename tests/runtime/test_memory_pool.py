@@ -62,6 +62,15 @@ def test_kv_is_kept_in_the_pool_s_dtype():
     assert torch.equal(pool.get_kv_buffer(0)[0][4], k[0].bfloat16())
 
 
+def test_an_fp8_pool_rounds_and_saturates():
+    pool = KVPool(2, 4, [(1, 4, 4)], torch.float8_e4m3fn, "cpu")
+    k = torch.tensor([[[0.3, -500.0, 1e9, 17.0]]])
+    pool.set_kv_buffer(0, torch.tensor([5]), k, -k)
+    assert pool.get_kv_buffer(0)[0][5, 0].float().tolist() == [0.3125, -448, 448, 16]
+    assert pool.get_kv_buffer(0)[1][5, 0].float().tolist() == [-0.3125, 448, -448, -16]
+    assert pool.bytes_per_page(4, [(1, 4, 4)], pool.dtype) == 32
+
+
 def test_bytes_per_page_is_what_the_pool_takes():
     layers = [(2, 8, 8), (1, 8, 4)]
     pool = KVPool(3, 4, layers, torch.bfloat16, "cpu")

@@ -3,7 +3,7 @@ import torch
 
 from mllm_compile.runtime.attention import torch_backend
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from tests.runtime.attention_cases import AttentionCase, make_case, make_layer
+from tests.runtime.attention_cases import AttentionCase, make_batch, make_case, make_layer
 
 LAYERS = {
     "plain": make_layer(),
@@ -79,6 +79,31 @@ def test_bfloat16_is_as_close_as_its_rounding():
     layer = make_layer(head_dim=32)
     case = make_case(layer, [6, 30, 0], [1, 1, 9], dtype=torch.bfloat16)
     torch.testing.assert_close(run(case, layer).float(), case.expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["plain", "window", "soft_cap", "sinks"])
+def test_an_fp8_cache_gives_the_attention_over_rounded_keys_and_values(kind, batch):
+    case = make_case(LAYERS[kind], *BATCHES[batch], kv_dtype=torch.float8_e4m3fn)
+    torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_deterministic_request_s_output_is_bitwise_the_same_in_any_batch(kind):
+    layer = LAYERS[kind]
+    case = make_case(layer, [6, 11, 0, 30], [1, 1, 1, 1])
+    together = TorchAttnBackend(deterministic=True)
+    together.init_forward_metadata(case.batch)
+    out = together.forward(case.q, case.k, case.v, layer, case.batch)
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
+    table, pool = case.batch.req_to_token_pool, case.batch.token_to_kv_pool
+    for i, prefix in enumerate([6, 11, 0, 30]):
+        one = slice(i, i + 1)
+        rows = case.batch.req_pool_indices[one].tolist()
+        alone = make_batch(rows, [prefix], [1], case.batch.out_cache_loc[one], table, pool, "cpu")
+        backend = TorchAttnBackend(deterministic=True)
+        backend.init_forward_metadata(alone)
+        assert torch.equal(backend.forward(case.q[one], case.k[one], case.v[one], layer, alone), out[one])
 
 
 def test_forward_before_planning_says_what_is_missing():
