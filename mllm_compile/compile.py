@@ -85,7 +85,8 @@ class CompiledRuntime:
 
     @property
     def num_distinct_pieces(self) -> int:
-        return len(self.artifact.program.piece_ids())
+        program = self.artifact.program
+        return len(program.piece_ids()) - len(program.single_token)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def load_or_compile(
     artifact = _open_cached(target, options, timeline)
     was_cached = artifact is not None
     if artifact is None:
-        artifact = _compile_or_wait(target, options, timeline)
+        artifact, was_cached = _compile_or_wait(target, options, timeline)
     if options.verify_weights:
         artifact = _verify_weights(artifact, target.model.path, timeline)
     mark_used(artifact.folder)
@@ -259,11 +260,11 @@ def _seconds(timeline: Timeline) -> list[tuple[str, float]]:
 # Compiling ------------------------------------------------------------------------------------------------------------
 
 
-def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
-    """One process compiles a key at a time; the others wait and take what it made."""
+def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> tuple[Artifact, bool]:
+    """One process compiles a key at a time; the others wait and take what it made (True)."""
     if options.output is not None:
         check_replaceable(target.folder)
-        return _compile(target, options, timeline)
+        return _compile(target, options, timeline), False
     sweep(target.folder.parent)
 
     def waiting() -> None:
@@ -271,7 +272,9 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
 
     with compile_lock(target.folder, waiting):
         artifact = _open_cached(target, options, timeline)
-        return artifact or _compile(target, options, timeline)
+        if artifact is not None:
+            return artifact, True
+        return _compile(target, options, timeline), False
 
 
 def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
@@ -361,14 +364,16 @@ def _build_pieces(
 
     folder = scratch / PIECES
     folder.mkdir()
+    one_token = {form.piece for form in lowered.program.single_token.values()}
     jobs = []
     for piece in lowered.program.piece_ids():
         graph: Any = lowered.graph.get_submodule(piece)
+        inputs = piece_inputs(graph, lowered.symbols)
+        if piece in one_token:
+            inputs = tuple(spec.of_one_token() for spec in inputs)
         source_path = folder / (piece + SOURCE_SUFFIX)
         source_path.write_text(piece_source(graph, piece, lowered.symbols), encoding="utf-8")
-        jobs.append(
-            PieceJob(piece, source_path, piece_inputs(graph, lowered.symbols), folder / (piece + PACKAGE_SUFFIX))
-        )
+        jobs.append(PieceJob(piece, source_path, inputs, folder / (piece + PACKAGE_SUFFIX)))
     with _kernels(config, lowered, scratch / KERNELS, timeline):
         if workers is None:
             return SOURCE_SUFFIX
