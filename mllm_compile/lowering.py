@@ -80,7 +80,7 @@ def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: 
     with reporter.stage("passes"):
         graph, reports = run_passes(
             trace.graph_module,
-            config.compile.disable_passes,
+            _disabled_passes(config),
             observer=lambda report, gm: dump(
                 report.name,
                 gm,
@@ -89,6 +89,12 @@ def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: 
         )
         program = build_program(graph)
     return Lowered(hf_model, graph, program, reports, symbols)
+
+
+def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
+    """With the eager backend pieces run as traced: no kernels of ours in them."""
+    kernels = ("fuse_single_token",) if config.compile.backend == "eager" else ()
+    return (*config.compile.disable_passes, *kernels)
 
 
 def plan_lowered_weights(

@@ -31,6 +31,14 @@ class PieceInput:
     stride: tuple[int | str, ...]
     dtype: str
 
+    def of_one_token(self) -> PieceInput:
+        """The same input with T = 1."""
+
+        def fixed(size: int | str) -> int | str:
+            return math.prod(int(f) for f in size.replace("T", "1").split("*")) if isinstance(size, str) else size
+
+        return PieceInput(tuple(fixed(n) for n in self.shape), tuple(fixed(n) for n in self.stride), self.dtype)
+
     def to_json(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "stride": list(self.stride), "dtype": self.dtype}
 
@@ -63,6 +71,8 @@ def compile_piece(
     Raises:
         Exception: whatever torch.export or Inductor raises; the worker reports it with the piece's name.
     """
+    if "torch.ops.mllm." in source_path.read_text(encoding="utf-8"):
+        import mllm_compile.runtime.single_token_ops  # noqa: F401  (defines the ops; needs Triton)
     piece = piece_class(source_path.read_text(encoding="utf-8"), source_path)()
     with _system_compiler():
         exported = torch.export.export(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import operator
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import fx
 
 from mllm_compile.errors import CompileError
-from mllm_compile.passes.base import ATTENTION_LAYERS
-from mllm_compile.passes.fx_match import is_attention_with_output, is_weight
+from mllm_compile.passes.base import ATTENTION_LAYERS, SINGLE_TOKEN_PIECES
+from mllm_compile.passes.fx_match import is_attention_with_output, is_symbolic, is_weight
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.piece_source import size_of
-from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, Step
+from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, SingleTokenForm, Step
 
 _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S"}
 
@@ -41,7 +42,22 @@ def build_program(graph: fx.GraphModule) -> Program:
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]
     weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
-    return Program(tuple(steps), layers, weights, _value_name(logits))
+    return Program(tuple(steps), layers, weights, _value_name(logits), _single_token_forms(graph))
+
+
+def _single_token_forms(graph: fx.GraphModule) -> dict[str, SingleTokenForm]:
+    forms = {}
+    for piece, form in graph.meta.get(SINGLE_TOKEN_PIECES, {}).items():
+        module: Any = graph.get_submodule(piece)
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        index, dim = next(
+            (index, dim)
+            for index, node in enumerate(inputs)
+            for dim, size in enumerate(node.meta["val"].shape)
+            if is_symbolic(size)
+        )
+        forms[piece] = SingleTokenForm(form, index, dim)
+    return forms
 
 
 def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -5,6 +5,7 @@
 3. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
 4. split_at_attention  one submodule per stretch between attentions, and one for the head
 5. deduplicate_pieces  equal stretches share one module
+6. fuse_single_token   on CUDA, a second form of each piece for steps of one token
 
 To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
 """
@@ -20,6 +21,7 @@ from torch import fx
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
+from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.split_at_attention import SplitAtAttention
@@ -31,6 +33,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     LowerAttention,
     SplitAtAttention,
     DeduplicatePieces,
+    FuseSingleToken,
 )
 # What the program cannot do without; the others may be named in compile.disable_passes.
 REQUIRED = frozenset({"canonicalise", "lower_attention", "split_at_attention", "deduplicate_pieces"})

@@ -83,4 +83,5 @@ AFTER: dict[str, tuple[Check, ...]] = {
     "lower_attention": (inputs_are_named_tensors, attention_is_lowered),
     "split_at_attention": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "deduplicate_pieces": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
+    "fuse_single_token": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
 }

@@ -9,7 +9,7 @@ Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -80,6 +80,15 @@ Step = PieceStep | AttentionStep
 
 
 @dataclass(frozen=True)
+class SingleTokenForm:
+    """A second form of a piece, for steps of one token: `piece` is its id, T is dimension `dim` of input `input`."""
+
+    piece: str
+    input: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
 
@@ -87,10 +96,12 @@ class Program:
     layers: tuple[LayerSpec, ...]
     weights: tuple[str, ...]
     output: str
+    single_token: Mapping[str, SingleTokenForm] = field(default_factory=dict)  # piece → its form for one token
 
     def piece_ids(self) -> list[str]:
-        """Distinct pieces, in order of first use."""
-        return list(dict.fromkeys(step.piece for step in self.steps if isinstance(step, PieceStep)))
+        """Everything that is compiled: distinct pieces in order of first use, then their single-token forms."""
+        pieces = dict.fromkeys(step.piece for step in self.steps if isinstance(step, PieceStep))
+        return [*pieces, *(form.piece for form in self.single_token.values())]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -100,6 +111,7 @@ class Program:
             "layers": [asdict(layer) for layer in self.layers],
             "weights": list(self.weights),
             "output": self.output,
+            "single_token": {piece: asdict(form) for piece, form in self.single_token.items()},
         }
 
     @classmethod
@@ -111,6 +123,7 @@ class Program:
                 layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
                 weights=tuple(data["weights"]),
                 output=data["output"],
+                single_token={piece: SingleTokenForm(**form) for piece, form in data["single_token"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(
@@ -211,15 +224,20 @@ class ProgramExecutor:
             if isinstance(step, PieceStep):
                 inputs = tuple(self._slot(name) for name in step.inputs)
                 outputs = tuple(self._slot(name) for name in step.outputs)
-                linked.append(
-                    _LinkedPiece(step.piece, index, pieces[step.piece], pieces[step.piece], inputs, outputs, dead)
-                )
+                function = self._function(step.piece, pieces)
+                linked.append(_LinkedPiece(step.piece, index, function, function, inputs, outputs, dead))
             else:
                 q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.v_head_dim)
                 linked.append(_LinkedAttention(layer.name, out_shape, buffer_index[step.out], q, k, v, out, dead))
         return linked
+
+    def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
+        form = self.program.single_token.get(piece)
+        if form is None:
+            return pieces[piece]
+        return _BySize(pieces[piece], pieces[form.piece], form.input, form.dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
         """Attention output → the lowest index whose last owner is dead; nearly always 0."""
@@ -264,6 +282,19 @@ def _missing_names(
 
 def _new_output(index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     return q.new_empty((q.shape[0], *shape))
+
+
+@dataclass(slots=True)
+class _BySize:
+    """A piece with a form of its own for one token."""
+
+    any_size: PieceFunction
+    one_token: PieceFunction
+    input: int
+    dim: int
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.one_token(inputs) if inputs[self.input].shape[self.dim] == 1 else self.any_size(inputs)
 
 
 @dataclass(slots=True)
