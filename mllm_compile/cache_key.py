@@ -40,6 +40,8 @@ _SHAPING_SOURCES = (
     "small_weights.py",
     "piece_source.py",
     "piece_compiler.py",
+    "runtime/single_token_ops.py",
+    "runtime/single_token_shapes.py",
     "runtime/trace_ops.py",
     "runtime/program.py",
 )
