@@ -1,7 +1,7 @@
 """Compiles that are killed at any moment, and several at once: a runtime is whole or absent, and never in the way.
 
-The full counts (30 kills, 4 processes) are slow; a sample always runs (two at once: test_artifact.py). Pieces are eager:
-what is tested is how files get to their place.
+The full counts (30 kills, 4 processes) are slow; a sample always runs (two at once: test_artifact.py). Pieces are
+eager: what is tested is how files get to their place.
 """
 
 from __future__ import annotations
