@@ -85,7 +85,8 @@ class CompiledRuntime:
 
     @property
     def num_distinct_pieces(self) -> int:
-        return len(self.artifact.program.piece_ids())
+        program = self.artifact.program
+        return len(program.piece_ids()) - len(program.single_token)
 
 
 @dataclass(frozen=True)
@@ -363,14 +364,16 @@ def _build_pieces(
 
     folder = scratch / PIECES
     folder.mkdir()
+    one_token = {form.piece for form in lowered.program.single_token.values()}
     jobs = []
     for piece in lowered.program.piece_ids():
         graph: Any = lowered.graph.get_submodule(piece)
+        inputs = piece_inputs(graph, lowered.symbols)
+        if piece in one_token:
+            inputs = tuple(spec.of_one_token() for spec in inputs)
         source_path = folder / (piece + SOURCE_SUFFIX)
         source_path.write_text(piece_source(graph, piece, lowered.symbols), encoding="utf-8")
-        jobs.append(
-            PieceJob(piece, source_path, piece_inputs(graph, lowered.symbols), folder / (piece + PACKAGE_SUFFIX))
-        )
+        jobs.append(PieceJob(piece, source_path, inputs, folder / (piece + PACKAGE_SUFFIX)))
     with _kernels(config, lowered, scratch / KERNELS, timeline):
         if workers is None:
             return SOURCE_SUFFIX
