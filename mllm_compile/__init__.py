@@ -10,19 +10,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mllm_compile.async_engine import AsyncEngine
     from mllm_compile.config import EngineConfig
     from mllm_compile.engine import Engine
-    from mllm_compile.outputs import CompletionOutput, RequestOutput
+    from mllm_compile.outputs import CompletionOutput, Logprob, RequestOutput
     from mllm_compile.runtime.sampling_params import SamplingParams
+    from mllm_compile.stats import EngineStats
 
 __version__ = "0.1.0"
-__all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "AsyncEngine",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
+    "AsyncEngine": "mllm_compile.async_engine",
+    "CompletionOutput": "mllm_compile.outputs",
     "Engine": "mllm_compile.engine",
     "EngineConfig": "mllm_compile.config",
+    "EngineStats": "mllm_compile.stats",
+    "Logprob": "mllm_compile.outputs",
     "RequestOutput": "mllm_compile.outputs",
-    "CompletionOutput": "mllm_compile.outputs",
     "SamplingParams": "mllm_compile.runtime.sampling_params",
 }
 

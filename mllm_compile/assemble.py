@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,16 +32,24 @@ from mllm_compile.runtime.step import StepRunner
 from mllm_compile.timeline import Timeline, timeline_of
 from mllm_compile.tokenizer import Tokenizer, load_tokenizer
 
+_LOG_FORWARD_TIMES_S = 10.0
 
-def assemble(config: str | Path | EngineConfig, reporter: Reporter) -> EngineParts:
+
+def assemble(config: str | Path | EngineConfig, reporter: Reporter, *, forward_times: bool = False) -> EngineParts:
     """Compiles if no cached runtime fits, then loads.
+
+    Args:
+        forward_times: measure every forward.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
     timeline = timeline_of(reporter)
     compiled = _open(config, timeline)
-    runner = ModelRunner(runner_config(compiled.config), ArtifactSource(compiled, timeline))
+    settings = runner_config(compiled.config)
+    if forward_times:
+        settings = replace(settings, forward_times_interval_s=_LOG_FORWARD_TIMES_S)
+    runner = ModelRunner(settings, ArtifactSource(compiled, timeline))
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(_load_text_parts, compiled, timeline)
         runner.initialize(timeline.stage)
@@ -62,6 +71,7 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter) -> EnginePar
         check_device=_device_check(runner.device),
         shutdown=runner.shutdown,
         config=compiled.config,
+        forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
     )
 
 

@@ -28,7 +28,7 @@ from mllm_compile.request_builder import (
 )
 from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.sequences import Submission
-from mllm_compile.stats import EngineStats
+from mllm_compile.stats import EngineStats, ForwardTimesSource
 from mllm_compile.timeline import Timeline, timeline_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class EngineParts:
         check_device: raises when the device cannot be used any more.
         shutdown: gives the device's memory back; called once, after the last step.
         config: what the engine runs with, every `auto` resolved.
+        forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
     """
 
     scheduler: Scheduler
@@ -65,6 +66,7 @@ class EngineParts:
     check_device: Callable[[], None] = lambda: None
     shutdown: Callable[[], None] = lambda: None
     config: ResolvedConfig | None = None
+    forward_times: ForwardTimesSource = tuple
 
 
 class Engine:
@@ -78,18 +80,25 @@ class Engine:
         reporter: where compiling and loading show their progress; None: bars on a terminal, nothing elsewhere.
         log_interval_s: seconds between two log lines with figures (logger "mllm_compile.engine", level INFO) while
             there is work; 0 for none.
+        forward_times: measure every forward, for `stats().forward_times`. To look, not to serve: the host then waits
+            for the device around each of them.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
 
     def __init__(
-        self, config: str | Path | EngineConfig, *, reporter: Reporter | None = None, log_interval_s: float = 10.0
+        self,
+        config: str | Path | EngineConfig,
+        *,
+        reporter: Reporter | None = None,
+        log_interval_s: float = 10.0,
+        forward_times: bool = False,
     ) -> None:
         self.timeline = timeline_of(reporter or reporter_for())
         with self.timeline.stage("import torch"):
             from mllm_compile.assemble import assemble
-        self._start(assemble(config, self.timeline), log_interval_s)
+        self._start(assemble(config, self.timeline, forward_times=forward_times), log_interval_s)
 
     @classmethod
     def from_parts(cls, parts: EngineParts, *, log_interval_s: float = 10.0) -> Self:
@@ -110,7 +119,11 @@ class Engine:
             default_params=parts.default_params,
         )
         self.core = EngineCore(
-            parts.scheduler, parts.step_runner, check_device=parts.check_device, log_interval_s=log_interval_s
+            parts.scheduler,
+            parts.step_runner,
+            check_device=parts.check_device,
+            forward_times=parts.forward_times,
+            log_interval_s=log_interval_s,
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, _close, self.core, parts.shutdown)

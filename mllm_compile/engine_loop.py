@@ -26,7 +26,7 @@ from mllm_compile.runtime.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.scheduler import Scheduler
 from mllm_compile.runtime.step_output import StepOutput
 from mllm_compile.sequences import Sequence, Submission
-from mllm_compile.stats import EngineStats, StatsRecorder
+from mllm_compile.stats import EngineStats, ForwardTimesSource, StatsRecorder
 
 logger = logging.getLogger("mllm_compile.engine")
 
@@ -78,6 +78,7 @@ class EngineCore:
         scheduler: not used by anyone else from now on.
         step_runner: likewise.
         check_device: raises when the device cannot be used any more; asked after a step has failed.
+        forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
     """
 
@@ -87,13 +88,14 @@ class EngineCore:
         step_runner: StepRunner,
         *,
         check_device: Callable[[], None] = lambda: None,
+        forward_times: ForwardTimesSource = tuple,
         log_interval_s: float = 10.0,
     ) -> None:
         self._scheduler = scheduler
         self._check_device = check_device
         self._log_interval_s = log_interval_s
         self._next_log = time.monotonic() + log_interval_s
-        self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1)
+        self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1, forward_times)
 
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error

@@ -10,7 +10,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ import numpy as np
 if TYPE_CHECKING:
     from mllm_compile.runtime.scheduled_batch import ScheduledBatch
     from mllm_compile.runtime.scheduler_config import SchedulerStats
+
+ForwardTimesSource = Callable[[], Iterable[tuple[int, int, float]]]
 
 _BUCKETS_A_DECADE = 5
 _RATE_WINDOW_S = 10.0
@@ -101,6 +103,15 @@ class RateMeter:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardTime:
+    """How long the model took for steps of one padded number of tokens, sampling and scheduling left out."""
+
+    num_tokens: int
+    count: int
+    median_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of `Engine.stats()`.
 
@@ -122,6 +133,7 @@ class EngineStats:
         finished: ended completions since the start by finish reason.
         time_to_first_token: seconds from arrival to the first token.
         time_between_tokens: seconds from one token of a request to its next.
+        forward_times: by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
     """
 
     running: int
@@ -141,6 +153,7 @@ class EngineStats:
     finished: Mapping[str, int]
     time_to_first_token: HistogramSnapshot
     time_between_tokens: HistogramSnapshot
+    forward_times: tuple[ForwardTime, ...] = ()
 
     @property
     def kv_usage(self) -> float:
@@ -177,10 +190,12 @@ class StatsRecorder:
 
     Args:
         num_slots: rows that a step's `rows` point into.
+        forward_times: gives (num_tokens, count, median in ms) rows.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, forward_times: ForwardTimesSource = tuple) -> None:
         now = time.monotonic()
+        self._forward_times = forward_times
         self._last_token_time = np.zeros(num_slots, dtype=np.float64)  # by slot
         self._first_token = Histogram(1e-3, 1e3)
         self._between_tokens = Histogram(1e-4, 1e2)
@@ -239,4 +254,5 @@ class StatsRecorder:
             finished=dict(self._finished),
             time_to_first_token=self._first_token.snapshot(),
             time_between_tokens=self._between_tokens.snapshot(),
+            forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),
         )

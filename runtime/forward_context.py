@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+_KEPT_FORWARDS = 1000
 
 
 @dataclass
@@ -56,7 +57,7 @@ class ForwardContext:
 
 
 class ForwardTimes:
-    """Forward times by number of tokens; logs their medians every `interval_s` seconds.
+    """Times of the last thousand forwards of each number of tokens; logs their medians every `interval_s` seconds.
 
     Measuring waits for the device before and after each forward, so it is for looking, not for serving.
     """
@@ -64,7 +65,8 @@ class ForwardTimes:
     def __init__(self, interval_s: float, device: torch.device) -> None:
         self.interval_s = interval_s
         self._device = device
-        self._ms_by_tokens: dict[int, list[float]] = defaultdict(list)
+        self._ms_by_tokens: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_FORWARDS))
+        self._counts: Counter[int] = Counter()
         self._last_log = time.perf_counter()
 
     @contextmanager
@@ -73,6 +75,7 @@ class ForwardTimes:
         yield
         end = self._now()
         self._ms_by_tokens[num_tokens].append((end - start) * 1e3)
+        self._counts[num_tokens] += 1
         if end - self._last_log >= self.interval_s:
             self._last_log = end
             for tokens, count, median_ms in self.medians():
@@ -80,7 +83,7 @@ class ForwardTimes:
 
     def medians(self) -> list[tuple[int, int, float]]:
         """(num_tokens, batches, median in ms), most frequent batch size first."""
-        rows = [(tokens, len(ms), statistics.median(ms)) for tokens, ms in self._ms_by_tokens.items()]
+        rows = [(tokens, self._counts[tokens], statistics.median(ms)) for tokens, ms in self._ms_by_tokens.items()]
         return sorted(rows, key=lambda row: -row[1])
 
     def _now(self) -> float:

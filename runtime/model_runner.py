@@ -68,6 +68,7 @@ class ModelRunner:
     Attributes:
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
         forward_pass_id: forwards so far.
+        forward_times: of the forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
     def __init__(self, config: RunnerConfig, source: ModelSource) -> None:
@@ -127,7 +128,7 @@ class ModelRunner:
         spec = KVCacheSpec(model.layers, self.config.page_size)
         self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
         interval_s = self.config.forward_times_interval_s
-        self._forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
+        self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
 
     def init_memory_pool(self) -> None:
         """Allocate the table of slots and as many KV pages as fit; config.num_pages overrules the measurement."""
@@ -352,7 +353,8 @@ class ModelRunner:
             num_tokens=tokens.input_ids.shape[0],
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
-            forward_times=self._forward_times,
+            # A whole step in a graph is timed where it is replayed: nobody can wait for the device in a capture.
+            forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         ):
             return self.model.executor(
                 {"input_ids": tokens.input_ids, "positions": tokens.positions, "logits_indices": logits_indices}

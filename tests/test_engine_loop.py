@@ -412,6 +412,16 @@ def test_preempted_requests_give_the_same_tokens():
         assert all_pages_are_back(engine)
 
 
+def test_forward_times_are_among_the_figures_when_they_are_measured():
+    with fake_engine(forward_times=lambda: [(8, 100, 0.5), (1, 2, 0.25)]) as engine:
+        assert [(row.num_tokens, row.count, row.median_ms) for row in engine.stats().forward_times] == [
+            (8, 100, 0.5),
+            (1, 2, 0.25),
+        ]
+    with fake_engine() as engine:
+        assert engine.stats().forward_times == ()
+
+
 def test_stats_count_what_happened(engine):
     engine.generate([[i] * 10 for i in range(6)], params())
     stats = engine.stats()

@@ -9,6 +9,7 @@ Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padde
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +157,9 @@ class GraphRunner:
             inputs.seq_lens_cpu[:size],
         )
         entry = self._decode_graphs[descriptor]
-        entry.graph.replay()
+        times = self._runner.forward_times
+        with nullcontext() if times is None else times.measure(size):
+            entry.graph.replay()
         logits = entry.logits[: batch.batch_size]
         return logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices)
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mllm_compile.runtime import forward_context
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_context import (
@@ -86,3 +87,13 @@ def test_forward_times_keep_a_median_per_number_of_tokens_and_log_at_the_interva
     assert [(tokens, count) for tokens, count, _ in times.medians()] == [(5, 3)]
     assert times.medians()[0][2] >= 0
     assert "forward of 5 tokens: median" in caplog.text
+
+
+def test_forward_times_of_a_long_run_take_no_more_memory(monkeypatch):
+    monkeypatch.setattr(forward_context, "_KEPT_FORWARDS", 4)
+    times = ForwardTimes(interval_s=1e9, device=torch.device("cpu"))
+    for _ in range(9):
+        with times.measure(2):
+            pass
+    assert times.medians()[0][:2] == (2, 9)
+    assert len(times._ms_by_tokens[2]) == 4

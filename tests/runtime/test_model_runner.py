@@ -120,6 +120,8 @@ def test_forward_times_are_kept_when_asked_for(caplog):
         place(runner, 1, 4, 1)
         runner.forward(extend(runner, [(1, 0, [4, 5, 6])]))
     assert "forward of 3 tokens" in caplog.text
+    assert [row[:2] for row in runner.forward_times.medians()] == [(3, 1)]
+    assert make_runner().forward_times is None
 
 
 def test_shutdown_gives_model_and_pools_back():

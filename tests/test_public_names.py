@@ -1,0 +1,24 @@
+"""What `mllm_compile` itself offers."""
+
+import subprocess
+import sys
+
+import pytest
+
+import mllm_compile
+
+
+def test_every_public_name_is_there():
+    for name in mllm_compile.__all__:
+        assert getattr(mllm_compile, name) is not None
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Engin'"):
+        mllm_compile.Engin  # noqa: B018
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, mllm_compile; print([m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
