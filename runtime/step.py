@@ -49,14 +49,13 @@ class StepHandle:
         token_ids = np.full(self._batch.num_requests, -1, dtype=np.int64)
         if tokens is not None:
             token_ids[plan.sampled] = tokens[plan.token_indices]
+        targets = plan.fields.get("prompt_targets")
         return StepOutput(
             token_ids=token_ids,
             requests=self._batch.requests,
-            scores=None if scores is None else _table([tokens, *scores], plan.token_indices),
+            scores=_table(tokens, scores, plan.token_indices),
             score_rows=plan.sampled,
-            prompt_scores=None
-            if prompt_scores is None
-            else _table([plan.fields["prompt_targets"], *prompt_scores], plan.score_indices),
+            prompt_scores=_table(targets, prompt_scores, plan.score_indices),
             prompt_rows=plan.prompt_rows,
         )
 
@@ -233,8 +232,11 @@ def _columns(scores: TokenLogprobs) -> list[torch.Tensor]:
     return [scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs]
 
 
-def _table(columns: Sequence[np.ndarray], rows: np.ndarray) -> ScoreTable:
-    return ScoreTable(*(column[rows] for column in columns))
+def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, rows: np.ndarray) -> ScoreTable | None:
+    """These rows of the scores of token_ids."""
+    if token_ids is None or scores is None:
+        return None
+    return ScoreTable(token_ids[rows], *(column[rows] for column in scores))
 
 
 def _download(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

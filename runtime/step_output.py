@@ -5,7 +5,7 @@ Shape legend: R rows of the step, S sampled rows, N prompt positions, K alternat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,17 +78,19 @@ class StepOutput:
     prompt_scores: ScoreTable | None
     prompt_rows: np.ndarray
 
-    def record_logprobs(self, accepted: Iterable[int]) -> None:
+    def record_logprobs(self, accepted: Collection[int]) -> None:
         """Append TokenScores to the requests that asked for them.
 
         Args:
             accepted: rows whose token was appended to its request (UpdateResult.accepted); the scores of other rows'
-                tokens are dropped with them. Prompt scores are kept either way.
+                tokens are dropped with them. Prompt scores are kept unless the request was over before this step.
         """
         if self.prompt_scores is not None:
+            taken = set(accepted)  # such a request may have ended with this very token
             for index, row in enumerate(self.prompt_rows.tolist()):
                 request = self.requests[row]
-                if not request.is_finished and request.params.prompt_logprobs is not None:
+                is_wanted = row in taken or not request.is_finished
+                if is_wanted and request.params.prompt_logprobs is not None:
                     request.prompt_logprobs.append(self.prompt_scores.row(index, request.params.prompt_logprobs))
         if self.scores is not None:
             index_of_row = {row: index for index, row in enumerate(self.score_rows.tolist())}

@@ -149,10 +149,7 @@ def test_several_completions_of_a_prompt_share_its_cached_pages(engine, runner):
     assert sorted(request.num_cached_tokens for request in requests) == [0, 28, 28]
 
 
-@pytest.mark.parametrize(
-    "max_tokens",
-    [4, pytest.param(1, marks=pytest.mark.xfail(strict=True, reason="StepOutput drops the last chunk's scores"))],
-)
+@pytest.mark.parametrize("max_tokens", [4, 1])
 def test_logprobs_come_for_every_token_that_was_asked_for(engine, max_tokens):
     prompt = list(range(1, 50))  # in two chunks
     wish = params(max_tokens=max_tokens, logprobs=2, prompt_logprobs=1)
