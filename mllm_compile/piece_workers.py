@@ -22,7 +22,7 @@ from typing import IO, Any
 from mllm_compile.errors import CompileError
 from mllm_compile.piece_compiler import PieceInput
 
-_MAX_WORKERS = 4
+_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
