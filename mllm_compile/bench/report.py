@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -12,7 +11,7 @@ from mllm_compile.console import print_table
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
-def print_result(result: BenchResult, stream: TextIO = sys.stdout) -> None:
+def print_result(result: BenchResult, stream: TextIO) -> None:
     """A table with a row for each line of the work and engine, and where it was taken."""
     print_table(stream, f"{result.command}: {result.model}", *result_table(result))
     for line in provenance(result):

@@ -24,8 +24,8 @@ from mllm_compile.bench.results import Ceilings
 PREPARE = "prepare the step"
 SAMPLE = "logits to tokens"
 UNKNOWN = "?"
-# GEMM kernels of cuBLAS, CUTLASS, Triton and the CPU libraries; a split-K's reduction is none of its own.
-_GEMM_NAME = re.compile(r"gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|aten::(add)?mm|aten::linear|mkl", re.I)
+# GEMM kernels of cuBLAS, CUTLASS and Triton; a split-K's reduction is none of its own. On a CPU the innermost operators.
+_GEMM_NAME = re.compile(r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl)|^aten::(add)?mm$", re.I)
 _NO_GEMM_NAME = re.compile(r"reduce|fused(?!.*_tem_)", re.I)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -95,7 +94,7 @@ def run_roofline(config: Path, batch: int, context: int, steps: int) -> Roofline
     )
 
 
-def print_roofline(roofline: Roofline, top: int, stream: TextIO = sys.stdout) -> None:
+def print_roofline(roofline: Roofline, top: int, stream: TextIO) -> None:
     """The kernels, then the parts of the step, then the sums; at most 120 columns."""
     times = "a replayed CUDA graph" if roofline.with_graphs else "no CUDA graph"
     title = f"{roofline.model}, batch {roofline.batch}, context {roofline.context}, {times}: kernels by time lost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +54,7 @@ def latency_command(
     result = run_latency(config, _names(engine), work)
     if json_path is not None:
         result.write(json_path)
-    print_result(result)
+    print_result(result, sys.stdout)
     if plot is not None:
         from mllm_compile.bench.plot import plot_latency
 
@@ -86,7 +87,7 @@ def throughput_command(
     result = run_throughput(config, _names(engine), work)
     if json_path is not None:
         result.write(json_path)
-    print_result(result)
+    print_result(result, sys.stdout)
 
 
 def startup_command(
@@ -104,7 +105,7 @@ def startup_command(
     result = run_startup(config, _names(engine), work)
     if json_path is not None:
         result.write(json_path)
-    print_result(result)
+    print_result(result, sys.stdout)
 
 
 def roofline_command(
@@ -121,7 +122,7 @@ def roofline_command(
     result = run_roofline(config, batch, context, steps)
     if json_path is not None:
         result.write(json_path)
-    print_roofline(result, top)
+    print_roofline(result, top, sys.stdout)
 
 
 def table_command(

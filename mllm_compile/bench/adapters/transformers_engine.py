@@ -23,14 +23,16 @@ class TransformersEngine:
         self._device = torch.device(setting.device)
         dtype = getattr(torch, setting.dtype)
         options = {"dtype": dtype, "trust_remote_code": setting.trust_remote_code}
+        model: Any
         if setting.random_weights:
             config = AutoConfig.from_pretrained(setting.model_folder, trust_remote_code=setting.trust_remote_code)
             with self._device:
                 model = AutoModelForCausalLM.from_config(config, **options)
         else:
-            model = AutoModelForCausalLM.from_pretrained(setting.model_folder, **options).to(self._device)
+            model = AutoModelForCausalLM.from_pretrained(setting.model_folder, **options)
+            model.to(self._device)
         self.settings["attention"] = model.config._attn_implementation
-        self._model: Any = model.eval()
+        self._model = model.eval()
 
     def generate(self, call: Call) -> None:
         longest = max(map(len, call.prompts))

@@ -1,0 +1,95 @@
+"""`mllm-compile bench …`: what is asked of the harness, what is printed; whole runs on the embedded model are slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mllm_compile.bench import harness
+from mllm_compile.bench.results import BenchResult
+from mllm_compile.cli import run as command_line
+from tests.bench.result_cases import result, run, tpot
+from tests.tiny_model import TINY
+
+COMMANDS = ("latency", "throughput", "startup", "roofline", "table")
+RESULT = result(run("mllm", tpot(1, 4.0, limit=3.0)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    assert command_line(["bench", command, "--help"]) == 0
+    assert f"mllm-compile bench {command}" in capsys.readouterr().out
+
+
+def test_sizes_and_engines_are_handed_on(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(harness, "run_latency", lambda *args: asked.append(args) or RESULT)
+    assert command_line(["bench", "latency", "c.yaml", "--batch", "1,4", "--engine", "mllm,vllm,mllm"]) == 0
+    ((config, engines, work),) = asked
+    assert (config, engines, work.batches, work.input_len) == (Path("c.yaml"), ["mllm", "vllm"], (1, 4), 512)
+    assert "tpot b=1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("batch", ["", "one", "1;2", "1,"])
+def test_batches_that_are_no_numbers_are_refused(batch, capsys):
+    assert command_line(["bench", "latency", "c.yaml", "--batch", batch]) == 2
+    assert f"--batch is {batch!r}; expected whole numbers" in capsys.readouterr().err
+
+
+def test_a_config_that_is_not_there_is_one_line(tmp_path, capfd):
+    assert command_line(["bench", "throughput", str(tmp_path / "no.yaml")]) == 2
+    assert "no such file" in capfd.readouterr().err
+
+
+def test_results_become_markdown(tmp_path, capsys):
+    RESULT.write(tmp_path / "r.json")
+    assert command_line(["bench", "table", str(tmp_path / "r.json")]) == 0
+    assert "| tpot b=1 | ms | 3.00 | 4.00 ±0.0% | 75% |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        f"model: {{path: {TINY}, dtype: float32}}\ncompile: {{backend: eager}}\nruntime: {{device: cpu}}\n"
+        f"cache: {{dir: {tmp_path}}}\n"
+    )
+    return path
+
+
+@pytest.mark.slow
+def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
+    sizes = ["--repeats", "2", "--json", str(tmp_path / "r.json")]
+    latency = ["--batch", "1,2", "--input-len", "8", "--output-len", "3", "--engine", "mllm,transformers"]
+    assert command_line(["bench", "latency", str(config), *latency, *sizes]) == 0
+    measured = BenchResult.read(tmp_path / "r.json")
+    assert [run.engine for run in measured.runs] == ["mllm", "transformers"]
+    assert all(line.limit is not None and line.median > 0 for run in measured.runs for line in run.measurements)
+
+    throughput = [
+        "--requests",
+        "3",
+        "--min-len",
+        "4",
+        "--max-len",
+        "9",
+        "--prefill-prompts",
+        "2",
+        "--prefill-len",
+        "16",
+    ]
+    assert command_line(["bench", "throughput", str(config), *throughput, "--engine", "mllm,transformers", *sizes]) == 0
+    names = [line.name for line in BenchResult.read(tmp_path / "r.json").runs[0].measurements]
+    assert names == ["prefill2x16", "mixed3"]
+
+    assert command_line(["bench", "startup", str(config), "--repeats", "1", "--json", str(tmp_path / "r.json")]) == 0
+    cold, _, warm, _ = BenchResult.read(tmp_path / "r.json").runs[0].measurements
+    assert cold.median > warm.median
+
+    roofline = ["--batch", "2", "--context", "40", "--steps", "3", "--json", str(tmp_path / "r.json")]
+    assert command_line(["bench", "roofline", str(config), *roofline]) == 0
+    labels = {row["label"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    assert {"self_attn.o_proj", "mlp.down_proj", "attention self_attn"} <= labels
+    assert "parts of the step" in capfd.readouterr().out

@@ -1,0 +1,47 @@
+import io
+
+from mllm_compile.bench.report import markdown, print_result, show_figure
+from tests.bench.result_cases import result, run, tpot
+
+OURS = run("mllm", tpot(1, 4.0, limit=3.0), tpot(8, 5.0, 5.5, 6.0, limit=3.3))
+VLLM = run("vllm", tpot(1, 5.0, limit=3.0), tpot(8, 6.0, limit=3.3))
+
+
+def test_the_table_puts_engines_under_each_other_for_each_work():
+    stream = io.StringIO()
+    print_result(result(OURS, VLLM), stream)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "latency: m"
+    assert lines[1].split("  ") and "share of limit" in lines[1]
+    assert [line.split()[:4] for line in lines[2:6]] == [
+        ["tpot", "b=1", "mllm", "4.00"],
+        ["tpot", "b=1", "vllm", "5.00"],
+        ["tpot", "b=8", "mllm", "5.50"],
+        ["tpot", "b=8", "vllm", "6.00"],
+    ]
+    assert lines[2].endswith("75%")
+
+
+def test_the_report_says_where_the_figures_were_taken():
+    stream = io.StringIO()
+    print_result(result(OURS), stream)
+    text = stream.getvalue()
+    assert "commit abc" in text
+    assert "read 4,000 GB/s" in text
+    assert "mllm 1" in text
+
+
+def test_markdown_joins_results_of_one_model_into_one_table():
+    text = markdown([result(OURS), result(VLLM)])
+    assert text.count("### m: latency") == 1
+    assert "| work | unit | limit | mllm | vllm | mllm, share of limit |" in text
+    assert "| tpot b=8 | ms | 3.30 | 5.50 ±9.1% | 6.00 ±0.0% | 60% |" in text
+
+
+def test_markdown_leaves_a_cell_empty_where_an_engine_has_no_figure():
+    text = markdown([result(OURS, run("vllm", tpot(1, 5.0)))])
+    assert "| tpot b=8 | ms | 3.30 | 5.50 ±9.1% |  | 60% |" in text
+
+
+def test_figures_have_three_digits():
+    assert [show_figure(value) for value in (0.1234, 1.234, 123.45, 23149.4)] == ["0.123", "1.23", "123.5", "23,149"]

@@ -1,0 +1,166 @@
+"""A step of two layers' worth of kernels, with bytes that can be worked out by hand."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+
+import pytest
+
+from mllm_compile.bench.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel
+from mllm_compile.bench.results import Ceilings
+from mllm_compile.bench.roofline import (
+    PREPARE,
+    SAMPLE,
+    UNKNOWN,
+    AttentionFacts,
+    MatrixFacts,
+    PieceFacts,
+    StepFacts,
+    assign_jobs,
+    jobs_by_name,
+    roofline_rows,
+)
+from mllm_compile.bench.roofline_report import Roofline, print_roofline
+
+CEILINGS = Ceilings(read_bytes_s=1e9, flops_s=1e12)  # 1000 bytes a microsecond
+QKV = MatrixFacts("model.layers.0.attn.qkv.weight", (64, 32), 2)
+OUT = MatrixFacts("model.layers.0.attn.o.weight", (32, 32), 2)
+UP = MatrixFacts("model.layers.0.mlp.up.weight", (128, 32), 2)
+HEAD = MatrixFacts("lm_head.weight", (1000, 32), 2)
+FACTS = StepFacts(
+    rows=4,
+    pieces=(PieceFacts(0, 32, 512, (QKV,)), PieceFacts(2, 256, 8000, (OUT, UP, HEAD))),
+    attentions=(AttentionFacts(0, "model.layers.0.attn", kv_bytes=10_000, new_bytes=700),),
+    logits_bytes=8000,
+)
+
+
+def kernel(name: str, us: float, piece: int, inside: bool = True) -> TracedKernel:
+    return TracedKernel(name, 0.0, us, piece, inside)
+
+
+STEP = [
+    kernel("Memcpy HtoD", 2, BEFORE_FIRST_PIECE, inside=False),
+    kernel("triton_poi_fused_embedding_0", 2, 0),
+    kernel("nvjet_tst_64x8", 9, 0),
+    kernel("write_kv", 3, 0, inside=False),
+    kernel("BatchDecode", 20, 0, inside=False),
+    kernel("gemvx::kernel", 8, 2),
+    kernel("cublasLt::splitKreduce_kernel", 2, 2),
+    kernel("triton_red_fused_mm_norm_1", 2, 2),
+    kernel("nvjet_tst_64x8", 30, 2),
+    kernel("nvjet_tst_128x8", 80, 2),
+    kernel("argmax", 9, 2, inside=False),
+    kernel("index_copy", 1, 2, inside=False),
+]
+
+
+def test_every_kernel_gets_its_job():
+    jobs = assign_jobs(STEP, FACTS)
+    assert [job.label for job in jobs] == [
+        PREPARE,
+        f"before {QKV.name}",
+        QKV.name,
+        "attention model.layers.0.attn: around it",
+        "attention model.layers.0.attn",
+        OUT.name,
+        f"before {UP.name}",
+        f"before {UP.name}",
+        UP.name,
+        HEAD.name,
+        SAMPLE,
+        SAMPLE,
+    ]
+
+
+def test_bytes_are_those_that_have_to_move():
+    jobs = assign_jobs(STEP, FACTS)
+    assert jobs[2].num_bytes == 64 * 32 * 2 + 4 * 32 * 2 + 4 * 64 * 2
+    assert jobs[2].flops == 2 * 4 * 64 * 32
+    assert jobs[4].num_bytes == 10_000
+    # Two kernels share what the out projection wrote and the up projection reads.
+    assert jobs[6].num_bytes == jobs[7].num_bytes == (4 * 32 * 2 + 4 * 32 * 2) // 2
+    assert jobs[10].num_bytes == 8000
+    assert jobs[11].num_bytes == 0
+
+
+def test_gemms_whose_names_are_not_known_are_the_longest_kernels():
+    renamed = [kernel(f"k{i}", k.us, k.piece, k.inside) for i, k in enumerate(STEP)]
+    labels = [job.label for job in assign_jobs(renamed, FACTS)]
+    assert [labels[i] for i in (2, 5, 8, 9)] == [QKV.name, OUT.name, UP.name, HEAD.name]
+
+
+def test_a_piece_of_compiled_loops_does_all_its_gemms_in_one():
+    step = [kernel(COMPILED_LOOPS, 9, 0), kernel("aten::empty", 1, 2), kernel(COMPILED_LOOPS, 90, 2)]
+    jobs = assign_jobs(step, FACTS)
+    assert jobs[2].num_bytes == 256 + 8000 + OUT.num_bytes + UP.num_bytes + HEAD.num_bytes
+    assert jobs[2].label == f"{OUT.name} … {HEAD.name}"
+    assert jobs[1].num_bytes == 0
+
+
+def test_kernels_of_a_graph_have_the_jobs_of_those_outside_of_it():
+    jobs = assign_jobs(STEP, FACTS)
+    replayed = [kernel(k.name, k.us, BEFORE_FIRST_PIECE, inside=False) for k in STEP[1:]]
+    replayed.append(kernel("nvjet_tst_64x8", 5, BEFORE_FIRST_PIECE, inside=False))
+    found = jobs_by_name(replayed, STEP, jobs)
+    assert found[:-1] == jobs[1:]
+    assert found[-1].label == UNKNOWN
+
+
+def test_rows_join_layers_and_are_sorted_by_time_lost():
+    layers = [f"model.layers.{index}.attn.o.weight" for index in (0, 11)]
+    facts = StepFacts(
+        rows=1,
+        pieces=tuple(PieceFacts(i, 0, 0, (MatrixFacts(name, (10, 10), 2),)) for i, name in enumerate(layers)),
+        attentions=(),
+        logits_bytes=20,
+    )
+    step = [kernel("gemm", 1.0, 0), kernel("gemm", 2.0, 1), kernel("argmax", 9.0, 1, inside=False)]
+    rows = roofline_rows(step, assign_jobs(step, facts), CEILINGS)
+    assert [(row.label, row.kernel, row.count, row.us) for row in rows] == [
+        (SAMPLE, "argmax", 1, 9.0),
+        ("attn.o", "gemm", 2, 3.0),
+    ]
+    assert rows[1].num_bytes == 2 * (200 + 20 + 20)
+    assert rows[1].limit_us == pytest.approx(0.48)
+    assert rows[1].lost_us == pytest.approx(2.52)
+    assert rows[1].share == pytest.approx(0.16)
+
+
+def test_operations_bind_where_they_take_longer_than_bytes():
+    slow = Ceilings(read_bytes_s=1e12, flops_s=1e9)
+    (row, *_) = roofline_rows(STEP, assign_jobs(STEP, FACTS), slow)
+    assert row.limit_us <= row.us or row.flops
+    by_label = {row.label: row for row in roofline_rows(STEP, assign_jobs(STEP, FACTS), slow)}
+    assert by_label["attn.qkv"].limit_us == pytest.approx(2 * 4 * 64 * 32 / 1e9 * 1e6)
+
+
+def test_facts_go_to_json_and_back():
+    assert StepFacts.from_json(asdict(FACTS)) == FACTS
+
+
+def test_the_printed_map_is_at_most_120_columns_wide():
+    rows = roofline_rows(
+        [*STEP, kernel("a_kernel_with_a_very_long_name_of_many_words_that_goes_on_123", 5, 2)],
+        [*assign_jobs(STEP, FACTS), assign_jobs(STEP, FACTS)[3]],
+        CEILINGS,
+    )
+    roofline = Roofline(
+        model="m",
+        batch=4,
+        context=576,
+        with_graphs=True,
+        environment={"commit": "abc"},
+        ceilings=CEILINGS,
+        wall_us=300.0,
+        span_us=200.0,
+        rows=tuple(rows),
+    )
+    stream = io.StringIO()
+    print_roofline(roofline, top=5, stream=stream)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 120
+    assert "lm_head" in "".join(lines)
+    assert any(line.split()[:1] == ["GEMMs"] for line in lines)
+    assert any("more rows" in line for line in lines)

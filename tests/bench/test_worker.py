@@ -1,0 +1,93 @@
+"""The worker's own part, with an engine that takes no time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile.bench import worker
+from mllm_compile.bench.adapters.base import check_output
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.results import run_from_json
+from mllm_compile.bench.setting import Setting
+from mllm_compile.bench.workloads import Call, LatencyWork, ThroughputWork
+
+SETTING = Setting(
+    config_path="m.yaml",
+    changes={},
+    model_folder="m",
+    dtype="float32",
+    device="cpu",
+    random_weights=True,
+    max_model_len=64,
+    vocab_size=100,
+    trust_remote_code=False,
+)
+
+
+@dataclass
+class StandInEngine:
+    """Notes what it is asked."""
+
+    version: str = "9"
+    settings: dict[str, Any] = field(default_factory=lambda: {"dtype": "float32"})
+    calls: list[Call] = field(default_factory=list)
+    is_closed: bool = False
+
+    def generate(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def engine(monkeypatch) -> StandInEngine:
+    engine = StandInEngine()
+    monkeypatch.setattr(worker, "open_engine", lambda name, setting: engine)
+    return engine
+
+
+def work(task: str, folder: Path, **job: Any) -> dict[str, Any]:
+    (folder / "job.json").write_text(json.dumps({"task": task, "engine": "x", "setting": asdict(SETTING)} | job))
+    worker.main(str(folder / "job.json"), str(folder / "result.json"))
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_latency_warms_up_once_and_takes_turns(engine, tmp_path):
+    sizes = LatencyWork(batches=(1, 2), input_len=5, output_len=3, repeats=2)
+    run = run_from_json(work("latency", tmp_path, work=asdict(sizes)))
+    assert [line.key for line in run.measurements] == [("tpot", 1), ("prefill", 1), ("tpot", 2), ("prefill", 2)]
+    assert all(len(line.samples) == 2 for line in run.measurements)
+    assert [(len(call.prompts), call.max_tokens[0]) for call in engine.calls] == 3 * [(1, 1), (1, 3)] + 3 * [
+        (2, 1),
+        (2, 3),
+    ]
+    assert (run.version, run.settings, engine.is_closed) == ("9", {"dtype": "float32"}, True)
+
+
+def test_throughput_gives_a_rate_for_each_work(engine, tmp_path):
+    sizes = ThroughputWork(mixed_requests=3, mixed_range=(2, 4), prefill_prompts=2, prefill_len=6, repeats=1)
+    run = run_from_json(work("throughput", tmp_path, work=asdict(sizes)))
+    assert [line.name for line in run.measurements] == ["prefill2x6", "mixed3"]
+    assert len(engine.calls) == 4
+
+
+def test_a_users_mistake_is_handed_to_whoever_started_the_process(engine, tmp_path, monkeypatch):
+    def refuse(call: Call) -> None:
+        raise BenchmarkError("a request failed: too long")
+
+    monkeypatch.setattr(engine, "generate", refuse)
+    result = work("latency", tmp_path, work=asdict(LatencyWork(batches=(1,))))
+    assert result == {"error": "a request failed: too long"}
+
+
+def test_an_engine_that_makes_other_numbers_of_tokens_has_no_time():
+    call = Call(prompts=[[1], [2]], max_tokens=[3, 4])
+    check_output(call, [3, 4])
+    with pytest.raises(BenchmarkError, match="prompt 1 got 2 tokens where 4 were asked for"):
+        check_output(call, [3, 2])
