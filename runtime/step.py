@@ -23,9 +23,9 @@ from mllm_compile.runtime.request import Request
 from mllm_compile.runtime.sampler import Sampler
 from mllm_compile.runtime.sampling_state import SamplingState
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.staging import StagingRing
 from mllm_compile.runtime.step_output import ScoreTable, StepOutput
 from mllm_compile.runtime.step_plan import StepPlan, plan_fixed_rows, plan_step
-from mllm_compile.runtime.upload import upload
 
 _ALIGNMENT = 16  # bytes; every field of a packed upload starts at a multiple, so that it can be viewed in its dtype
 
@@ -73,6 +73,7 @@ class StepRunner:
         num_rows = runner.max_running_requests + 1
         self.state = SamplingState(num_rows, runner.vocab_size, runner.device)
         self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=runner.device)
+        self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         self._seen_requests: list[Request] | None = (
             None  # of the last batch; the same object while nobody comes or goes
@@ -97,7 +98,7 @@ class StepRunner:
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         self._follow_slots(batch)
         plan = self._plan(batch)
-        fields = _upload_fields(plan.fields, self._runner.device)
+        fields = _upload_fields(plan.fields, self._uploads, self._runner.device)
         pool = self._runner.req_to_token_pool
         if batch.page_ids.size:
             pool.write_pages(
@@ -155,7 +156,7 @@ class StepRunner:
             self._last_tokens.index_copy_(0, slots, tokens)
         if plan.prompt_rows.size:
             prompt_scores = token_logprobs(logits[plan.prompt_logits], fields["prompt_targets"], plan.prompt_num_top)
-        return _Results(tokens, scores, prompt_scores, self._runner.device)
+        return _Results(tokens, scores, prompt_scores, self._downloads)
 
     def _follow_slots(self, batch: ScheduledBatch) -> None:
         """Bring the sampling state up to who holds which slot; costs nothing while the requests stay the same."""
@@ -178,16 +179,18 @@ class StepRunner:
             )
 
 
-def _upload_fields(fields: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+def _upload_fields(fields: dict[str, np.ndarray], ring: StagingRing, device: torch.device) -> dict[str, torch.Tensor]:
     """Upload all fields as one block of bytes: one pinned buffer, one copy."""
     offsets, end = [], 0
     for array in fields.values():
         offsets.append(end)
         end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    packed = np.empty(end, dtype=np.uint8)
+    buffer = ring.next(end)
+    packed = buffer.array
     for array, offset in zip(fields.values(), offsets, strict=True):
         packed[offset : offset + array.nbytes].view(array.dtype)[:] = array
-    block = upload(packed, device)
+    block = torch.empty(end, dtype=torch.uint8, device=device).copy_(buffer.memory[:end], non_blocking=True)
+    buffer.record()
     return {
         name: block[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.name])
         for (name, array), offset in zip(fields.items(), offsets, strict=True)
@@ -198,38 +201,36 @@ _TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
 class _Results:
-    """Device tensors of a step on their way to the host."""
+    """What a step computed, on its way to the host."""
 
     def __init__(
         self,
         tokens: torch.Tensor | None,
         scores: TokenLogprobs | None,
         prompt_scores: TokenLogprobs | None,
-        device: torch.device,
+        ring: StagingRing,
     ) -> None:
-        self._tokens = None if tokens is None else _download([tokens])
-        self._scores = None if scores is None else _download(_columns(scores))
-        self._prompt_scores = None if prompt_scores is None else _download(_columns(prompt_scores))
         # Also for a step without results: the host must not run ahead of the device without bound.
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
+        self._buffer = ring.next(0 if tokens is None else tokens.nbytes)
+        self._tokens = None
+        if tokens is not None:
+            self._tokens = self._buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True)
+        self._scores = None if scores is None else _download(scores)
+        self._prompt_scores = None if prompt_scores is None else _download(prompt_scores)
+        self._buffer.record()
 
     def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
-        """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over."""
-        if self._event is not None:
-            self._event.synchronize()
-        tokens = None if self._tokens is None else self._tokens[0].numpy()
+        """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over.
+
+        The tokens are valid until the ring comes round.
+        """
+        self._buffer.wait()
+        tokens = None if self._tokens is None else self._tokens.numpy()
         scores, prompt_scores = (
             None if tensors is None else [tensor.numpy() for tensor in tensors]
             for tensors in (self._scores, self._prompt_scores)
         )
         return tokens, scores, prompt_scores
-
-
-def _columns(scores: TokenLogprobs) -> list[torch.Tensor]:
-    """In ScoreTable's order."""
-    return [scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs]
 
 
 def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, rows: np.ndarray) -> ScoreTable | None:
@@ -239,11 +240,12 @@ def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, ro
     return ScoreTable(token_ids[rows], *(column[rows] for column in scores))
 
 
-def _download(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the host, in flight until the stream gets there; CPU tensors as they are."""
+def _download(scores: TokenLogprobs) -> list[torch.Tensor]:
+    """In ScoreTable's order, on the host, in flight until the stream gets there; CPU tensors as they are."""
+    columns = [scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs]
     return [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        if tensor.is_cuda
-        else tensor
-        for tensor in tensors
+        torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(column, non_blocking=True)
+        if column.is_cuda
+        else column
+        for column in columns
     ]

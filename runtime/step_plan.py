@@ -188,4 +188,6 @@ def _prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.nda
 
 
 def _num_top(batch: ScheduledBatch, prompt_rows: np.ndarray) -> int:
-    return max((batch.requests[row].params.prompt_logprobs or 0 for row in np.unique(prompt_rows)), default=0)
+    if not prompt_rows.size:
+        return 0
+    return max(batch.requests[row].params.prompt_logprobs or 0 for row in np.unique(prompt_rows))
