@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Annotated
 
 import typer
 
+from mllm_compile.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.console import print_table
-from mllm_compile.errors import ArtifactError, ConfigError
+from mllm_compile.errors import ArtifactError
 
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="The cache folder (cache.dir of a config); by default the user's.")
 ]
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def make_cache_app() -> typer.Typer:
@@ -73,26 +72,6 @@ def verify_command(cache_dir: DirOption = None) -> None:
             print(f"{runtime.folder.name}: {error}")
     if num_bad:
         raise typer.Exit(1)
-
-
-def parse_bytes(text: str) -> int:
-    """`20G` → bytes.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"--max-size is {text!r}; expected a size such as 0, 500M or 20G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def format_bytes(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def _folder(cache_dir: Path | None) -> Path:

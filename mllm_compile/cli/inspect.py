@@ -1,36 +1,62 @@
-"""`mllm-compile inspect CONFIG.yaml`: what the passes do to the graph."""
+"""`mllm-compile inspect CONFIG.yaml|RUNTIME`: what the passes do to the graph, as text or as a page."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mllm_compile.cli.arguments import ConfigArgument
-from mllm_compile.config import EngineConfig
+from mllm_compile.cli.arguments import EngineArgument, engine_argument
 from mllm_compile.console import print_table
+from mllm_compile.errors import ConfigError
 from mllm_compile.progress import reporter_for
+
+if TYPE_CHECKING:
+    from mllm_compile.config import EngineConfig
 
 
 def inspect_command(
-    config: ConfigArgument,
+    config: EngineArgument,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the graphs; by default inspect/ and the config's name, in the current folder."),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one page about the compiled runtime (compiling it first if need be).")
+    ] = None,
 ) -> None:
-    """Write the graph before and after every pass, and the program with its pieces, as text."""
-    engine_config = EngineConfig.from_yaml(config)
-    folder = out if out is not None else Path("inspect") / config.stem
+    """Write the graph before and after every pass, and the program with its pieces, as text; or all as one page."""
+    source = engine_argument(config)
+    if html is not None:
+        _write_page(source, html)
+    elif isinstance(source, Path):
+        raise ConfigError(f"{source} is a runtime: its graphs are in {source / 'graphs'}. Add --html FILE for a page.")
+    else:
+        _write_graphs(source, out if out is not None else Path("inspect") / config.stem)
 
+
+def _write_graphs(config: EngineConfig, folder: Path) -> None:
     from mllm_compile.compile import inspect_model
 
-    reports = inspect_model(engine_config, folder, reporter_for(plain_lines=True))
+    reports = inspect_model(config, folder, reporter_for(plain_lines=True))
     rows = [
         (report.name, str(report.matches), str(report.nodes_before), str(report.nodes_after), f"{report.ms:.1f}")
         for report in reports
     ]
     print_table(sys.stdout, "passes", ("pass", "matches", "nodes before", "nodes after", "ms"), rows)
     print(f"graphs: {folder.absolute()}")
+
+
+def _write_page(source: EngineConfig | Path, path: Path) -> None:
+    from mllm_compile.artifact import open_artifact
+    from mllm_compile.compile import load_or_compile
+    from mllm_compile.report.page import write_page
+
+    if isinstance(source, Path):
+        artifact = open_artifact(source)
+    else:
+        artifact = load_or_compile(source, reporter_for(plain_lines=True)).artifact
+    write_page(artifact, path)
+    print(f"page: {path.absolute()}")
