@@ -89,7 +89,7 @@ def test_the_folder_holds_what_people_read(config):
     assert not [name for name in names if name.endswith((".pkl", ".pickle", ".bin"))]
 
 
-@pytest.mark.parametrize("kind", ["program.json", "*.py", "constants.safetensors", "manifest.json"])
+@pytest.mark.parametrize("kind", ["program.json", "manifest.json"])  # more in test_artifact_damage.py
 def test_a_changed_file_is_refused_and_the_model_compiled_again(config, kind):
     folder = load_or_compile(config).folder
     path = next(path for path in files(folder) if path.match(kind))
