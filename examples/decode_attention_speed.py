@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import flashinfer
-import flashinfer.xqa
 import torch
+from flashinfer.xqa import xqa as xqa_attention
 
 HEADS = ((16, 8), (32, 8))
 BATCHES = (1, 8, 64, 256)
@@ -114,7 +114,7 @@ def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
     semaphores = torch.zeros(1 << 16, dtype=torch.int32, device="cuda").view(torch.uint32)
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        flashinfer.xqa.xqa(
+        xqa_attention(
             query[:, None],
             *pages,
             table,
@@ -185,10 +185,11 @@ def main() -> None:
                         results.append(asdict(case) | {"us": times})
                         columns = [times.get(name, float("nan")) for name in ("CUDA cores", "tensor cores", "XQA")]
                         rate = case.kv_bytes / min(times.values()) / 1e6
+                        heads, ragged = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
                         print(
-                            f"{num_heads:2}/{num_kv_heads} {'~' if is_ragged else ' '}{batch:5} {length:6} {page_size:5}"
-                            + "".join(f"{us:8.2f}" for us in columns)
-                            + f"{rate:8.2f}",
+                            f"{heads} {ragged}{batch:5} {length:6} {page_size:5}",
+                            *(f"{us:7.2f}" for us in columns),
+                            f"{rate:7.2f}",
                             flush=True,
                         )
     if arguments.json:

@@ -8,6 +8,7 @@ Shape legend: S rows, V vocab, K alternatives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,18 @@ class TokenLogprobs:
     top_token_ids: torch.Tensor
     top_logprobs: torch.Tensor
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+        """The rows of one part after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            ranks=torch.cat([part.ranks for part in parts]),
+            top_token_ids=torch.cat([part.top_token_ids for part in parts]),
+            top_logprobs=torch.cat([part.top_logprobs for part in parts]),
+        )
+
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
     """Log-probabilities of one token a row, and of the row's `num_top` most probable ones.
@@ -43,17 +56,11 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
         num_top: K, from 0 to V.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-    chunks = [
-        _chunk_logprobs(logits_part, ids_part, num_top)
-        for logits_part, ids_part in zip(logits.split(rows), token_ids.split(rows), strict=True)
-    ]
-    if len(chunks) == 1:
-        return chunks[0]
-    return TokenLogprobs(
-        logprobs=torch.cat([chunk.logprobs for chunk in chunks]),
-        ranks=torch.cat([chunk.ranks for chunk in chunks]),
-        top_token_ids=torch.cat([chunk.top_token_ids for chunk in chunks]),
-        top_logprobs=torch.cat([chunk.top_logprobs for chunk in chunks]),
+    return TokenLogprobs.concatenate(
+        [
+            _chunk_logprobs(logits_part, ids_part, num_top)
+            for logits_part, ids_part in zip(logits.split(rows), token_ids.split(rows), strict=True)
+        ]
     )
 
 

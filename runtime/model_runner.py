@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampler import sample_tokens
 
 if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
     from mllm_compile.runtime.penalties import PenaltyParams
 
 logger = logging.getLogger(__name__)
@@ -43,10 +45,13 @@ class LogitsProcessorOutput:
 
     Attributes:
         next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
+        logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
+            forward; of batches with return_logprob.
     """
 
     next_token_logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
+    logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class ModelRunner:
         self.max_running_requests = config.max_running_requests
         self.kv_cache_dtype = config.kv_cache_dtype
         self.forward_pass_id = 0
-        self.graph_runner: Any = None
+        self.graph_runner: GraphRunner | None = None
         self._source = source
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
@@ -171,6 +176,8 @@ class ModelRunner:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            # cuBLAS keeps a workspace for each stream that it has run on: 32 MiB each on Hopper, those of captures too.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     @property
@@ -298,8 +305,8 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        logits = self.graph_runner.run(batch) if self.graph_runner is not None else None
-        return LogitsProcessorOutput(self.run_eager(batch) if logits is None else logits)
+        output = self.graph_runner.run(batch) if self.graph_runner is not None else None
+        return self.run_eager(batch) if output is None else output
 
     def sample(
         self,
@@ -318,8 +325,8 @@ class ModelRunner:
         positions = forward_batch.seq_lens.long()
         return sample_tokens(logits, temperatures, top_ps, top_ks, penalty_params, positions=positions)
 
-    def run_eager(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [S, V]: the program piece by piece, no graph."""
+    def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """The program piece by piece, no graph."""
         self.attn_backend.init_forward_metadata(batch)
         logits_indices = batch.logits_indices
         if logits_indices is None:
@@ -333,7 +340,7 @@ class ModelRunner:
         logits_indices: torch.Tensor,
         mode: CUDAGraphMode = CUDAGraphMode.NONE,
         descriptor: BatchDescriptor | None = None,
-    ) -> torch.Tensor:
+    ) -> LogitsProcessorOutput:
         """Runs the program on a batch whose attention is planned.
 
         Args:
@@ -341,10 +348,8 @@ class ModelRunner:
             tokens: what the pieces read; padded where a graph wants it, when `batch` is not.
             logits_indices: [S] int64.
             mode, descriptor: of the graphs that are captured or replayed.
-
-        Returns:
-            Logits [S, V].
         """
+        executor = self.model.executor
         metadata = self._metadata_builder.build(0, batch.common)
         with set_forward_context(
             metadata,
@@ -356,9 +361,9 @@ class ModelRunner:
             # A whole step in a graph is timed where it is replayed: nobody can wait for the device in a capture.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         ):
-            return self.model.executor(
-                {"input_ids": tokens.input_ids, "positions": tokens.positions, "logits_indices": logits_indices}
-            )
+            body = executor.body({"input_ids": tokens.input_ids, "positions": tokens.positions})
+            logits = executor.head(body, logits_indices)
+        return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """The runner's GPU as the calling thread's current one."""

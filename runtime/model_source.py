@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer
 
-# {'input_ids': [T] int64, 'positions': [T] int64, 'logits_indices': [S] int64} → logits [S, V] in the model's dtype
-Executor = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+class Executor(Protocol):
+    """A model as a function of flat tokens, in two halves. Runs inside a forward context."""
+
+    def body(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """What works on tokens: {'input_ids': [T] int64, 'positions': [T] int64} → whatever `head` takes."""
+
+    def head(self, body: Any, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V], in the model's dtype, of the tokens `logits_indices` [S] int64. May be called again."""
 
 
 @dataclass(frozen=True, kw_only=True)

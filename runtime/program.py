@@ -17,7 +17,9 @@ import torch
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops import attention_with_output
 
-BATCH_INPUTS = ("input_ids", "positions", "logits_indices")
+TOKEN_INPUTS = ("input_ids", "positions")
+ROW_INPUT = "logits_indices"
+BATCH_INPUTS = (*TOKEN_INPUTS, ROW_INPUT)
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 # (index of the buffer, q [T, H, D], (H, Dv)) → where attention writes its output [T, H, Dv]. Outputs that are alive at
 # the same time have different indices.
@@ -166,6 +168,7 @@ class ProgramExecutor:
         self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
         self._template += [self.weights[name] for name in program.weights]
         self._steps = self._link(pieces)
+        self._head_start = self._first_row_step()
         self._output_buffers: OutputBuffers = _new_output
 
     def set_output_buffers(self, buffers: OutputBuffers) -> None:
@@ -175,7 +178,7 @@ class ProgramExecutor:
     def is_row_piece(self, index: int) -> bool:
         """Whether the piece called at step `index` works on the S rows of logits (the head)."""
         step = self.program.steps[index]
-        return isinstance(step, PieceStep) and "logits_indices" in step.inputs
+        return isinstance(step, PieceStep) and ROW_INPUT in step.inputs
 
     def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
         """Calls every piece through `wrap(piece id, index of the call, its compiled function)`, in place of a wrapper
@@ -203,15 +206,41 @@ class ProgramExecutor:
         Returns:
             Logits [S, V] in the model's dtype.
         """
+        return self.head(self.body(inputs), inputs["logits_indices"])
+
+    def body(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Runs what works on the T tokens.
+
+        Args:
+            inputs: `input_ids` [T] int64, `positions` [T] int64.
+
+        Returns:
+            What `head` goes on from, any number of times.
+        """
         values: list[Any] = self._template.copy()
         values.extend([None] * (len(self._slots) - len(values)))
-        for slot, name in enumerate(BATCH_INPUTS):
-            values[slot] = inputs[name]
-        for step in self._steps:
+        for name in TOKEN_INPUTS:
+            values[self._slots[name]] = inputs[name]
+        self._run(self._steps[: self._head_start], values)
+        return values
+
+    def head(self, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] of the rows `logits_indices` [S] int64 of what `body` gave."""
+        values = body.copy()
+        values[self._slots[ROW_INPUT]] = logits_indices
+        self._run(self._steps[self._head_start :], values)
+        return values[self._slots[self.program.output]]
+
+    def _run(self, steps: Sequence[_LinkedPiece | _LinkedAttention], values: list[Any]) -> None:
+        for step in steps:
             step.run(values, self._output_buffers)
             for slot in step.dead:
                 values[slot] = None
-        return values[self._slots[self.program.output]]
+
+    def _first_row_step(self) -> int:
+        """Where the head starts: what comes before does not know which rows are wanted."""
+        indices = (index for index in range(len(self._steps)) if self.is_row_piece(index))
+        return next(indices, len(self._steps))
 
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
         """Names become slots; each step learns which values die after it."""

@@ -1,15 +1,16 @@
 """One engine step: ScheduledBatch → ForwardBatch → logits → tokens, with the host never waiting for the device.
 
 Sampled ids stay on the device, where the next step's decodes take them from; the host gets a copy when it asks. Host
-work of a step: one packed upload, one asynchronous download. Steps run in the order in which they are submitted, on one
-stream, so a step may be submitted before the tokens of the one before are known.
+work of a step: one packed upload (into the places that captured graphs read, where the step fits one), one asynchronous
+download. Steps run in the order in which they are submitted, on one stream, so a step may be submitted before the
+tokens of the one before are known.
 
 What goes in and comes out is planned in step_plan.py. Used by one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ import torch
 from mllm_compile.runtime.counter_rng import derive_seed
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.host_page_table import HostPageTable
 from mllm_compile.runtime.logprobs import TokenLogprobs, token_logprobs
-from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
 from mllm_compile.runtime.request import Request
 from mllm_compile.runtime.sampler import Sampler
 from mllm_compile.runtime.sampling_state import SamplingState
@@ -28,6 +30,8 @@ from mllm_compile.runtime.step_output import ScoreTable, StepOutput
 from mllm_compile.runtime.step_plan import StepPlan, plan_fixed_rows, plan_step
 
 _ALIGNMENT = 16  # bytes; every field of a packed upload starts at a multiple, so that it can be viewed in its dtype
+_INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions"})  # the others are int64
+_SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
 
 class StepHandle:
@@ -49,7 +53,7 @@ class StepHandle:
         token_ids = np.full(self._batch.num_requests, -1, dtype=np.int64)
         if tokens is not None:
             token_ids[plan.sampled] = tokens[plan.token_indices]
-        targets = plan.fields.get("prompt_targets")
+        targets = plan.extras.get("prompt_targets")
         return StepOutput(
             token_ids=token_ids,
             requests=self._batch.requests,
@@ -74,6 +78,7 @@ class StepRunner:
         self.state = SamplingState(num_rows, runner.vocab_size, runner.device)
         self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=runner.device)
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
+        self._pages = HostPageTable(num_rows, runner.config.max_model_len, runner.config.page_size)
         self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         self._seen_requests: list[Request] | None = (
             None  # of the last batch; the same object while nobody comes or goes
@@ -97,66 +102,91 @@ class StepRunner:
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         self._follow_slots(batch)
-        plan = self._plan(batch)
-        fields = _upload_fields(plan.fields, self._uploads, self._runner.device)
-        pool = self._runner.req_to_token_pool
         if batch.page_ids.size:
-            pool.write_pages(
-                fields["page_rows"], fields["page_positions"], fields["page_ids"], self._runner.config.page_size
-            )
-        forward_batch = self._forward_batch(batch, plan, fields)
-        logits = self._runner.forward(forward_batch).next_token_logits
-        return StepHandle(batch, plan, self._sample(plan, fields, logits))
+            self._write_pages(batch)
+        plan = self._plan(batch)
+        fields = self._upload(plan)
+        output = self._runner.forward(self._forward_batch(batch, plan, fields))
+        return StepHandle(batch, plan, self._sample(plan, fields, output))
+
+    def _write_pages(self, batch: ScheduledBatch) -> None:
+        self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+        writes = {"rows": batch.page_rows, "page_positions": batch.page_positions, "page_ids": batch.page_ids}
+        fields = _upload_fields(writes, self._uploads, self._runner.device)
+        self._runner.req_to_token_pool.write_pages(**fields, page_size=self._pages.page_size)
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
-        config, table_width = self._runner.config, self._runner.req_to_token_pool.max_context_len
+        config = self._runner.config
         if config.deterministic:
-            return plan_fixed_rows(batch, table_width, config.max_num_batched_tokens)
-        return plan_step(batch, table_width)
+            return plan_fixed_rows(batch, self._pages, config.max_num_batched_tokens)
+        return plan_step(batch, self._pages)
+
+    def _upload(self, plan: StepPlan) -> dict[str, torch.Tensor]:
+        """The plan's arrays on the device, by name; inputs of the model in the graphs' own places if they fit."""
+        device, graphs = self._runner.device, self._runner.graph_runner
+        num_tokens, num_rows = plan.inputs["positions"].size, plan.inputs["seq_lens"].size
+        if graphs is None or not graphs.inputs.holds(num_tokens, num_rows):
+            return _upload_fields(plan.inputs | plan.extras, self._uploads, device)
+        fields = graphs.inputs.upload(plan.inputs)
+        return fields | _upload_fields(plan.extras, self._uploads, device) if plan.extras else fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor]) -> ForwardBatch:
-        rows, seq_lens = fields["rows"], fields["seq_lens"]
-        input_ids = self._last_tokens.index_select(0, rows[: batch.num_decodes])
-        if "prefill_ids" in fields:
-            input_ids = torch.cat((input_ids, fields["prefill_ids"]))
-        out_cache_loc = self._runner.req_to_token_pool.req_to_token.flatten().index_select(0, fields["table_entries"])
+        rows, input_ids = fields["req_pool_indices"], fields["input_ids"]
+        if batch.num_decodes:
+            torch.index_select(self._last_tokens, 0, rows[: batch.num_decodes], out=input_ids[: batch.num_decodes])
         if plan.is_decode:
             return self._runner.prepare_forward_batch_decode(
                 input_ids,
                 rows,
-                seq_lens,
-                out_cache_loc.long(),
-                seq_lens_cpu=torch.from_numpy(plan.seq_lens),
+                fields["seq_lens"],
+                fields["out_cache_loc"],
+                seq_lens_cpu=torch.from_numpy(plan.inputs["seq_lens"].astype(np.int32, copy=False)),
                 positions=fields["positions"],
             )
         forward_batch = self._runner.prepare_forward_batch_extend(
             input_ids,
             rows,
-            seq_lens,
+            fields["seq_lens"],
             fields["num_new"],
             fields["prefix_lens"],
-            out_cache_loc.long(),
+            fields["out_cache_loc"],
             num_decodes=batch.num_decodes,
             extend_seq_lens_cpu=torch.from_numpy(batch.num_new.copy()),
             extend_prefix_lens_cpu=torch.from_numpy(batch.prefix_lens.copy()),
-            return_logprob=bool(plan.prompt_rows.size),
+            return_logprob="scored_indices" in fields,
             positions=fields["positions"],
         )
         forward_batch.logits_indices = fields["logits_indices"]
         return forward_batch
 
-    def _sample(self, plan: StepPlan, fields: dict[str, torch.Tensor], logits: torch.Tensor) -> _Results:
+    def _sample(self, plan: StepPlan, fields: dict[str, torch.Tensor], output: LogitsProcessorOutput) -> _Results:
         tokens = scores = prompt_scores = None
+        logits = output.next_token_logits
         if plan.sampled.size:
-            slots = fields.get("sampled_slots", fields["rows"])
+            slots = fields.get("sampled_slots", fields["req_pool_indices"])
             positions = fields.get("sampled_positions", fields["seq_lens"])
-            flags = self.state.flags
-            output = self._sampler(logits[plan.sampled_logits], self.state, slots, flags, positions)
-            tokens, scores = output.token_ids, output.logprobs
+            sampled = self._sampler(logits, self.state, slots, self.state.flags, positions)
+            tokens, scores = sampled.token_ids, sampled.logprobs
             self._last_tokens.index_copy_(0, slots, tokens)
-        if plan.prompt_rows.size:
-            prompt_scores = token_logprobs(logits[plan.prompt_logits], fields["prompt_targets"], plan.prompt_num_top)
+        if output.logits_of is not None:
+            prompt_scores = self._score(output.logits_of, plan, fields["scored_indices"], fields["prompt_targets"])
+        elif plan.prompt_rows.size:
+            prompt_scores = token_logprobs(logits, fields["prompt_targets"], plan.prompt_num_top)
         return _Results(tokens, scores, prompt_scores, self._downloads)
+
+    def _score(
+        self,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        plan: StepPlan,
+        indices: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> TokenLogprobs:
+        """Log-probabilities of `targets` [N] at `indices` [N]; with the logits of a part of them at a time."""
+        num_rows = max(1, _SCORED_LOGITS // self._runner.vocab_size)
+        parts = zip(indices.split(num_rows), targets.split(num_rows), strict=True)
+        return TokenLogprobs.concatenate(
+            [token_logprobs(logits_of(part), part_targets, plan.prompt_num_top) for part, part_targets in parts]
+        )
 
     def _follow_slots(self, batch: ScheduledBatch) -> None:
         """Bring the sampling state up to who holds which slot; costs nothing while the requests stay the same."""
@@ -181,23 +211,18 @@ class StepRunner:
 
 def _upload_fields(fields: dict[str, np.ndarray], ring: StagingRing, device: torch.device) -> dict[str, torch.Tensor]:
     """Upload all fields as one block of bytes: one pinned buffer, one copy."""
-    offsets, end = [], 0
-    for array in fields.values():
-        offsets.append(end)
-        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    places, end = {}, 0
+    for name, array in fields.items():
+        dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
+        num_bytes = array.size * dtype.itemsize
+        places[name] = (end, end + num_bytes, dtype)
+        end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     buffer = ring.next(end)
-    packed = buffer.array
-    for array, offset in zip(fields.values(), offsets, strict=True):
-        packed[offset : offset + array.nbytes].view(array.dtype)[:] = array
+    for name, (start, stop, dtype) in places.items():
+        buffer.memory[start:stop].view(dtype).numpy()[:] = fields[name]
     block = torch.empty(end, dtype=torch.uint8, device=device).copy_(buffer.memory[:end], non_blocking=True)
     buffer.record()
-    return {
-        name: block[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.name])
-        for (name, array), offset in zip(fields.items(), offsets, strict=True)
-    }
-
-
-_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+    return {name: block[start:stop].view(dtype) for name, (start, stop, dtype) in places.items()}
 
 
 class _Results:

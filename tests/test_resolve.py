@@ -40,7 +40,7 @@ def test_auto_on_a_gpu_is_the_checkpoints_dtype_flashinfer_and_both_kinds_of_gra
     config = resolved(H200)
     assert config.model.dtype == config.runtime.kv_cache_dtype == "bfloat16"
     assert (config.runtime.device, config.runtime.attention_backend) == ("cuda:0", "flashinfer")
-    assert config.runtime.max_model_len == 40960
+    assert (config.runtime.page_size, config.runtime.max_model_len) == (64, 40960)
     assert (config.runtime.max_running_requests, config.runtime.max_num_batched_tokens) == (256, 8192)
     assert config.cudagraph.mode == "full_and_piecewise"
     assert config.cudagraph.piecewise_tokens[-1] == 512

@@ -2,8 +2,8 @@
 
 Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the decodes, which come
 first in a batch, and one for the prefills behind them. Which kernel each gets is decided in flashinfer_kernels.py;
-pages and plan buffers are flashinfer_plan.py's. Decodes can be captured in a CUDA graph: see
-init_forward_metadata_capture_cuda_graph.
+pages and plan buffers are flashinfer_plan.py's, decodes that need no plan flashinfer_xqa.py's. Decodes can be captured
+in a CUDA graph: see init_forward_metadata_capture_cuda_graph.
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
@@ -11,10 +11,10 @@ Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -22,18 +22,27 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.flashinfer_decode import (
+    DecodeRows,
+    GraphBuffers,
+    GroupDecode,
+    PlannedGroup,
+    XQAGroup,
+)
 from mllm_compile.runtime.attention.flashinfer_kernels import (
+    DecodeKernel,
     PlanGroup,
     check_never_split,
     check_supported,
+    choose_decode_kernel,
     choose_prefill_kernel,
-    decodes_on_tensor_cores,
     prefill_kernels,
     prefills_new_tokens_alone,
     should_use_tensor_core,
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace, make_paged_view
+from mllm_compile.runtime.attention.flashinfer_xqa import XQASpace
 from mllm_compile.runtime.attention.metadata import (
     get_kv_cache_layout,
     get_per_layer_parameters,
@@ -42,7 +51,6 @@ from mllm_compile.runtime.attention.metadata import (
 )
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
-from mllm_compile.runtime.upload import upload
 
 __all__ = [
     "DecodeMetadata",
@@ -61,7 +69,7 @@ class WrapperDispatch(Enum):
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Planned decode wrappers, one a plan group."""
+    """Decode wrappers, one a plan group: planned, or XQA's, which need no plan."""
 
     decode_wrappers: list[Any]
 
@@ -143,16 +151,14 @@ class FlashInferAttnBackend(AttentionBackend):
         self._is_hopper = properties.major == 9
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
         self._workspace = _workspace(self.device, num_bytes, init_new_workspace)
-        self._decode_spaces = [PlanSpace(self.device) for _ in self.groups]
         self._prefill_spaces = [] if skip_prefill else [PlanSpace(self.device) for _ in self.groups]
-        self._decode_wrappers = [self._make_decode_wrapper(i) for i in range(len(self.groups))]
         self._prefill_wrappers: dict[tuple[int, str, bool], Any] = {}
-        self._graph_wrappers: dict[int, list[Any]] = {}  # captured batch size → a wrapper a group
-        self._graph_kv_indices: list[torch.Tensor] = []  # a buffer a group
-        self._graph_kv_indptr: list[torch.Tensor] = []  # a buffer a group
+        self._captured_sizes: set[int] = set()
+        self._graph_buffers: list[GraphBuffers] = []  # one a group
         self._kv_indptr_buf = kv_indptr_buf
         self._kv_last_page_len_buf = kv_last_page_len_buf
 
+        self._xqa, self._group_decodes = self._make_group_decodes(max_req_pool_size)
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
         self.prefill_metadata: PrefillMetadata | None = None
@@ -165,40 +171,29 @@ class FlashInferAttnBackend(AttentionBackend):
         num_decodes, num_prefills, *_ = split_decodes_and_prefills(common)
         self._num_decodes = num_decodes
         self.decode_metadata = self.prefill_metadata = None
-        views = {
-            window: make_paged_view(
+
+        @cache
+        def pages_of(window_left: int) -> PagedView:
+            return make_paged_view(
                 common.block_table,
                 batch.req_pool_indices,
                 common.seq_lens_cpu,
                 common.num_computed_tokens_cpu,
-                window,
+                window_left,
                 self.page_size,
             )
-            for window in {group.params.window_left for group in self.groups}
-        }
+
         if num_decodes:
-            for i, wrapper in enumerate(self._decode_wrappers):
-                self._plan_decode(i, wrapper, views[self.groups[i].params.window_left].part(0, num_decodes))
-            self.decode_metadata = DecodeMetadata(self._decode_wrappers)
+            decodes = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
+            if self._xqa is not None:
+                self._xqa.list_pages(batch.req_pool_indices[:num_decodes])
+            self.decode_metadata = DecodeMetadata([group.plan(decodes) for group in self._group_decodes])
         if num_prefills:
-            self.prefill_metadata = self._plan_prefills(batch, num_decodes, views)
+            self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
 
-    def _plan_decode(self, group_index: int, wrapper: Any, view: PagedView) -> None:
-        group = self.groups[group_index]
-        with self._decode_spaces[group_index].planning(wrapper):
-            wrapper.plan(
-                view.indptr_cpu,
-                view.indices,
-                view.last_page_len_cpu,
-                group.num_heads,
-                group.num_kv_heads,
-                group.head_dim,
-                self.page_size,
-                **self._plan_options(group),
-                disable_split_kv=self.deterministic and not wrapper.is_cuda_graph_enabled,
-            )
-
-    def _plan_prefills(self, batch: ForwardBatch, num_decodes: int, views: dict[int, PagedView]) -> PrefillMetadata:
+    def _plan_prefills(
+        self, batch: ForwardBatch, num_decodes: int, pages_of: Callable[[int], PagedView]
+    ) -> PrefillMetadata:
         """Plan requests num_decodes … R."""
         if self.skip_prefill:
             raise RuntimeError("this backend was made with skip_prefill and got a batch with prefills")
@@ -216,7 +211,7 @@ class FlashInferAttnBackend(AttentionBackend):
                 if use_ragged:
                     self._plan_ragged(wrapper, group, qo_indptr_cpu)
                 else:
-                    view = views[group.params.window_left].part(num_decodes, common.num_reqs)
+                    view = pages_of(group.params.window_left).part(num_decodes, common.num_reqs)
                     self._plan_paged(wrapper, group, qo_indptr_cpu, view, max(query_lens))
             wrappers.append(wrapper)
         return PrefillMetadata(wrappers, use_ragged=use_ragged, extend_no_prefix=no_prefix)
@@ -260,15 +255,33 @@ class FlashInferAttnBackend(AttentionBackend):
 
     # Wrappers ---------------------------------------------------------------------------------------------------------
 
-    def _make_decode_wrapper(self, group_index: int, **graph_buffers: Any) -> Any:
-        group = self.groups[group_index]
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            get_kv_cache_layout(),
-            use_tensor_cores=decodes_on_tensor_cores(group, self.kv_cache_dtype, self.deterministic),
-            **graph_buffers,
-        )
-        return self._decode_spaces[group_index].adopt(wrapper)
+    def _make_group_decodes(self, max_requests: int) -> tuple[XQASpace | None, list[GroupDecode]]:
+        kernels = [
+            choose_decode_kernel(group, self.kv_cache_dtype, self.page_size, self._is_hopper, self.deterministic)
+            for group in self.groups
+        ]
+        by_xqa = [group for group, kernel in zip(self.groups, kernels, strict=True) if kernel is DecodeKernel.XQA]
+        space = None
+        if by_xqa:
+            space = XQASpace(
+                by_xqa, self.req_to_token, max_requests, self.page_size, self._workspace, self.kv_cache_dtype
+            )
+        decodes: list[GroupDecode] = []
+        for group, kernel in zip(self.groups, kernels, strict=True):
+            if space is not None and kernel is DecodeKernel.XQA:
+                decodes.append(XQAGroup(group, space))
+            else:
+                make_wrapper = partial(
+                    self._flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+                    self._workspace,
+                    get_kv_cache_layout(),
+                    use_tensor_cores=kernel is DecodeKernel.TENSOR_CORES,
+                )
+                options = self._plan_options(group)
+                decodes.append(
+                    PlannedGroup(make_wrapper, group, self.page_size, options, self.device, self.deterministic)
+                )
+        return space, decodes
 
     def _prefill_wrapper(self, group_index: int, kernel: str, ragged: bool) -> Any:
         key = (group_index, kernel, ragged)
@@ -290,8 +303,8 @@ class FlashInferAttnBackend(AttentionBackend):
             torch.ones(1, dtype=torch.int32),
         )
         try:
-            for i, group in enumerate(self.groups):
-                self._plan_decode(i, self._decode_wrappers[i], one_page)
+            for i, (group, decode) in enumerate(zip(self.groups, self._group_decodes, strict=True)):
+                decode.load()
                 if not self.skip_prefill:
                     # A kernel of one name is the same library for pages and for new tokens alone.
                     for kernel in prefill_kernels(group, self.kv_cache_dtype, self._is_hopper):
@@ -386,14 +399,17 @@ class FlashInferAttnBackend(AttentionBackend):
         zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
         num_entries = max_bs * -(-self.max_context_len // self.page_size)
         # Page lists and their offsets differ between windows; how full the last page is does not.
-        self._graph_kv_indices = [zeros(num_entries) for _ in self.groups]
-        self._graph_kv_indptr = [zeros(max_bs + 1) for _ in self.groups]
-        if kv_indices_buf is not None:
-            self._graph_kv_indices[0] = kv_indices_buf
-        if self._kv_indptr_buf is not None:
-            self._graph_kv_indptr[0] = self._kv_indptr_buf
-        self._graph_last_page_len = zeros(max_bs) if self._kv_last_page_len_buf is None else self._kv_last_page_len_buf
-        self._graph_wrappers.clear()
+        last_page_len = zeros(max_bs) if self._kv_last_page_len_buf is None else self._kv_last_page_len_buf
+        given = [(kv_indices_buf, self._kv_indptr_buf)] + [(None, None)] * (len(self.groups) - 1)
+        self._graph_buffers = [
+            GraphBuffers(
+                kv_indices=zeros(num_entries) if indices is None else indices,
+                kv_indptr=zeros(max_bs + 1) if indptr is None else indptr,
+                last_page_len=last_page_len,
+            )
+            for indices, indptr in given
+        ]
+        self._captured_sizes.clear()
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -408,20 +424,13 @@ class FlashInferAttnBackend(AttentionBackend):
         The addresses that a captured kernel reads are this backend's; only their contents change with each replay.
         """
         _check_capturable(forward_mode, bs, num_tokens)
-        ones = torch.ones(bs, dtype=torch.int32)
-        view = PagedView(torch.arange(bs + 1, dtype=torch.int32), torch.zeros(bs, dtype=torch.int32), ones)
-        wrappers = []
-        for i in range(len(self.groups)):
-            wrapper = self._make_decode_wrapper(
-                i,
-                use_cuda_graph=True,
-                paged_kv_indptr_buffer=self._graph_kv_indptr[i][: bs + 1],
-                paged_kv_indices_buffer=self._graph_kv_indices[i],
-                paged_kv_last_page_len_buffer=self._graph_last_page_len[:bs],
-            )
-            self._plan_decode(i, wrapper, view)
-            wrappers.append(wrapper)
-        self._graph_wrappers[bs] = wrappers
+        if self._xqa is not None:
+            self._xqa.list_pages(req_pool_indices)
+        wrappers = [
+            group.plan_capture(bs, seq_lens, buffers)
+            for group, buffers in zip(self._group_decodes, self._graph_buffers, strict=True)
+        ]
+        self._captured_sizes.add(bs)
         self._num_decodes = bs
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 
@@ -438,43 +447,25 @@ class FlashInferAttnBackend(AttentionBackend):
 
         Args:
             req_pool_indices: [bs] int64, row 0 for padding.
-            seq_lens_cpu: [bs] int32, 1 for padding.
+            seq_lens, seq_lens_cpu: [bs] int32, 1 for padding, on the device and on the host.
         """
         _check_capturable(forward_mode, bs, bs)
-        if bs not in self._graph_wrappers:
-            raise RuntimeError(f"no batch of {bs} was captured; captured: {sorted(self._graph_wrappers)}")
-        for i, (group, wrapper) in enumerate(zip(self.groups, self._graph_wrappers[bs], strict=True)):
-            view = make_paged_view(
-                self.req_to_token,
-                req_pool_indices,
-                seq_lens_cpu,
-                seq_lens_cpu - 1,
-                group.params.window_left,
-                self.page_size,
-                indices_out=self._graph_kv_indices[i],
-            )
-            lengths = upload(torch.cat((view.indptr_cpu, view.last_page_len_cpu)).numpy(), self.device)
-            self._graph_kv_indptr[i][: bs + 1].copy_(lengths[: bs + 1])
-            self._graph_last_page_len[:bs].copy_(lengths[bs + 1 :])
-            self._plan_captured_decode(i, group, wrapper, view)
-        self._num_decodes = bs
-        self.decode_metadata, self.prefill_metadata = DecodeMetadata(self._graph_wrappers[bs]), None
+        if bs not in self._captured_sizes:
+            raise RuntimeError(f"no batch of {bs} was captured; captured: {sorted(self._captured_sizes)}")
 
-    def _plan_captured_decode(self, group_index: int, group: PlanGroup, wrapper: Any, view: PagedView) -> None:
-        """fast_decode_plan: it takes the buffers as filled, and spares plan()'s max() over a tensor, 650 µs at 256."""
-        with self._decode_spaces[group_index].planning(wrapper):
-            self._flashinfer.decode.fast_decode_plan(
-                wrapper,
-                view.indptr_cpu,
-                view.indices,
-                view.last_page_len_cpu,
-                group.num_heads,
-                group.num_kv_heads,
-                group.head_dim,
-                self.page_size,
-                global_override_indptr_cpu=view.indptr_cpu,
-                **self._plan_options(group),
+        def list_pages(window_left: int, indices_out: torch.Tensor | None) -> PagedView:
+            computed = seq_lens_cpu - 1
+            table = self.req_to_token
+            return make_paged_view(
+                table, req_pool_indices, seq_lens_cpu, computed, window_left, self.page_size, indices_out
             )
+
+        if self._xqa is not None:
+            self._xqa.list_pages(req_pool_indices)
+        decodes = DecodeRows(seq_lens, list_pages)
+        wrappers = [group.plan_replay(bs, decodes) for group in self._group_decodes]
+        self._num_decodes = bs
+        self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 
 
 def _import_flashinfer(device: torch.device) -> ModuleType:

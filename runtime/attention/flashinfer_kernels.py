@@ -1,13 +1,14 @@
 """Which FlashInfer kernel serves which layer and batch, and which layers none does. Every such choice is made here.
 
 Free of FlashInfer itself, so that a model is refused, and a choice tested, on a machine without a GPU.
-Figures: H200, FlashInfer 0.6.18, bf16, head dim 128, page 16.
+Figures: H200, FlashInfer 0.6.18, bf16, head dim 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 
@@ -18,6 +19,24 @@ HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FA3_QUERY_TILE = 128
+
+# Microseconds of one layer's decode in a CUDA graph (examples/decode_attention_speed.py; all of it in
+# docs/performance.md). CUDA cores and tensor cores take as long with pages of 16 and of 64, XQA has been measured with
+# pages of 64. It is the fastest, or within 5%, everywhere but in the last line, and needs no plan: no host work a step.
+#
+#     query/KV heads  requests  tokens each   CUDA cores  tensor cores    XQA
+#     16/8                   1         1024          9.7          10.9    8.4
+#     16/8                   8         1024         15.4          18.0   14.5
+#     16/8                  64         1024         76.0          78.1   74.4
+#     16/8                 256         1024        265.2         272.4  262.6
+#     32/8                   1         1024         16.3          11.0    8.3
+#     32/8                   8         1024         28.8          18.1   14.4
+#     32/8                  64         1024        105.2          78.9   74.7
+#     32/8                 256         1024        360.5         272.3  263.1
+#     16/8                 256     256-768         149.4         148.2  165.1
+XQA_PAGE_SIZE = 64
+_XQA_HEAD_DIM = 128
+_XQA_GROUPS = (2, 4)  # query heads a KV head
 
 # Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
 # SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
@@ -41,26 +60,49 @@ class PlanGroup:
         return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params)
 
 
+class DecodeKernel(Enum):
+    """What serves decodes; XQA reads page table and lengths on the device, the others are planned on the host."""
+
+    XQA = auto()
+    TENSOR_CORES = auto()
+    CUDA_CORES = auto()
+
+
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
     """Whether decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
 
-    32/8 heads at 64 requests of 1024 tokens: 77.6 µs on tensor cores, 102.5 without; 16/8 heads: the CUDA-core kernel
-    is the faster. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves no hole.)
+    The table above has why. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves no
+    hole.)
     """
     if kv_cache_dtype in _FP8_DTYPES:
         return True
     return kv_cache_dtype in QUERY_DTYPES and num_attention_heads // num_kv_heads >= 4
 
 
-def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype, deterministic: bool = False) -> bool:
-    """The decode kernel of a group: should_use_tensor_core, and always with a soft cap and in deterministic mode.
+def choose_decode_kernel(
+    group: PlanGroup, kv_cache_dtype: torch.dtype, page_size: int, is_hopper: bool, deterministic: bool = False
+) -> DecodeKernel:
+    """The decode kernel of a group: XQA where it was measured to win, else should_use_tensor_core.
 
-    On tensor cores decode runs the prefill's kernel, so a soft-capped model (few are) has one kernel to build, not two.
-    And only that kernel can be told not to split a request's keys by what else is in the batch.
+    With a soft cap and in deterministic mode always tensor cores. There decode runs the prefill's kernel, so a
+    soft-capped model (few are) has one kernel to build, not two; and only that kernel can be told not to split a
+    request's keys by what else is in the batch.
     """
-    has_soft_cap = group.params.logits_soft_cap > 0
-    is_needed = has_soft_cap or deterministic
-    return is_needed or should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads)
+    if group.params.logits_soft_cap > 0 or deterministic:
+        return DecodeKernel.TENSOR_CORES
+    is_measured = (
+        is_hopper
+        and page_size == XQA_PAGE_SIZE
+        and kv_cache_dtype in QUERY_DTYPES
+        and group.head_dim == _XQA_HEAD_DIM
+        and group.num_heads in [group.num_kv_heads * size for size in _XQA_GROUPS]
+        and group.params.window_left < 0
+    )
+    if is_measured:
+        return DecodeKernel.XQA
+    if should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads):
+        return DecodeKernel.TENSOR_CORES
+    return DecodeKernel.CUDA_CORES
 
 
 def check_never_split(groups: Iterable[PlanGroup], num_rows: int, num_sms: int) -> None:

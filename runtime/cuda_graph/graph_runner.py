@@ -1,7 +1,7 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
-FULL is one graph for a whole decode, planned before every replay; PIECEWISE replays the pieces around eager attention.
-Padding rows belong to the dummy row: they write to page 0 and read one key of it.
+FULL is one graph for a whole decode, its attention made ready before every replay; PIECEWISE replays the pieces around
+eager attention. Padding rows belong to the dummy row: they write to page 0 and read one key of it.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """
@@ -16,50 +16,18 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
+from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
+from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
-from mllm_compile.runtime.forward_context import BatchDescriptor, get_forward_context
-from mllm_compile.runtime.model_runner import ModelRunner, TokenInputs
+from mllm_compile.runtime.forward_context import get_forward_context
+from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner, TokenInputs
 from mllm_compile.runtime.program import ProgramExecutor
 
 logger = logging.getLogger(__name__)
-
-
-class PersistentInputs:
-    """What captured graphs read, at fixed addresses, padding included."""
-
-    def __init__(self, max_tokens: int, max_requests: int, device: torch.device) -> None:
-        self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.out_cache_loc = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.req_pool_indices = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self.seq_lens = torch.ones(max_requests, dtype=torch.int32, device=device)
-        self.logits_indices = torch.arange(max_requests, dtype=torch.int64, device=device)
-        self.seq_lens_cpu = torch.ones(max_requests, dtype=torch.int32)
-
-    def fill_tokens(self, batch: ForwardBatch, padded: int) -> None:
-        """Token inputs of `batch`; the rest up to `padded` is token 0 at position 0 of slot 0."""
-        num_tokens = batch.num_tokens
-        for buffer, values in (
-            (self.input_ids, batch.input_ids),
-            (self.positions, batch.positions),
-            (self.out_cache_loc, batch.out_cache_loc),
-        ):
-            buffer[:num_tokens].copy_(values)
-            if num_tokens < padded:
-                buffer[num_tokens:padded].zero_()
-
-    def fill_requests(self, batch: ForwardBatch, padded: int) -> None:
-        """Request inputs of a decode; padding is the dummy row with one token."""
-        size = batch.batch_size
-        self.req_pool_indices[:size].copy_(batch.req_pool_indices)
-        self.seq_lens_cpu[:size] = batch.seq_lens_cpu
-        self.seq_lens_cpu[size:padded] = 1
-        if size < padded:
-            self.req_pool_indices[size:padded].zero_()
 
 
 @dataclass(slots=True)
@@ -69,18 +37,26 @@ class _DecodeGraph:
 
 
 class GraphRunner:
-    """Captures all sizes of a dispatcher, then runs the batches that fit one."""
+    """Captures all sizes of a dispatcher, then runs the batches that fit one.
+
+    Attributes:
+        inputs: what the graphs read; a step that puts its inputs there spares copying them.
+    """
 
     def __init__(self, runner: ModelRunner, dispatcher: GraphDispatcher, debug: bool = False) -> None:
+        """
+        Raises:
+            ConfigError: the model is not a compiled program.
+        """
         self._runner = runner
         self.dispatcher = dispatcher
         self._capturer = GraphCapturer(runner.device)
-        max_requests = max(dispatcher.decode_requests, default=1)
-        max_tokens = max(*dispatcher.piecewise_tokens, max_requests) if dispatcher.piecewise_tokens else max_requests
-        self.inputs = PersistentInputs(max_tokens, max_requests, runner.device)
+        self._max_requests = max(dispatcher.decode_requests, default=0)
+        self._max_tokens = max(dispatcher.piecewise_tokens + dispatcher.decode_requests, default=0)
+        self.inputs = StepInputs(self._max_tokens, runner.config.max_rows, runner.device)
+        self._rows = torch.arange(self._max_tokens, device=runner.device)
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._max_tokens = max_tokens
         executor = runner.model.executor
         if not isinstance(executor, ProgramExecutor):
             raise ConfigError(
@@ -94,7 +70,7 @@ class GraphRunner:
                 )
             )
         if dispatcher.decode_requests:
-            runner.attn_backend.init_cuda_graph_state(max_requests, max_requests)
+            runner.attn_backend.init_cuda_graph_state(self._max_requests, self._max_requests)
 
     @property
     def figures(self) -> list[CaptureFigures]:
@@ -115,14 +91,14 @@ class GraphRunner:
         mib = sum(figure.mib for figure in self.figures)
         logger.info("captured %d sizes in %.2f s, %.0f MiB", len(self.figures), seconds, mib)
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Logits [S, V] from a captured graph, or None when none fits the batch."""
+    def run(self, batch: ForwardBatch) -> LogitsProcessorOutput | None:
+        """Runs the batch in a captured graph; None when none fits it."""
         uniform = batch.forward_mode.is_decode()
         mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform)
         if mode is CUDAGraphMode.FULL:
-            return self._replay_decode(batch, descriptor)
+            return LogitsProcessorOutput(self._replay_decode(batch, descriptor))
         if mode is CUDAGraphMode.PIECEWISE:
-            self.inputs.fill_tokens(batch, descriptor.num_tokens)
+            self.inputs.take_tokens(batch, descriptor.num_tokens)
             return self._run_pieces(batch, descriptor)
         return None
 
@@ -134,10 +110,11 @@ class GraphRunner:
         runner.attn_backend.init_forward_metadata_capture_cuda_graph(
             size, size, inputs.req_pool_indices[:size], inputs.seq_lens[:size], ForwardMode.DECODE
         )
-        rows = inputs.logits_indices[:size]
+        rows = self._rows[:size]
 
         def run() -> torch.Tensor:
-            return runner.run_program(batch, self._tokens(size), rows, CUDAGraphMode.FULL, descriptor)
+            output = runner.run_program(batch, self._tokens(size), rows, CUDAGraphMode.FULL, descriptor)
+            return output.next_token_logits
 
         if not self._decode_graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
@@ -145,9 +122,19 @@ class GraphRunner:
         self._decode_graphs[descriptor] = _DecodeGraph(graph, WeakTensor(logits).tensor())
 
     def _replay_decode(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
-        size, inputs = descriptor.num_tokens, self.inputs
-        inputs.fill_tokens(batch, size)
-        inputs.fill_requests(batch, size)
+        self._prepare_decode(batch, descriptor.num_tokens)
+        entry = self._decode_graphs[descriptor]
+        times = self._runner.forward_times
+        with nullcontext() if times is None else times.measure(descriptor.num_tokens):
+            entry.graph.replay()
+        logits = entry.logits[: batch.batch_size]
+        return logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices)
+
+    def _prepare_decode(self, batch: ForwardBatch, size: int) -> None:
+        """Inputs in their places, padding behind them, attention ready for them."""
+        inputs = self.inputs
+        inputs.take_tokens(batch, size)
+        inputs.take_requests(batch, size)
         self._runner.attn_backend.init_forward_metadata_replay_cuda_graph(
             size,
             inputs.req_pool_indices[:size],
@@ -156,12 +143,6 @@ class GraphRunner:
             ForwardMode.DECODE,
             inputs.seq_lens_cpu[:size],
         )
-        entry = self._decode_graphs[descriptor]
-        times = self._runner.forward_times
-        with nullcontext() if times is None else times.measure(size):
-            entry.graph.replay()
-        logits = entry.logits[: batch.batch_size]
-        return logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices)
 
     def _decode_batch(self, size: int) -> ForwardBatch:
         """A batch of `size` padding rows over the persistent inputs."""
@@ -201,10 +182,10 @@ class GraphRunner:
             runner.run_eager(batch)
         self._run_pieces(batch, descriptor)
 
-    def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
+    def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
         runner, rows = self._runner, batch.logits_indices
         if rows is None:
-            rows = torch.arange(batch.batch_size, device=runner.device)
+            rows = self._rows[: batch.batch_size]
         runner.attn_backend.init_forward_metadata(batch)
         tokens = self._tokens(descriptor.num_tokens)
         return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor)

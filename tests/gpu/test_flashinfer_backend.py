@@ -68,10 +68,11 @@ def backend_for(
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("parameters", PARAMETERS)
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_every_mode_equals_the_reference(group, parameters, batch):
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_every_mode_equals_the_reference(page_size, group, parameters, batch):
     layer = layer_of(group, **PARAMETERS[parameters])
-    case = case_of(layer, BATCHES[batch])
-    backend = backend_for([layer], case.batch)
+    case = case_of(layer, BATCHES[batch], page_size)
+    backend = backend_for([layer], case.batch, page_size)
     backend.init_forward_metadata(case.batch)
     out = backend.forward(case.q, case.k, case.v, layer, case.batch)
     torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
@@ -164,22 +165,24 @@ def test_layers_with_and_without_a_window_have_a_plan_each_in_one_batch():
             torch.testing.assert_close(out, run_torch(case, layer), **TOLERANCE)
 
 
-def test_a_strided_query_is_read_as_it_lies():
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_strided_query_is_read_as_it_lies(page_size):
     layer = layer_of(4)
     for batch in ("decode", "prefill", "prefill_after_prefix"):
-        case = case_of(layer, BATCHES[batch])
+        case = case_of(layer, BATCHES[batch], page_size)
         packed = torch.cat((case.q, case.k, case.v), dim=1)
         q, k, v = packed.split((8, 2, 2), dim=1)
-        backend = backend_for([layer], case.batch)
+        backend = backend_for([layer], case.batch, page_size)
         backend.init_forward_metadata(case.batch)
         out = backend.forward(q, k, v, layer, case.batch)
         torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
 
-def test_planning_does_not_wait_for_the_device():
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_planning_does_not_wait_for_the_device(page_size):
     layer = layer_of(4)
-    case = case_of(layer, BATCHES["mixed_with_prefix"])
-    backend = backend_for([layer], case.batch)
+    case = case_of(layer, BATCHES["mixed_with_prefix"], page_size)
+    backend = backend_for([layer], case.batch, page_size)
     for _ in range(3):
         backend.init_forward_metadata(case.batch)
         backend.forward(case.q, case.k, case.v, layer, case.batch)
@@ -208,12 +211,13 @@ def test_plans_made_ahead_of_the_gpu_do_not_overwrite_each_other():
 
 @pytest.mark.parametrize("group", [2, 4])
 @pytest.mark.parametrize("parameters", ["plain", "window"])
-def test_a_captured_decode_replays_over_other_requests_pages_and_padding(group, parameters):
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_captured_decode_replays_over_other_requests_pages_and_padding(page_size, group, parameters):
     layer = layer_of(group, **PARAMETERS[parameters])
     bs = 4
-    case = case_of(layer, ([300, 300, 300, 300, 300], [1, 1, 1, 1, 1]))
+    case = case_of(layer, ([300, 300, 300, 300, 300], [1, 1, 1, 1, 1]), page_size)
     table, pool = case.batch.req_to_token_pool, case.batch.token_to_kv_pool
-    backend = backend_for([layer], case.batch)
+    backend = backend_for([layer], case.batch, page_size)
     backend.init_cuda_graph_state(bs, bs)
 
     q, k, v = (x[:bs].clone() for x in (case.q, case.k, case.v))

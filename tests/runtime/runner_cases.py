@@ -43,15 +43,15 @@ class TinyModel:
         self.embedding, self.positions = weight(VOCAB, HIDDEN), weight(CONTEXT, HIDDEN)
         self.qkv = [weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN) * HIDDEN**-0.5 for _ in self.layers]
         self.out = [weight(HIDDEN, HEADS * HEAD_DIM) * (HEADS * HEAD_DIM) ** -0.5 for _ in self.layers]
-        self.head = weight(VOCAB, HIDDEN)
-        self.calls: list[tuple[int, int]] = []  # (T, S) of each forward
+        self.head_weight = weight(VOCAB, HIDDEN)
+        self.calls: list[tuple[int, int]] = []  # (T, S) of each run of the head
 
     def load(self, device: torch.device) -> LoadedModel:
-        for name in ("embedding", "positions", "head"):
+        for name in ("embedding", "positions", "head_weight"):
             setattr(self, name, getattr(self, name).to(device))
         self.qkv, self.out = [w.to(device) for w in self.qkv], [w.to(device) for w in self.out]
         return LoadedModel(
-            executor=self.execute,
+            executor=self,
             layers=self.layers,
             num_attention_heads=HEADS,
             num_kv_heads=KV_HEADS,
@@ -62,16 +62,17 @@ class TinyModel:
             context_len=CONTEXT,
         )
 
-    def execute(self, inputs):
-        self.calls.append((inputs["input_ids"].shape[0], inputs["logits_indices"].shape[0]))
-
+    def body(self, inputs):
         def attend(q, k, v, layer):
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             attention_with_output(q, k, v, out, layer.name)
             return out
 
-        hidden = self._hidden(inputs["input_ids"], inputs["positions"], attend)
-        return hidden[inputs["logits_indices"]] @ self.head.T
+        return self._hidden(inputs["input_ids"], inputs["positions"], attend)
+
+    def head(self, body, logits_indices):
+        self.calls.append((body.shape[0], logits_indices.shape[0]))
+        return body[logits_indices] @ self.head_weight.T
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V] of a whole sequence, without cache or batch."""
@@ -81,7 +82,7 @@ class TinyModel:
             params = layer.params
             return attention_reference(q, k, v, None, params.sm_scale, params.logits_soft_cap, params.window_left)
 
-        return self._hidden(ids, torch.arange(len(ids)), attend) @ self.head.T
+        return self._hidden(ids, torch.arange(len(ids)), attend) @ self.head_weight.T
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         tokens = list(prompt)

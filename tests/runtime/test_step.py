@@ -148,6 +148,22 @@ def test_prompt_logprobs_cover_every_prompt_token_but_the_first(budget):
     assert beside.output_token_ids == model.greedy(PROMPTS[0], 8)
 
 
+def test_prompt_logprobs_run_the_head_on_a_part_of_the_positions_at_a_time(monkeypatch):
+    def score():
+        model = TinyModel()
+        loop = Loop(make_runner(model))
+        request = loop.add(PROMPTS[2], prompt_logprobs=2, max_tokens=2)
+        loop.run()
+        return [(s.token_id, s.rank, s.top, s.logprob) for s in request.prompt_logprobs], model.calls
+
+    expected, calls = score()
+    assert calls == [(21, 1), (21, 20), (1, 1)]
+    monkeypatch.setattr("mllm_compile.runtime.step._SCORED_LOGITS", 8 * VOCAB)
+    in_parts, calls = score()
+    assert calls == [(21, 1), (21, 8), (21, 8), (21, 4), (1, 1)]
+    assert in_parts == expected
+
+
 def test_only_rows_that_end_their_prompt_get_logits():
     model = TinyModel()
     loop = Loop(make_runner(model, max_num_batched_tokens=8))

@@ -1,0 +1,102 @@
+"""The inputs of a step at fixed addresses, padding included, brought there by one upload.
+
+Captured graphs read them there. A batch whose tensors were made elsewhere is copied in on the device.
+
+Shape legend: T tokens of the step, R requests; M and N the most of either that fit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.staging import StagingRing
+
+_PADDING = {"seq_lens": 1}  # a request of one token, on the dummy page; everything else is 0
+
+
+class StepInputs:
+    """Token 0 at position 0 of the dummy page is what padding tokens are, the dummy row what padding requests are.
+
+    Attributes:
+        input_ids, positions, out_cache_loc: [M] int64.
+        req_pool_indices: [N] int64.
+        seq_lens: [N] int32; seq_lens_cpu: the same on the host, of the last step.
+    """
+
+    def __init__(self, max_tokens: int, max_requests: int, device: torch.device) -> None:
+        self.max_tokens = max_tokens
+        self.max_requests = max_requests
+        int64, int32 = torch.int64, torch.int32
+        self._fields = {
+            "input_ids": (max_tokens, int64),
+            "positions": (max_tokens, int64),
+            "out_cache_loc": (max_tokens, int64),
+            "req_pool_indices": (max_requests, int64),
+            "seq_lens": (max_requests, int32),
+        }
+        num_bytes = sum(size * dtype.itemsize for size, dtype in self._fields.values())
+        self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        views = self._views(self._block)
+        self.input_ids, self.positions, self.out_cache_loc = (
+            views[name] for name in ("input_ids", "positions", "out_cache_loc")
+        )
+        self.req_pool_indices, self.seq_lens = views["req_pool_indices"], views["seq_lens"]
+        self.seq_lens.fill_(1)
+        self.seq_lens_cpu = torch.ones(max_requests, dtype=torch.int32)
+        self._staging = StagingRing(device)
+
+    def holds(self, num_tokens: int, num_requests: int) -> bool:
+        """Whether a step of that size fits."""
+        return num_tokens <= self.max_tokens and num_requests <= self.max_requests
+
+    def upload(self, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Bring a step's values (one array for each field) to their places, and padding behind them; waits for nobody.
+
+        Returns:
+            The places, as long as the values.
+        """
+        buffer = self._staging.next(self._block.nbytes)
+        host = buffer.memory[: self._block.nbytes]
+        for name, place in self._views(host).items():
+            array, value = place.numpy(), values[name]
+            array[: value.size] = value
+            array[value.size :] = _PADDING.get(name, 0)
+            if name == "seq_lens":
+                self.seq_lens_cpu.numpy()[:] = array
+        self._block.copy_(host, non_blocking=True)
+        buffer.record()
+        return {name: getattr(self, name)[: value.size] for name, value in values.items()}
+
+    def take_tokens(self, batch: ForwardBatch, padded: int) -> None:
+        """Token inputs of `batch`, and padding up to `padded`, unless they are in their places already."""
+        num_tokens = batch.num_tokens
+        for place, values in (
+            (self.input_ids, batch.input_ids),
+            (self.positions, batch.positions),
+            (self.out_cache_loc, batch.out_cache_loc),
+        ):
+            if values.data_ptr() != place.data_ptr():
+                place[:num_tokens].copy_(values)
+                place[num_tokens:padded].zero_()
+
+    def take_requests(self, batch: ForwardBatch, padded: int) -> None:
+        """As take_tokens, for a decode's requests."""
+        size = batch.batch_size
+        if batch.req_pool_indices.data_ptr() != self.req_pool_indices.data_ptr():
+            self.req_pool_indices[:size].copy_(batch.req_pool_indices)
+            self.req_pool_indices[size:padded].zero_()
+        if batch.seq_lens.data_ptr() != self.seq_lens.data_ptr():
+            self.seq_lens[:size].copy_(batch.seq_lens)
+            self.seq_lens[size:padded].fill_(1)
+            self.seq_lens_cpu[:size] = batch.seq_lens_cpu
+            self.seq_lens_cpu[size:padded] = 1
+
+    def _views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        views, start = {}, 0
+        for name, (size, dtype) in self._fields.items():
+            end = start + size * dtype.itemsize
+            views[name] = block[start:end].view(dtype)
+            start = end
+        return views

@@ -1,0 +1,30 @@
+"""The page table of the steps that were launched, on the host: says where a new token's KV goes, without the device.
+
+The scheduler's own table is a step ahead of it. Free of torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class HostPageTable:
+    """Follows the page writes of ScheduledBatches, in their order.
+
+    Args:
+        num_rows: rows of the slot table, the dummy row included.
+        max_tokens: of one row.
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._table = np.zeros((num_rows, -(-max_tokens // page_size)), dtype=np.int32)
+
+    def write(self, rows: np.ndarray, page_positions: np.ndarray, page_ids: np.ndarray) -> None:
+        """page_ids[i] becomes the page_positions[i]-th page of rows[i]; all [N] int."""
+        self._table[rows, page_positions] = page_ids
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[T] int64: the KV slot of each token, given its row and position, [T] int each."""
+        pages, offsets = np.divmod(positions, self.page_size)
+        return self._table[rows, pages].astype(np.int64) * self.page_size + offsets

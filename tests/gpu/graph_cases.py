@@ -1,0 +1,131 @@
+"""The embedded model in bfloat16 on a GPU with captured graphs, and random batches over random page tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mllm_compile.artifact_source import ArtifactSource
+from mllm_compile.assemble import runner_config
+from mllm_compile.compile import load_or_compile
+from mllm_compile.progress import NullReporter
+from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.model_runner import ModelRunner
+from tests.tiny_model import tiny_config
+
+DECODE_REQUESTS = (1, 2, 4, 8, 16)
+PIECEWISE_TOKENS = (1, 2, 4, 8, 16, 40, 64)
+
+
+def num_pages(page_size: int) -> int:
+    """Room for DECODE_REQUESTS[-1] requests of 300 tokens, and some."""
+    return 20 + 6400 // page_size
+
+
+def make_gpu_runner(cache: Path, backend: str = "eager", page_size: int = 64, **changes) -> ModelRunner:
+    """The embedded model, graphs of DECODE_REQUESTS and PIECEWISE_TOKENS captured, unless `changes` say otherwise."""
+    config = tiny_config(
+        cache,
+        model={"dtype": "bfloat16"},
+        compile={"backend": backend},
+        runtime={
+            "device": "cuda",
+            "page_size": page_size,
+            "max_running_requests": DECODE_REQUESTS[-1],
+            "max_num_batched_tokens": 128,
+        },
+        cudagraph={"decode_requests": DECODE_REQUESTS, "piecewise_tokens": PIECEWISE_TOKENS},
+    )
+    compiled = load_or_compile(config, NullReporter())
+    settings = replace(runner_config(compiled.config), num_pages=num_pages(page_size), **changes)
+    runner = ModelRunner(settings, ArtifactSource(compiled, NullReporter()))
+    runner.initialize()
+    return runner
+
+
+def graphs_of(runner: ModelRunner) -> GraphRunner:
+    if runner.graph_runner is None:
+        raise RuntimeError("the runner has no graphs")
+    return runner.graph_runner
+
+
+def fill_pages(runner: ModelRunner, value: float | None = None, seed: int = 0) -> None:
+    """Random keys and values in every page but the dummy one; or `value`."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for layer in runner.model.layers:
+        for pages in runner.token_to_kv_pool.get_pages(layer.layer_id):
+            if value is None:
+                pages[1:] = torch.randn(pages[1:].shape, generator=generator, device="cuda").to(pages.dtype)
+            else:
+                pages[1:] = value
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Rows with pages of their own, in random order."""
+
+    rows: np.ndarray  # [R]
+    seq_lens: np.ndarray  # [R], new tokens included
+    slots: list[np.ndarray]  # of each request's positions
+
+
+def place_requests(runner: ModelRunner, seq_lens: list[int], seed: int) -> Requests:
+    """Gives random rows random pages for so many tokens; whoever had them before has them no more."""
+    rng = np.random.default_rng(seed)
+    page_size = runner.config.page_size
+    rows = rng.permutation(runner.config.max_running_requests)[: len(seq_lens)] + 1
+    counts = [-(-length // page_size) for length in seq_lens]
+    pages = rng.permutation(num_pages(page_size) - 1)[: sum(counts)] + 1
+    of_each = np.split(pages, np.cumsum(counts)[:-1])
+    runner.req_to_token_pool.write_pages(
+        torch.from_numpy(np.repeat(rows, counts)).cuda(),
+        torch.from_numpy(np.concatenate([np.arange(count) for count in counts])).cuda(),
+        torch.from_numpy(pages).cuda(),
+        page_size,
+    )
+    slots = [
+        (own[:, None] * page_size + np.arange(page_size)).ravel()[:length]
+        for own, length in zip(of_each, seq_lens, strict=True)
+    ]
+    return Requests(rows, np.array(seq_lens, dtype=np.int32), slots)
+
+
+def decode_batch(runner: ModelRunner, num_requests: int, seed: int = 0) -> ForwardBatch:
+    """Requests of 1 to 300 tokens, one of them new."""
+    rng = np.random.default_rng(seed)
+    requests = place_requests(runner, rng.integers(1, 300, num_requests).tolist(), seed)
+    return runner.prepare_forward_batch_decode(
+        torch.from_numpy(rng.integers(0, runner.vocab_size, num_requests)).cuda(),
+        torch.from_numpy(requests.rows).cuda(),
+        torch.from_numpy(requests.seq_lens).cuda(),
+        torch.tensor([slots[-1] for slots in requests.slots]).cuda(),
+        seq_lens_cpu=torch.from_numpy(requests.seq_lens),
+    )
+
+
+def mixed_batch(runner: ModelRunner, num_tokens: int, seed: int = 0) -> ForwardBatch:
+    """`num_tokens` new tokens: some decodes, then a chunk of a prompt with a prefix and one without, where they fit."""
+    rng = np.random.default_rng(seed)
+    num_decodes = min(num_tokens // 3, 6)
+    rest = num_tokens - num_decodes
+    new = [1] * num_decodes + ([rest // 2, rest - rest // 2] if rest > 1 else [rest])
+    prefix = [int(rng.integers(1, 200)) for _ in new]
+    prefix[-1] = 0
+    requests = place_requests(runner, [p + n for p, n in zip(prefix, new, strict=True)], seed)
+    new_lens, prefix_lens = torch.tensor(new, dtype=torch.int32), torch.tensor(prefix, dtype=torch.int32)
+    out_cache_loc = np.concatenate([slots[p:] for slots, p in zip(requests.slots, prefix, strict=True)])
+    return runner.prepare_forward_batch_extend(
+        torch.from_numpy(rng.integers(0, runner.vocab_size, num_tokens)).cuda(),
+        torch.from_numpy(requests.rows).cuda(),
+        torch.from_numpy(requests.seq_lens).cuda(),
+        new_lens.cuda(),
+        prefix_lens.cuda(),
+        torch.from_numpy(out_cache_loc).cuda(),
+        num_decodes=num_decodes,
+        extend_seq_lens_cpu=new_lens,
+        extend_prefix_lens_cpu=prefix_lens,
+    )

@@ -1,0 +1,274 @@
+"""Captured graphs give what the pieces give, bit for bit, whatever the page tables, and padding touches nobody."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
+from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
+from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
+from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.model_runner import ModelRunner
+from tests.gpu.graph_cases import (
+    DECODE_REQUESTS,
+    PIECEWISE_TOKENS,
+    decode_batch,
+    fill_pages,
+    graphs_of,
+    make_gpu_runner,
+    mixed_batch,
+    num_pages,
+)
+from tests.runtime.runner_cases import Loop
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+# XQA decodes from pages of 64, FlashInfer's planned kernels from pages of 16.
+CASES = [("eager", 64), ("eager", 16), ("inductor", 64)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def runner(request, cache) -> Iterator[ModelRunner]:
+    backend, page_size = request.param
+    runner = make_gpu_runner(cache, backend, page_size)
+    fill_pages(runner)
+    with torch.inference_mode():
+        yield runner
+    runner.shutdown()
+
+
+@torch.inference_mode()
+def uncaptured(runner: ModelRunner, batch, descriptor, mode=CUDAGraphMode.NONE) -> torch.Tensor:
+    """Logits of the present inputs at the graph's padded shape and with its attention plan, piece by piece."""
+    graphs = graphs_of(runner)
+    size = descriptor.num_tokens
+    rows = batch.logits_indices
+    if descriptor.uniform:
+        batch, rows = graphs._decode_batch(size), torch.arange(size, device="cuda")
+    piecewise = BatchDescriptor(size) if mode is CUDAGraphMode.PIECEWISE else None
+    return runner.run_program(batch, graphs._tokens(size), rows, mode, piecewise).next_token_logits
+
+
+@pytest.mark.parametrize("size", DECODE_REQUESTS)
+def test_a_full_decode_graph_gives_the_logits_of_the_pieces_bit_for_bit(runner, size):
+    graphs = graphs_of(runner)
+    for seed, num_requests in enumerate([size, size, size - size // 3]):
+        batch = decode_batch(runner, num_requests, seed)
+        mode, descriptor = graphs.dispatcher.dispatch(num_requests, num_requests, True)
+        assert (mode, descriptor.num_tokens) == (CUDAGraphMode.FULL, size)
+        captured = graphs.run(batch).next_token_logits.clone()
+        assert captured.isfinite().all()
+        assert torch.equal(captured, uncaptured(runner, batch, descriptor)[:num_requests])
+        piecewise = uncaptured(runner, batch, descriptor, CUDAGraphMode.PIECEWISE)[:num_requests]
+        assert torch.equal(captured, piecewise)
+
+
+@pytest.mark.parametrize("size", PIECEWISE_TOKENS[1:])
+def test_piecewise_graphs_give_the_logits_of_the_pieces_bit_for_bit(runner, size):
+    graphs = graphs_of(runner)
+    smaller = max(s for s in PIECEWISE_TOKENS if s < size)
+    for seed, num_tokens in enumerate({size, smaller + 1}):
+        batch = mixed_batch(runner, num_tokens, seed)
+        mode, descriptor = graphs.dispatcher.dispatch(num_tokens, batch.batch_size, False)
+        assert (mode, descriptor.num_tokens) == (CUDAGraphMode.PIECEWISE, size)
+        captured = runner.forward(batch).next_token_logits.clone()
+        assert captured.isfinite().all()
+        assert torch.equal(captured, uncaptured(runner, batch, descriptor))
+
+
+def test_graphs_agree_with_the_unpadded_model(runner):
+    for batch in (decode_batch(runner, 5), mixed_batch(runner, 37)):
+        captured = runner.forward(batch).next_token_logits.float()
+        eager = runner.run_eager(batch).next_token_logits.float()
+        assert (captured - eager).norm() / eager.norm() < 2e-2
+
+
+def test_a_graph_replayed_over_pages_that_were_freed_and_given_to_others_reads_the_new_owners(runner):
+    graphs, descriptor = graphs_of(runner), BatchDescriptor(4, num_reqs=4, uniform=True)
+    for seed in range(6):  # each seed gives the same pages to other rows, at other places
+        fill_pages(runner, seed=seed)
+        batch = decode_batch(runner, 4, seed)
+        captured = graphs.run(batch).next_token_logits.clone()
+        assert torch.equal(captured, uncaptured(runner, batch, descriptor))
+        expected = runner.run_eager(batch).next_token_logits.float()
+        assert (captured.float() - expected).norm() / expected.norm() < 2e-2
+
+
+def snapshot(runner: ModelRunner) -> list[torch.Tensor]:
+    pages = [
+        pages.clone() for layer in runner.model.layers for pages in runner.token_to_kv_pool.get_pages(layer.layer_id)
+    ]
+    return [runner.req_to_token_pool.req_to_token.clone(), *pages]
+
+
+def restore_written(after: list[torch.Tensor], before: list[torch.Tensor], slots: torch.Tensor) -> None:
+    """Undo, in `after`, what may have changed: the batch's own slots and the dummy page."""
+    for new, old in zip(after[1:], before[1:], strict=True):
+        flat_new, flat_old = new.flatten(0, 1), old.flatten(0, 1)
+        flat_new[slots] = flat_old[slots]
+        new[0] = old[0]
+
+
+def test_padding_touches_no_page_and_no_request_row_in_a_batch_of_any_size(runner):
+    graphs = graphs_of(runner)
+    fill_pages(runner, value=7.0)
+    for size in DECODE_REQUESTS:
+        for num_requests in {1, max(1, size - 1)}:
+            batch = decode_batch(runner, num_requests, seed=size)
+            before = snapshot(runner)
+            graphs._replay_decode(batch, BatchDescriptor(size, num_reqs=size, uniform=True))
+            check_untouched(runner, before, batch.out_cache_loc)
+    for size in PIECEWISE_TOKENS:
+        batch = mixed_batch(runner, 1, seed=size)
+        before = snapshot(runner)
+        graphs.inputs.take_tokens(batch, size)
+        batch.logits_indices = torch.zeros(1, dtype=torch.int64, device="cuda")
+        graphs._run_pieces(batch, BatchDescriptor(size))
+        check_untouched(runner, before, batch.out_cache_loc)
+    fill_pages(runner)
+
+
+def check_untouched(runner: ModelRunner, before: list[torch.Tensor], own_slots: torch.Tensor) -> None:
+    after = snapshot(runner)
+    assert not torch.equal(after[1].flatten(0, 1)[own_slots], before[1].flatten(0, 1)[own_slots]), "the step did write"
+    restore_written(after, before, own_slots)
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+
+
+class UncapturedGraphs(GraphRunner):
+    """The same sizes, padding and attention plans with no graph replayed."""
+
+    def _replay_decode(self, batch, descriptor):
+        self._prepare_decode(batch, descriptor.num_tokens)
+        return uncaptured(self._runner, batch, descriptor)[: batch.batch_size]
+
+    def _run_pieces(self, batch, descriptor):
+        self._runner.attn_backend.init_forward_metadata(batch)
+        rows = batch.logits_indices
+        if rows is None:
+            rows = torch.arange(batch.batch_size, device="cuda")
+        return self._runner.run_program(batch, self._tokens(descriptor.num_tokens), rows)
+
+
+def serve(runner: ModelRunner, num_steps: int) -> list[list[int]]:
+    """Tokens of requests that join and leave at random over `num_steps` steps."""
+    rng = random.Random(0)
+    loop, requests, in_flight = Loop(runner), [], None
+    for step in range(num_steps):
+        if step % 4 == 0 or not loop.scheduler.has_work():
+            prompt = [rng.randrange(3, 3000) for _ in range(rng.randrange(1, 90))]
+            requests.append(loop.add(prompt, max_tokens=rng.randrange(1, 70), ignore_eos=True))
+        in_flight = loop._turn(in_flight, overlap=True)
+    loop._finish(*in_flight)
+    sizes = {batch.num_requests for batch in loop.batches}
+    assert len(sizes) > 8, "they join and leave"
+    assert sum(batch.num_decodes > 0 for batch in loop.batches) >= num_steps - 20
+    return [request.output_token_ids for request in requests]
+
+
+def test_500_steps_of_requests_that_join_and_leave_give_the_tokens_that_they_give_without_graphs(runner):
+    graphs = graphs_of(runner)
+    captured = serve(runner, 500)
+    without = object.__new__(UncapturedGraphs)
+    without.__dict__.update(graphs.__dict__)
+    runner.graph_runner = without
+    try:
+        assert serve(runner, 500) == captured
+    finally:
+        runner.graph_runner = graphs
+
+
+def test_a_step_leaves_the_last_tokens_of_other_rows_alone(runner):
+    loop = Loop(runner)
+    loop.steps._last_tokens.fill_(-5)
+    loop.steps._last_tokens[0] = 0
+    for i in range(3):
+        loop.add([5 + i, 6], max_tokens=6)
+    loop.run()
+    assert (loop.steps._last_tokens[4:] == -5).all()
+    assert loop.steps._last_tokens[0] == 0
+
+
+def test_every_size_is_captured_with_its_time_and_memory(runner):
+    figures = graphs_of(runner).figures
+    sizes = [(figure.mode, figure.num_tokens) for figure in figures]
+    assert set(sizes) == {*(("FULL", n) for n in DECODE_REQUESTS), *(("PIECEWISE", n) for n in PIECEWISE_TOKENS)}
+    assert [n for _, n in sizes] == sorted((n for _, n in sizes), reverse=True)
+    assert all(figure.seconds > 0 for figure in figures)
+    assert 0 < sum(figure.mib for figure in figures) < 300
+
+
+def test_a_size_that_was_not_captured_is_an_error_not_a_capture_while_serving(runner):
+    batch = mixed_batch(runner, 3)
+    batch.logits_indices = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with pytest.raises(RuntimeError, match=r"num_tokens=3.*before serving began"):
+        graphs_of(runner)._run_pieces(batch, BatchDescriptor(3))
+
+
+@pytest.fixture
+def piece() -> Iterator[tuple[GraphCapturer, list[torch.Tensor]]]:
+    with torch.inference_mode():
+        yield GraphCapturer(torch.device("cuda")), [torch.ones(4, device="cuda"), torch.ones(4, device="cuda")]
+
+
+def run_piece(graphs: PieceGraphs, inputs: list[torch.Tensor]) -> torch.Tensor:
+    context = set_forward_context(
+        {},
+        no_compile_layers={},
+        slot_mapping={},
+        num_tokens=4,
+        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
+        batch_descriptor=BatchDescriptor(4),
+    )
+    with context:
+        return graphs(inputs)[0]
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_an_input_that_has_moved_since_the_capture_is_an_error_in_debug_mode(piece, debug):
+    capturer, inputs = piece
+    graphs = PieceGraphs(lambda tensors: [tensors[0] + tensors[1]], capturer, debug)
+    with capturer.session():
+        run_piece(graphs, inputs)
+    inputs[0].fill_(3)
+    assert run_piece(graphs, inputs).tolist() == [4.0] * 4
+    moved = [inputs[0].clone(), inputs[1]]
+    if debug:
+        with pytest.raises(RuntimeError, match="has moved"):
+            run_piece(graphs, moved)
+    else:
+        run_piece(graphs, moved)
+
+
+def test_a_closed_runner_gives_all_device_memory_back(cache):
+    make_gpu_runner(cache).shutdown()
+    before = torch.cuda.memory_allocated()
+    runner = make_gpu_runner(cache)
+    with torch.inference_mode():
+        runner.forward(decode_batch(runner, 3))
+    runner.shutdown()
+    del runner
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_without_graphs_the_same_runner_has_none(cache):
+    runner = make_gpu_runner(cache, cudagraph_mode="none")
+    assert runner.graph_runner is None
+    assert replace(runner.config, num_pages=None).cudagraph_mode == "none"
+    assert runner.max_total_num_tokens == (num_pages(64) - 1) * 64
+    runner.shutdown()
