@@ -1,0 +1,62 @@
+"""What `runtime.deterministic` costs: tokens a second of decoding with it and without, by number of requests.
+
+    python examples/deterministic_cost.py configs/qwen-8b-shape.yaml [--requests 1 64 128] [--prompt 512] [--tokens 256]
+
+Prompts are token ids, so a model without a tokenizer will do. Decoding is timed from the moment when every request has
+its first token; the prompts' time is shown beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from mllm_compile import Engine, EngineConfig, SamplingParams
+
+WARM_UP_TOKENS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 128])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
+    args = parser.parse_args()
+    figures = {mode: measure(args, mode) for mode in (False, True)}
+    print("requests | decode tokens/s | deterministic | of it | prompt tokens/s | deterministic")
+    for i, count in enumerate(args.requests):
+        (decode, prefill), (fixed_decode, fixed_prefill) = figures[False][i], figures[True][i]
+        print(
+            f"{count:8} | {decode:15.0f} | {fixed_decode:13.0f} | {fixed_decode / decode:5.0%} | {prefill:15.0f} | "
+            f"{fixed_prefill:13.0f}"
+        )
+
+
+def measure(args: argparse.Namespace, deterministic: bool) -> list[tuple[float, float]]:
+    """(decode, prompt) tokens a second for each number of requests."""
+    config = EngineConfig.from_yaml(args.config)
+    changes = {"deterministic": deterministic, "enable_prefix_cache": False}
+    with Engine(config.model_copy(update={"runtime": config.runtime.model_copy(update=changes)})) as engine:
+        run(engine, 1, args.prompt, WARM_UP_TOKENS)
+        return [run(engine, count, args.prompt, args.tokens) for count in args.requests]
+
+
+def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) -> tuple[float, float]:
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    before, start = engine.stats().generated_tokens, time.perf_counter()
+    streams = [engine.stream([rng.randrange(1000) for _ in range(prompt_length)], params) for _ in range(num_requests)]
+    for stream in streams:
+        next(stream)
+    generated, all_started = engine.stats().generated_tokens - before, time.perf_counter()
+    for stream in streams:
+        for _ in stream:
+            pass
+    seconds = time.perf_counter() - all_started
+    return (num_requests * num_tokens - generated) / seconds, num_requests * prompt_length / (all_started - start)
+
+
+if __name__ == "__main__":
+    main()

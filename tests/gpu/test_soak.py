@@ -1,0 +1,44 @@
+"""Five thousand requests of random lengths, a tenth of them aborted, with too few KV pages: MLLM_SOAK_CONFIG names a
+YAML to run them on instead of the embedded model (its limits are replaced)."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile import Engine, EngineConfig, assemble
+from tests.soak import run_soak
+from tests.tiny_model import TINY
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def soak_config(cache: Path) -> EngineConfig:
+    path = os.environ.get("MLLM_SOAK_CONFIG")
+    if path:
+        config = EngineConfig.from_yaml(path)
+    else:
+        sections = {"model": {"path": str(TINY)}, "compile": {"backend": "eager"}, "cache": {"dir": str(cache)}}
+        config = EngineConfig.from_dict(sections)
+    limits = {"device": "cuda", "max_running_requests": 128, "max_num_batched_tokens": 2048, "max_model_len": 1024}
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update=limits)})
+
+
+@pytest.mark.parametrize("num_pages", [1600])  # 25,584 tokens, where 128 requests of 400 on average want 51,200
+def test_five_thousand_requests_all_end_and_leave_nothing_behind(tmp_path, monkeypatch, num_pages):
+    plain = assemble.runner_config
+    monkeypatch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=num_pages))
+    with Engine(soak_config(tmp_path)) as engine:
+        vocab_size = engine.builder._vocab_size
+        result = run_soak(engine, 5000, vocab_size, max_prompt=300, max_output=500, in_flight=256)
+    print(result)
+    assert result.preemptions > 0
+    assert result.finished["abort"] > 100
+    assert result.host_mib < 64
+    assert result.device_mib < 1
