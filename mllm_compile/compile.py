@@ -305,7 +305,7 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),
-            sizes=lowered.hf_model.sizes(),
+            sizes=lowered.hf_model.sizes(lowered.program.layers),
             piece_suffix=suffix,
             weights=files,
             about=_about(lowered, timeline),

@@ -45,6 +45,9 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
         *_state_reasons(gm),
         *_size_reasons(trace),
     ]
+    outputs = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    if len(outputs) != 1:
+        yield f"it keeps {len(outputs) - 1} values from one forward to the next"
     if not attentions:
         yield "no attention goes through Transformers' attention interface"
     yield from found_in_graph
@@ -114,14 +117,16 @@ def _size_reasons(trace: Trace) -> Iterator[str]:
             if sum(is_symbolic(dim) and tokens in dim.node.expr.free_symbols for dim in dims) > 1:
                 yield f"{node.name} is a tokens × tokens tensor: attention or a mask of its own ({_where(node)})"
         if node.op == "call_function" and node.target is torch.ops.aten._assert_scalar.default:
-            yield from _guard_reasons(node, trace.max_tokens)
+            yield from _guard_reasons(node, known, trace.max_tokens)
 
 
-def _guard_reasons(node: fx.Node, max_tokens: int) -> Iterator[str]:
+def _guard_reasons(node: fx.Node, known: set[Any], max_tokens: int) -> Iterator[str]:
     """The range that the trace was made for, and equal sizes of equal inputs, are no branches."""
     condition = node.args[0]
     if not isinstance(condition, fx.Node) or not is_symbolic(condition.meta.get("val")):
         return
+    if not condition.meta["val"].node.expr.free_symbols <= known:
+        return  # of a size that depends on data, which is a reason of its own
     operands = [arg for arg in condition.args if not isinstance(arg, fx.Node)]
     in_range = (condition.target is operator.ge and operands == [1]) or (
         condition.target is operator.le and operands == [max_tokens]

@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model_errors import first_line, refusing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from mllm_compile.runtime.program import LayerSpec
+
+
+NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -48,18 +56,36 @@ class HFModel:
     def text_config(self) -> PreTrainedConfig:
         return self.model.config.get_text_config(decoder=True)
 
-    def sizes(self) -> ModelSizes:
-        config = self.text_config
-        num_heads = config.num_attention_heads
+    def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
+        """What the model's config says; of heads, where `layers` are given, the largest that they have.
+
+        Raises:
+            UnsupportedModelError: the config does not say what every causal LM has.
+        """
+        hidden_size = self._size("hidden_size")
+        num_heads = max((layer.num_heads for layer in layers), default=0) or self._size("num_attention_heads")
+        num_kv_heads = max((layer.num_kv_heads for layer in layers), default=0)
+        head_dim = max((layer.head_dim for layer in layers), default=0)
         return ModelSizes(
-            num_hidden_layers=config.num_hidden_layers,
+            num_hidden_layers=self._size("num_hidden_layers"),
             num_attention_heads=num_heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            context_len=getattr(config, "max_position_embeddings", None) or 2**31 - 1,
+            num_kv_heads=num_kv_heads or self._size("num_key_value_heads", num_heads),
+            head_dim=head_dim or self._size("head_dim", hidden_size // num_heads),
+            hidden_size=hidden_size,
+            vocab_size=self._size("vocab_size"),
+            context_len=self._size("max_position_embeddings", NO_LIMIT),
         )
+
+    def _size(self, name: str, otherwise: int | None = None) -> int:
+        """Transformers' attribute maps give each config these names, whatever its own are."""
+        with refusing(f"config.json of this {self.model.config.model_type!r} model"):
+            value = getattr(self.text_config, name, None)
+        value = otherwise if value is None else value
+        if type(value) is not int or value < 1:
+            raise UnsupportedModelError(
+                f"config.json of this {self.model.config.model_type!r} model says no {name} (got {value!r})"
+            )
+        return value
 
 
 def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:
@@ -74,7 +100,7 @@ def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise UnsupportedModelError(
-            f"Transformers cannot read {folder}/config.json: {_first_line(error)} "
+            f"Transformers cannot read {folder}/config.json: {first_line(error)} "
             "Check `model_type` there, or install a newer transformers."
         ) from error
     return build_config_on_meta(config, dtype, trust_remote_code)
@@ -99,7 +125,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     except Exception as error:
         raise UnsupportedModelError(
             f"{config.model_type!r} is not a causal language model that Transformers can build with a custom attention "
-            f"implementation: {_first_line(error)}"
+            f"implementation: {first_line(error)}"
         ) from error
     model.eval().requires_grad_(False)
     return HFModel(model, compute_constants(model))
@@ -191,8 +217,3 @@ def _refuse_batch_dependent_rope(config: Any) -> None:
                 f"rope_type {rope['rope_type']!r} depends on the longest position in the batch, so one request would "
                 "change another; it is not supported. Set a static rope_type in the model's config.json."
             )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

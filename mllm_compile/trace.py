@@ -149,8 +149,8 @@ def _cause(text: str) -> str:
     undecidable = r"Could not (?:guard on|extract specialized integer from) data-dependent expression (.+?) \(unhinted"
     if branch := re.search(undecidable, text):
         return f"it branches on the number of tokens: {branch[1]} (u0: tokens)"
-    failed_call = re.search(r"got (\w+Error\(.+\))", text)
-    if failed_call:
-        return failed_call[1]
+    for raised in (r"got (\w+Error\(.+\))", r"raised exception (\w+\(.+\))"):
+        if found := re.search(raised, text):
+            return found[1]
     explanation = re.search(r"^ *Explanation: (\S.+)$", text, re.MULTILINE)
     return explanation[1] if explanation else ""
