@@ -136,7 +136,8 @@ def _attention(config: ResolvedConfig) -> str:
     if runtime.attention_backend == "torch":
         return "torch"
     mode = ["deterministic"] if runtime.deterministic else []
-    return ", ".join([runtime.attention_backend, f"{runtime.kv_cache_dtype} KV cache", *mode])
+    kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
+    return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 
 
 def _gpu_architecture(device: str) -> str:
