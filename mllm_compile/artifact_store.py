@@ -23,6 +23,11 @@ from mllm_compile.errors import ArtifactError, ConfigError
 RUNTIMES = "runtimes"
 
 
+def compiler_cache(cache_dir: str | Path) -> Path:
+    """What Inductor and Triton keep between compiles; it can be removed at any time that nothing compiles."""
+    return Path(cache_dir) / "compilers"
+
+
 def runtimes_folder(cache_dir: str | Path) -> Path:
     return Path(cache_dir) / RUNTIMES
 
@@ -214,12 +219,14 @@ def folder_bytes(folder: Path) -> int:
 
 
 def prune(cache_dir: str | Path, max_bytes: int) -> list[StoredRuntime]:
-    """Removes what killed compiles left, unusable runtimes, and the least recently used until `max_bytes` are left.
+    """Removes what compilers and killed compiles left, unusable runtimes, and the least recently used until `max_bytes`
+    are left.
 
     Returns:
         What was removed, in that order.
     """
     sweep(runtimes_folder(cache_dir))
+    shutil.rmtree(compiler_cache(cache_dir), ignore_errors=True)
     runtimes = stored_runtimes(cache_dir)
     removed = [runtime for runtime in runtimes if runtime.manifest is None]
     kept = [runtime for runtime in runtimes if runtime.manifest is not None]

@@ -30,6 +30,7 @@ from mllm_compile.artifact import (
 from mllm_compile.artifact_store import (
     check_replaceable,
     compile_lock,
+    compiler_cache,
     mark_used,
     new_artifact_folder,
     runtimes_folder,
@@ -350,7 +351,8 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
     from mllm_compile.piece_workers import PieceWorkers
 
     largest = max_traced_tokens(config)
-    with PieceWorkers(config.runtime.device, {"T": largest, "S": largest}) as workers:
+    sizes = {"T": largest, "S": largest}
+    with PieceWorkers(config.runtime.device, sizes, compiler_cache(config.cache.dir)) as workers:
         yield workers
 
 

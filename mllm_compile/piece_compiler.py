@@ -6,6 +6,7 @@ no Python compiler.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -63,6 +64,24 @@ def inductor_options(device: str) -> dict[str, Any]:
     return options
 
 
+def prepare_compiler() -> None:
+    """What every first compile on a machine needs, done while there is no piece yet: the model is being traced.
+
+    Imports Inductor; finds out what the CPU can do, for which Inductor compiles half a dozen test programs (9 s of
+    CPU); and builds Triton's launcher. Where something is missing, compiling a piece says so.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
+
+    with contextlib.suppress(Exception), _system_compiler():
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        pick_vec_isa()
+    with contextlib.suppress(Exception):
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+
+
 def compile_piece(
     source_path: Path, inputs: list[PieceInput], device: str, max_sizes: dict[str, int], package_path: Path
 ) -> None:
@@ -114,8 +133,8 @@ def _dynamic_shapes(inputs: list[PieceInput], max_sizes: dict[str, int]) -> tupl
 
 @contextmanager
 def _system_compiler() -> Iterator[None]:
-    """Inductor's host code is built with the system's g++: a wrapped CXX may link libstdc++ into the package, which then
-    crashes in the loader (seen with an image whose CXX does so)."""
+    """Inductor's host code is built with the system's g++: a wrapped CXX may link libstdc++ into the package, which
+    then crashes in the loader (seen with an image whose CXX does so)."""
     before = {name: os.environ.get(name) for name in ("CXX", "CC")}
     for name, path in (("CXX", "/usr/bin/g++"), ("CC", "/usr/bin/gcc")):
         if os.path.exists(path):

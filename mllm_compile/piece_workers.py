@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
-from mllm_compile.errors import CompileError
+from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import PieceInput
 
 _MAX_WORKERS = 8
@@ -38,9 +39,20 @@ class PieceJob:
 class PieceWorkers:
     """A pool of compiler processes; a context manager that ends them."""
 
-    def __init__(self, device: str, max_sizes: dict[str, int], count: int | None = None) -> None:
+    def __init__(self, device: str, max_sizes: dict[str, int], cache: Path, count: int | None = None) -> None:
+        """
+        Args:
+            device: what is compiled for.
+            max_sizes: the largest T and S.
+            cache: a folder for what Inductor and Triton keep between compiles; it becomes this user's alone.
+            count: of processes; None: by the number of CPU cores.
+
+        Raises:
+            ConfigError: `cache` belongs to another user, or others can write to it.
+        """
         self._device, self._max_sizes = device, max_sizes
-        self._workers = [_Worker() for _ in range(count or min(_MAX_WORKERS, os.cpu_count() or 1))]
+        _make_private(cache)
+        self._workers = [_Worker(cache) for _ in range(count or min(_MAX_WORKERS, os.cpu_count() or 1))]
 
     def compile(self, jobs: list[PieceJob], done: Callable[[PieceJob], None]) -> None:
         """Compiles all jobs; `done` is called as each ends, from this thread's pool.
@@ -72,11 +84,25 @@ class PieceWorkers:
             worker.close()
 
 
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} belongs to another user or can be written by others; what compilers keep there is executed. "
+            "Remove it, or set cache.dir to a folder of your own."
+        )
+
+
 class _Worker:
-    def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile("w+")
+    def __init__(self, cache: Path) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
         environment = os.environ | {
-            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1")
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+            # By default Inductor keeps code that it loads again under a name in /tmp that anybody can guess.
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            # Its cache of graphs is made of pickles; every piece here is compiled once anyway.
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mllm_compile.piece_workers"],
@@ -129,10 +155,9 @@ class _Worker:
 
 def _serve(requests: IO[str], answers: IO[str]) -> None:
     """The worker's side: one JSON request a line, one answer each, until the pipe closes."""
-    import torch._inductor.compile_fx
+    from mllm_compile.piece_compiler import compile_piece, prepare_compiler
 
-    from mllm_compile.piece_compiler import compile_piece
-
+    prepare_compiler()
     for line in requests:
         request = json.loads(line)
         try:
