@@ -8,6 +8,7 @@ Transformers what each attention call may see; self_check.py then runs the compi
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,15 +26,27 @@ _ATTENTION_FUNCTIONS = ("scaled_dot_product", "flex_attention", "flash_attention
 
 
 def check_trace(trace: Trace, hf_model: HFModel) -> None:
-    """Raises UnsupportedModelError with the reasons why the traced model would not be served right."""
+    """Checks the captured graph, and completes its attention ops with the windows that only masks know of.
+
+    Raises:
+        UnsupportedModelError: the traced model would not be served right, with the reasons.
+    """
     model_type = hf_model.model.config.model_type
     with refusing(f"{model_type!r} models cannot be checked"):
-        reasons = list(dict.fromkeys(_reasons(trace, hf_model)))
+        reasons = _one_of_a_kind(_reasons(trace, hf_model))
     if reasons:
         shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
         raise UnsupportedModelError(
             f"{model_type!r} models would not be served right: {shown}. docs/models.md lists what is."
         )
+
+
+def _one_of_a_kind(reasons: Iterator[str]) -> list[str]:
+    """The first of all reasons that differ in numbers alone: layers mostly fail alike."""
+    kinds: dict[str, str] = {}
+    for reason in reasons:
+        kinds.setdefault(re.sub(r"\.?_?\d+", "", reason), reason)
+    return list(kinds.values())
 
 
 def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
@@ -45,14 +58,13 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
         *_state_reasons(gm),
         *_size_reasons(trace),
     ]
-    outputs = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-    if len(outputs) != 1:
-        yield f"it keeps {len(outputs) - 1} values from one forward to the next"
+    yield from _output_reasons(gm)
     if not attentions:
         yield "no attention goes through Transformers' attention interface"
+    yield from _constant_reasons(gm, hf_model)
     yield from found_in_graph
     if attentions and not found_in_graph:
-        yield from _mask_reasons(attentions, trace, hf_model)
+        yield from _settle_windows(attentions, trace, hf_model)
 
 
 def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
@@ -60,6 +72,18 @@ def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if any(stem in name for stem in _ATTENTION_FUNCTIONS):
             yield f"{node.name} calls {name} directly, past the attention interface ({_where(node)})"
+
+
+def _output_reasons(gm: fx.GraphModule) -> Iterator[str]:
+    """One output, the logits of the rows that were asked for: every other one is state that the model keeps."""
+    outputs: Any = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    if len(outputs) != 1:
+        yield f"it keeps {len(outputs) - 1} values from one forward to the next"
+        return
+    rows = [node for node in gm.graph.nodes if node.meta.get("input_name") == "logits_indices"]
+    logits = outputs[0].meta["val"].shape
+    if not rows or len(logits) != 2 or logits[0].node.expr != rows[0].meta["val"].shape[0].node.expr:
+        yield "it takes no tensor of rows as logits_to_keep"
 
 
 def _attention_reasons(node: fx.Node) -> Iterator[str]:
@@ -71,8 +95,8 @@ def _attention_reasons(node: fx.Node) -> Iterator[str]:
         yield f"its attention sinks are computed, not a weight ({_where(node)})"
 
 
-def _mask_reasons(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
-    """Windows and chunks are in a model's masks, which were not built for the trace: what a call says must be all."""
+def _settle_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
+    """Gives each attention the window of its mask: none was built for the trace, and calls need not repeat it."""
     from mllm_compile.models.mask_probe import observe_attention_calls
 
     materialise(hf_model, trace.device)
@@ -81,10 +105,22 @@ def _mask_reasons(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) ->
         yield f"it attends {len(calls)} times, of which {len(attentions)} are in the trace"
         return
     for node, call in zip(attentions, calls, strict=True):
-        window_left = int(node.args[6])  # type: ignore[arg-type]
-        if not call.sees_exactly(window_left):
-            said = "causal over all tokens" if window_left < 0 else f"causal over {window_left + 1} tokens"
-            yield f"its attention call is {said}, but its mask is not ({_where(node)})"
+        said = int(node.args[6])  # type: ignore[arg-type]
+        try:
+            window_left = call.window_left()
+        except UnsupportedModelError as error:
+            yield f"{error} ({_where(node)})"
+            continue
+        if said not in (-1, window_left):
+            yield f"its attention call sees {said} tokens back, its mask {window_left} ({_where(node)})"
+        node.update_arg(6, window_left)
+
+
+def _constant_reasons(gm: fx.GraphModule, hf_model: HFModel) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        name = node.meta.get("weight_name")
+        if node.op == "placeholder" and node.users and name in hf_model.unknown_constants:
+            yield f"buffer {name!r} is in no checkpoint, and the model's _init_weights does not fill it"
 
 
 def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:

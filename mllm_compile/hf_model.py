@@ -47,10 +47,12 @@ class HFModel:
     Attributes:
         model: every parameter on meta, in its final dtype.
         constants: buffer name → value on the CPU; these are in no checkpoint.
+        unknown_constants: names of such buffers whose value could not be computed.
     """
 
     model: PreTrainedModel
     constants: dict[str, torch.Tensor]
+    unknown_constants: frozenset[str]
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -128,34 +130,63 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
             f"implementation: {first_line(error)}"
         ) from error
     model.eval().requires_grad_(False)
-    return HFModel(model, compute_constants(model))
+    return HFModel(model, *compute_constants(model))
 
 
-def compute_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def compute_constants(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Values of the non-persistent buffers (rotary frequencies, embedding scales), computed on the CPU.
 
-    The model's own `_init_weights` is what computes them when Transformers loads a checkpoint; here it runs on
-    NaN-filled copies, so that one it does not fill is noticed instead of served.
+    They are in no checkpoint; `_init_weights` of the sub-model that holds them is what fills them when Transformers
+    loads one.
 
-    Raises:
-        UnsupportedModelError: a buffer is neither in checkpoints nor filled by `_init_weights`.
+    Returns:
+        Buffer name → value, and the names of those that `_init_weights` does not fill.
     """
     constants: dict[str, torch.Tensor] = {}
+    unknown: set[str] = set()
     for module_name, module in model.named_modules():
+        owner = _owner(model, module_name)
         names = [n for n, b in module._buffers.items() if b is not None and n in module._non_persistent_buffers_set]
-        if not names:
-            continue
-        meta_buffers = {name: module._buffers[name] for name in names}
-        for name, meta in meta_buffers.items():
-            filler = float("nan") if meta.is_floating_point() else _INTEGER_SENTINEL.get(meta.dtype, 0)
-            module._buffers[name] = torch.full(meta.shape, filler, dtype=meta.dtype, device="cpu")
-        with torch.no_grad(), torch.device("cpu"):
-            model._init_weights(module)
-        for name, meta in meta_buffers.items():
+        # From two different beginnings: what is filled comes out the same.
+        first, second = (_initialised(owner, module, names, filler) for filler in (0, 1))
+        for name in names:
             full_name = f"{module_name}.{name}" if module_name else name
-            constants[full_name] = _checked_constant(full_name, module._buffers[name])
-            module._buffers[name] = meta
-    return constants
+            value = first.get(name)
+            if value is not None and torch.equal(value, second[name]):
+                constants[full_name] = value
+            else:
+                unknown.add(full_name)
+    return constants, frozenset(unknown)
+
+
+def _owner(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+    """The innermost sub-model that the module is in, or is."""
+    from transformers import PreTrainedModel
+
+    owner, module = model, model
+    for name in filter(None, module_name.split(".")):
+        module = getattr(module, name)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+    return owner
+
+
+def _initialised(
+    owner: PreTrainedModel, module: torch.nn.Module, names: list[str], filler: int
+) -> dict[str, torch.Tensor]:
+    """The module's buffers after `_init_weights`, which finds them on the CPU and full of `filler`; {} if it fails."""
+    meta_buffers = {name: module._buffers[name] for name in names}
+    if not meta_buffers:
+        return {}
+    try:
+        for name, meta in meta_buffers.items():
+            module._buffers[name] = torch.full_like(meta, filler, device="cpu")  # type: ignore[arg-type]
+        with torch.no_grad(), torch.device("cpu"):
+            owner._init_weights(module)
+        return {name: module._buffers[name].detach().cpu().clone() for name in names}  # type: ignore[union-attr]
+    except Exception:
+        return {}  # a module that mixes these with parameters, which are on meta: the gate asks whether any is needed
+    finally:
+        module._buffers.update(meta_buffers)
 
 
 def fake_copy(model: PreTrainedModel, mode: FakeTensorMode, device: str) -> dict[int, str]:
@@ -186,23 +217,6 @@ def fake_copy(model: PreTrainedModel, mode: FakeTensorMode, device: str) -> dict
                 if tensor is not None:
                     tensors[name] = fake(tensor, prefix + name)  # type: ignore[assignment]
     return names
-
-
-_INTEGER_SENTINEL = {torch.int64: -(2**62), torch.int32: -(2**30)}
-
-
-def _checked_constant(name: str, value: torch.Tensor | None) -> torch.Tensor:
-    if value is None or value.device.type != "cpu":
-        raise UnsupportedModelError(f"buffer {name!r} is in no checkpoint and could not be computed on the CPU")
-    sentinel = _INTEGER_SENTINEL.get(value.dtype)
-    unfilled = (
-        torch.isnan(value).any() if value.is_floating_point() else sentinel is not None and (value == sentinel).any()
-    )
-    if unfilled:
-        raise UnsupportedModelError(
-            f"buffer {name!r} is in no checkpoint, and the model's _init_weights does not fill it: its value is unknown"
-        )
-    return value.detach().clone()
 
 
 def _refuse_batch_dependent_rope(config: Any) -> None:

@@ -82,7 +82,10 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     mark_unbacked(input_ids, 0, shape_id="T")
     mark_unbacked(positions, 0, shape_id="T")
     mark_unbacked(logits_indices, 0, shape_id="S")
-    captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
+    try:
+        captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
     _name_placeholders(captured, weight_names)
     return Trace(captured, max_tokens, device)
 
@@ -137,12 +140,19 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
         node.meta["input_name"] = stem
 
 
+def _unserved_layers(config: Any) -> str:
+    """A hint: recurrent and sparse layers fail in many ways, and their config mostly names them."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    return f". Its config names layers of kind {', '.join(sorted(kinds))}, which are not served yet" if kinds else ""
+
+
 def _reason(error: BaseException) -> str:
     """What a Dynamo error says of the cause, and where in the model's code it was."""
     text = str(error)
     cause = _cause(text)[:_MAX_CAUSE] or first_line(error)[:_MAX_CAUSE]
-    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+', text)
-    return f"{cause} ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else cause
+    frames = [(Path(path).name, line) for path, line in re.findall(r'File "([^"]+)", line (\d+), in \w+', text)]
+    in_model = [frame for frame in frames if frame[0].startswith("modeling")] or frames
+    return f"{cause} ({in_model[-1][0]}:{in_model[-1][1]})" if in_model else cause
 
 
 def _cause(text: str) -> str:

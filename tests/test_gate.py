@@ -30,7 +30,8 @@ def compile_toy(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "window_left"), [("plain", -1), ("window in call and mask", 999), ("no head count", -1)]
+    ("kind", "window_left"),
+    [("plain", -1), ("window in call and mask", 999), ("window in the mask alone", 999), ("no head count", -1)],
 )
 def test_a_model_without_a_flaw_passes(kind, window_left, tmp_path):
     (layer,) = compile_toy(kind, tmp_path).artifact.program.layers
@@ -42,15 +43,16 @@ REASONS = {
     "own scores": "no attention goes through Transformers' attention interface; .* is a tokens × tokens tensor",
     "not causal": "its attention passes attention that is not causal",
     "keyword of unknown meaning": "its attention passes keyword block_indices",
-    "window in the mask alone": "its attention call is causal over all tokens, but its mask is not",
-    "window in the call alone": "its attention call is causal over 1000 tokens, but its mask is not",
-    "chunks in the mask alone": "its attention call is causal over all tokens, but its mask is not",
-    "changes its mask": "its attention call is causal over all tokens, but its mask is not",
+    "window in the call alone": "its attention call sees 999 tokens back, its mask -1",
+    "chunks in the mask alone": "its attention mask is neither causal nor a causal window",
+    "changes its mask": "the model changes its attention mask",
     "writes a buffer": r"writes into calls",
     "writes a view of a weight": r"writes into out\.weight",
     "branches on length": r"cannot be traced as one graph: it branches on the number of tokens: u0 > 16",
     "size that depends on data": "has a size that depends on data",
     "constant of unknown value": r"buffer 'scale' is in no checkpoint, and the model's _init_weights does not fill it",
+    "logits of every token": "it takes no tensor of rows as logits_to_keep",
+    "keeps what it computed": "it keeps 1 values from one forward to the next",
     "state from token to token": "with two requests in one batch its logits are off by",
     "convolution": "with two requests in one batch its logits are off by",
     "own positions": "with two requests in one batch its logits are off by",

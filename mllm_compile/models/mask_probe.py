@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.models.attention_choice import attention_implementation
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
 _SAMPLE_TOKENS = 2
 _POWERS = [1 << exponent for exponent in range(3, 21)]
 _QUERIES = [*range(6), *(power + delta for power in _POWERS for delta in (-1, 0, 1))]
+_FAR = 1 << 21  # no model's window is longer
 _DISTANCES = [*range(-3, 6), *(power + delta for power in _POWERS for delta in (-1, 0, 1))]
 
 
@@ -41,22 +43,46 @@ class ObservedCall:
     mask: MaskFunction | None
     is_altered: bool = False
 
-    def sees_exactly(self, window_left: int) -> bool:
-        """Whether the call is causal and sees `window_left` earlier tokens (-1: all of them), at any position."""
+    def window_left(self) -> int:
+        """How many earlier tokens the call sees besides the token itself; -1: all of them.
+
+        Raises:
+            UnsupportedModelError: what it sees is not that, at any position.
+        """
         if self.is_altered:
-            return False
+            raise UnsupportedModelError("the model changes its attention mask")
         if self.mask is None:
-            return window_left == -1
+            return -1
+        try:
+            window_left = -1 if self._sees(_FAR) else self._farthest_seen()
+            follows_window = self._follows(window_left)
+        except Exception as error:  # it reads tensors of the sample's size
+            raise UnsupportedModelError("its attention mask is no rule on positions alone") from error
+        if not follows_window:
+            raise UnsupportedModelError("its attention mask is neither causal nor a causal window")
+        return window_left
+
+    def _sees(self, distance: int) -> bool:
+        return bool(self._visible(torch.tensor(_FAR), torch.tensor(_FAR - distance)))
+
+    def _farthest_seen(self) -> int:
+        """By bisection, as if it sees all up to a distance; whether it does is then asked."""
+        seen, unseen = 0, _FAR
+        while unseen - seen > 1:
+            middle = (seen + unseen) // 2
+            seen, unseen = (middle, unseen) if self._sees(middle) else (seen, middle)
+        return seen
+
+    def _follows(self, window_left: int) -> bool:
         edges = [] if window_left < 0 else [window_left - 1, window_left, window_left + 1]
         queries = torch.tensor([*_QUERIES, *(edge + 2 for edge in edges)])[:, None]
         distances = torch.tensor([*_DISTANCES, *edges])[None, :]
         keys = queries - distances
-        try:
-            visible = self.mask(torch.tensor(0), torch.tensor(0), queries, keys)
-        except Exception:
-            return False  # it reads tensors of the sample's size: not a rule about positions
         expected = (distances >= 0) & ((distances <= window_left) if window_left >= 0 else True)
-        return bool((visible == expected)[keys >= 0].all())
+        return bool((self._visible(queries, keys) == expected)[keys >= 0].all())
+
+    def _visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return self.mask(torch.tensor(0), torch.tensor(0), queries, keys)  # type: ignore[misc]
 
 
 def observe_attention_calls(model: PreTrainedModel, device: str) -> list[ObservedCall]:

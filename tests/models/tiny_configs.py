@@ -126,6 +126,11 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "megatron-bert": _BERT,
     "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "laguna": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "mlp", "moe"]},
     "qwen4_exp_text": {"ngram_vocab_size_base": 256, "split_ngram_parts": 2, "ple_embed_dim": 32, "hc_lowrank": 8},
     "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},

@@ -90,6 +90,10 @@ class ToyForCausalLM(PreTrainedModel):
             x = x + x[:, input_ids[0] > 3].mean(1)
         elif kind == "raises":
             raise KeyError("no such layer")
+        elif kind == "keeps what it computed":
+            self.last = x
+        elif kind == "logits of every token":
+            logits_to_keep = 0
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(x[:, rows]))
 
