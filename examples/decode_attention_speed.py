@@ -3,7 +3,9 @@
     python examples/decode_attention_speed.py [--json FILE]
 
 The choice of kernels in runtime/attention/flashinfer_kernels.py stands on this table. Each graph runs several layers
-with KV of their own, more than the L2 cache holds, over random page tables.
+with KV of their own, more than the L2 cache holds, over random page tables, and before each of them a kernel that does
+nearly nothing, as a model has one there: without it XQA would start while the layer before it still runs. The time of
+these kernels alone is taken off. XQA is timed by the number of blocks that a request's keys are split among.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ import torch
 from flashinfer.xqa import xqa as xqa_attention
 
 HEADS = ((16, 8), (32, 8))
-BATCHES = (1, 8, 64, 256)
-LENGTHS = (512, 1024, 4096)
+BATCHES = (1, 2, 4, 8, 64, 256)
+LENGTHS = (128, 512, 1024, 4096, 16384)
+MAX_TOKENS = 1 << 20  # of a batch
+TABLE_TOKENS = 32768  # the page table's width: what a request may grow to
+SPLITS = (1, 2, 4, 8, 16)
 HEAD_DIM = 128
 COLD_BYTES = 256 << 20  # several times the L2 cache
 MAX_LAYERS = 16
@@ -72,7 +77,7 @@ class Layers:
         self.lengths = lengths
 
     def page_table(self) -> torch.Tensor:
-        table = torch.zeros(self.case.batch, int(self.num_pages.max()), dtype=torch.int32)
+        table = torch.zeros(self.case.batch, TABLE_TOKENS // self.case.page_size, dtype=torch.int32)
         start = 0
         for row, count in enumerate(self.num_pages.tolist()):
             table[row, :count] = self.order[start : start + count]
@@ -82,6 +87,7 @@ class Layers:
     def each(self, attend: Callable[..., object]) -> Callable[[], None]:
         def run() -> None:
             for query, pages, out in zip(self.queries, self.pages, self.out, strict=True):
+                query.mul_(1)
                 attend(query, pages, out)
 
         return run
@@ -108,12 +114,14 @@ def planned(layers: Layers, workspace: torch.Tensor, use_tensor_cores: bool) -> 
     return layers.each(lambda query, pages, out: wrapper.run(query, pages, out=out))
 
 
-def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
+def xqa(layers: Layers, workspace: torch.Tensor, num_splits: int) -> Callable[[], None]:
     case = layers.case
     table, lengths = layers.page_table(), layers.lengths.cuda().view(torch.uint32)[:, None]
     semaphores = torch.zeros(1 << 16, dtype=torch.int32, device="cuda").view(torch.uint32)
+    blocks = num_splits * case.batch * case.num_kv_heads  # it splits until so many SMs have one
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        heads_and_page = (case.num_kv_heads, case.page_size)
         xqa_attention(
             query[:, None],
             *pages,
@@ -122,8 +130,8 @@ def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
             out[:, None],
             workspace,
             semaphores,
-            case.num_kv_heads,
-            case.page_size,
+            *heads_and_page,
+            sm_count=blocks,
         )
 
     return layers.each(attend)
@@ -153,10 +161,14 @@ def measure(case: Case, workspace: torch.Tensor) -> dict[str, float]:
         "tensor cores": lambda: planned(layers, workspace, True),
     }
     if case.page_size == XQA_PAGE_SIZE:
-        kernels["XQA"] = lambda: xqa(layers, workspace)
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        for splits in SPLITS:
+            if splits == 1 or splits * case.batch * case.num_kv_heads <= num_sms:
+                kernels[f"XQA/{splits}"] = lambda splits=splits: xqa(layers, workspace, splits)
     times, outputs = {}, {}
+    nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
     for name, make in kernels.items():
-        times[name] = microseconds(make(), len(layers.pages))
+        times[name] = microseconds(make(), len(layers.pages)) - nothing
         outputs[name] = layers.out.float().clone()
         layers.out.fill_(float("nan"))
     reference = outputs["CUDA cores"]
@@ -174,21 +186,21 @@ def main() -> None:
     torch.manual_seed(0)
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
     results = []
-    print("heads  batch length  page    CUDA tensor    XQA   TB/s of the best")
+    columns = ("CUDA cores", "tensor cores", *(f"XQA/{splits}" for splits in SPLITS))
+    print("heads   batch length  page    CUDA  tensor " + " ".join(f"{name:>7}" for name in columns[2:]) + "    TB/s")
     for num_heads, num_kv_heads in HEADS:
         for is_ragged, batches in ((False, BATCHES), (True, BATCHES[-2:])):
             for batch in batches:
-                for length in LENGTHS:
+                for length in (length for length in LENGTHS if length * batch <= MAX_TOKENS):
                     for page_size in (16, XQA_PAGE_SIZE):
                         case = Case(num_heads, num_kv_heads, batch, length, page_size, is_ragged)
                         times = measure(case, workspace)
                         results.append(asdict(case) | {"us": times})
-                        columns = [times.get(name, float("nan")) for name in ("CUDA cores", "tensor cores", "XQA")]
                         rate = case.kv_bytes / min(times.values()) / 1e6
                         heads, ragged = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
                         print(
                             f"{heads} {ragged}{batch:5} {length:6} {page_size:5}",
-                            *(f"{us:7.2f}" for us in columns),
+                            *(f"{times[name]:7.2f}" if name in times else " " * 7 for name in columns),
                             f"{rate:7.2f}",
                             flush=True,
                         )

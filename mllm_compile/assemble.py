@@ -23,6 +23,7 @@ from mllm_compile.measured import device_key, write_measured
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.model_source import ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampler import Sampler
 from mllm_compile.runtime.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter, *, forward_t
     settings = runner_config(compiled.config)
     if forward_times:
         settings = replace(settings, forward_times_interval_s=_LOG_FORWARD_TIMES_S)
-    runner = ModelRunner(settings, ArtifactSource(compiled, timeline))
+    runner = ModelRunner(settings, _source(compiled, timeline))
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(_load_text_parts, compiled, timeline)
         runner.initialize(timeline.stage)
@@ -84,6 +85,15 @@ def _open(config: str | Path | EngineConfig, reporter: Reporter) -> CompiledRunt
     return load_or_compile(EngineConfig.from_yaml(config), reporter)
 
 
+def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
+    source = ArtifactSource(compiled, timeline)
+    if not compiled.config.runtime.skip_compiled:
+        return source
+    from mllm_compile.eager_model import EagerSource
+
+    return EagerSource(source, compiled.config)
+
+
 def runner_config(config: ResolvedConfig) -> RunnerConfig:
     """What the runner is told of a config."""
     runtime, graphs = config.runtime, config.cudagraph
@@ -99,6 +109,7 @@ def runner_config(config: ResolvedConfig) -> RunnerConfig:
         max_num_batched_tokens=runtime.max_num_batched_tokens,
         enable_prefix_cache=runtime.enable_prefix_cache,
         deterministic=runtime.deterministic,
+        skip_compiled=runtime.skip_compiled,
         seed=runtime.seed,
         cudagraph_mode=graphs.mode,
         piecewise_tokens=graphs.piecewise_tokens,

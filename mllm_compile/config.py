@@ -126,6 +126,9 @@ class RuntimeConfig(Section):
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
     preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""
 
+    skip_compiled: bool = False
+    """Run Transformers' own model in place of the compiled one, to find out whose a wrong answer is."""
+
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of requests that bring none, and of dummy weights."""
 

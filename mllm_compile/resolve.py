@@ -94,6 +94,7 @@ class ResolvedRuntime(_Resolved):
     max_num_batched_tokens: int
     enable_prefix_cache: bool
     deterministic: bool
+    skip_compiled: bool
     seed: int
 
 
@@ -237,6 +238,7 @@ def _runtime(
         max_num_batched_tokens=tokens,
         enable_prefix_cache=asked.enable_prefix_cache,
         deterministic=asked.deterministic,
+        skip_compiled=asked.skip_compiled,
         seed=asked.seed,
     )
 
@@ -355,6 +357,8 @@ def _graph_mode(asked: CudaGraphConfig, runtime: ResolvedRuntime, device: Device
     def choose() -> tuple[str, str]:
         if not device.is_cuda:
             return "none", "a CPU has no CUDA graphs"
+        if runtime.skip_compiled:
+            return "none", "runtime.skip_compiled"
         if runtime.attention_backend == "torch":
             return "piecewise", "the torch attention backend cannot be captured"
         if runtime.deterministic:
@@ -365,6 +369,10 @@ def _graph_mode(asked: CudaGraphConfig, runtime: ResolvedRuntime, device: Device
     if mode != "none" and not device.is_cuda:
         raise ConfigError(
             f"cudagraph.mode is {mode}, but the device is a CPU, which has no CUDA graphs. Set it to auto."
+        )
+    if mode != "none" and runtime.skip_compiled:
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but with runtime.skip_compiled there are no pieces to capture. Set it to none."
         )
     if mode in _FULL_MODES and runtime.attention_backend == "torch":
         raise ConfigError(

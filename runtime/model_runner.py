@@ -24,11 +24,11 @@ from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KV
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.device_memory import check_weights_fit, cpu_kv_budget, cuda_kv_budget
-from mllm_compile.runtime.errors import DeviceError, DeviceMemoryError
+from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
-from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardTimes, set_forward_context
+from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
-from mllm_compile.runtime.model_source import LoadedModel, ModelSource
+from mllm_compile.runtime.model_source import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampler import sample_tokens
 
@@ -349,7 +349,6 @@ class ModelRunner:
             logits_indices: [S] int64.
             mode, descriptor: of the graphs that are captured or replayed.
         """
-        executor = self.model.executor
         metadata = self._metadata_builder.build(0, batch.common)
         with set_forward_context(
             metadata,
@@ -358,12 +357,26 @@ class ModelRunner:
             num_tokens=tokens.input_ids.shape[0],
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
+            skip_compiled=self.config.skip_compiled,
             # A whole step in a graph is timed where it is replayed: nobody can wait for the device in a capture.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
-        ):
+        ) as context:
+            executor = self._executor(context)
             body = executor.body({"input_ids": tokens.input_ids, "positions": tokens.positions})
             logits = executor.head(body, logits_indices)
         return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
+
+    def _executor(self, context: ForwardContext) -> Executor:
+        """What runs the batch of `context`.
+
+        Raises:
+            ConfigError: the eager model is asked for, and the source loaded none.
+        """
+        if not context.skip_compiled:
+            return self.model.executor
+        if self.model.eager is None:
+            raise ConfigError("runtime.skip_compiled is set, but the model's source has no eager model to run")
+        return self.model.eager
 
     def on_device(self) -> AbstractContextManager[Any]:
         """The runner's GPU as the calling thread's current one."""

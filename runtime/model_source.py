@@ -26,6 +26,7 @@ class LoadedModel:
     """A model on its device, ready to run inside a forward context."""
 
     executor: Executor
+    eager: Executor | None = None  # the model as it was before it was compiled, where config.skip_compiled asks for it
     layers: tuple[AttentionLayer, ...]  # by layer_id
     num_attention_heads: int
     num_kv_heads: int

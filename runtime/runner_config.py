@@ -27,6 +27,7 @@ class RunnerConfig:
     piecewise_tokens: tuple[int, ...] = ()  # captured token counts, ascending
     decode_requests: tuple[int, ...] = ()  # captured request counts, ascending
     num_pages: int | None = None  # a fixed number of KV pages in place of the memory profile
+    skip_compiled: bool = False  # run LoadedModel.eager in place of the compiled program
     debug_graphs: bool = False  # check at every replay that no input of a captured piece has moved
     forward_times_interval_s: float = 0.0  # > 0: log median forward times so often, at the price of waiting for each
 

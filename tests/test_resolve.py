@@ -78,6 +78,10 @@ def test_a_float32_checkpoint_on_a_gpu_is_served_in_bfloat16_unless_float32_is_a
     assert (config.runtime.attention_backend, config.cudagraph.mode) == ("torch", "piecewise")
 
 
+def test_the_eager_model_runs_without_graphs():
+    assert resolved(H200, runtime={"skip_compiled": True}).cudagraph.mode == "none"
+
+
 def test_small_limits_pull_the_other_automatic_ones_along():
     assert resolved(runtime={"max_num_batched_tokens": 8}).runtime.max_running_requests == 8
     assert resolved(runtime={"max_running_requests": 4096}).runtime.max_num_batched_tokens == 4096
@@ -100,6 +104,12 @@ def test_small_limits_pull_the_other_automatic_ones_along():
             "each running request takes a token",
         ),
         (H200, {"cudagraph": {"mode": "none", "decode_requests": [1]}}, ConfigError, "captures none of that kind"),
+        (
+            H200,
+            {"cudagraph": {"mode": "full"}, "runtime": {"skip_compiled": True}},
+            ConfigError,
+            "no pieces to capture",
+        ),
         (H200, {"cudagraph": {"mode": "piecewise", "decode_requests": [1]}}, ConfigError, "captures none of that kind"),
         (H200, {"cudagraph": {"mode": "full", "piecewise_tokens": [1]}}, ConfigError, "captures none of that kind"),
         (H200, {"cudagraph": {"decode_requests": [1, 300]}}, CaptureSizeError, "holds 300"),

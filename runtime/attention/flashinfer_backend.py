@@ -30,12 +30,14 @@ from mllm_compile.runtime.attention.flashinfer_decode import (
     XQAGroup,
 )
 from mllm_compile.runtime.attention.flashinfer_kernels import (
+    XQA_MAX_REQUESTS,
     DecodeKernel,
     PlanGroup,
     check_never_split,
     check_supported,
     choose_decode_kernel,
     choose_prefill_kernel,
+    decode_kernels,
     prefill_kernels,
     prefills_new_tokens_alone,
     should_use_tensor_core,
@@ -185,9 +187,8 @@ class FlashInferAttnBackend(AttentionBackend):
 
         if num_decodes:
             decodes = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
-            if self._xqa is not None:
-                self._xqa.list_pages(batch.req_pool_indices[:num_decodes])
-            self.decode_metadata = DecodeMetadata([group.plan(decodes) for group in self._group_decodes])
+            groups = self._choose_decodes(num_decodes, batch.req_pool_indices[:num_decodes])
+            self.decode_metadata = DecodeMetadata([group.plan(decodes) for group in groups])
         if num_prefills:
             self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
 
@@ -255,33 +256,41 @@ class FlashInferAttnBackend(AttentionBackend):
 
     # Wrappers ---------------------------------------------------------------------------------------------------------
 
-    def _make_group_decodes(self, max_requests: int) -> tuple[XQASpace | None, list[GroupDecode]]:
+    def _make_group_decodes(self, max_requests: int) -> tuple[XQASpace | None, list[dict[DecodeKernel, GroupDecode]]]:
+        """What serves the decodes of each group, by kernel."""
         kernels = [
-            choose_decode_kernel(group, self.kv_cache_dtype, self.page_size, self._is_hopper, self.deterministic)
+            decode_kernels(group, self.kv_cache_dtype, self.page_size, self._is_hopper, self.deterministic)
             for group in self.groups
         ]
-        by_xqa = [group for group, kernel in zip(self.groups, kernels, strict=True) if kernel is DecodeKernel.XQA]
+        by_xqa = [group for group, names in zip(self.groups, kernels, strict=True) if DecodeKernel.XQA in names]
         space = None
         if by_xqa:
-            space = XQASpace(
-                by_xqa, self.req_to_token, max_requests, self.page_size, self._workspace, self.kv_cache_dtype
-            )
-        decodes: list[GroupDecode] = []
-        for group, kernel in zip(self.groups, kernels, strict=True):
+            num_rows = min(max_requests, XQA_MAX_REQUESTS)
+            space = XQASpace(by_xqa, self.req_to_token, num_rows, self.page_size, self._workspace, self.kv_cache_dtype)
+
+        def make(group: PlanGroup, kernel: DecodeKernel) -> GroupDecode:
             if space is not None and kernel is DecodeKernel.XQA:
-                decodes.append(XQAGroup(group, space))
-            else:
-                make_wrapper = partial(
-                    self._flashinfer.BatchDecodeWithPagedKVCacheWrapper,
-                    self._workspace,
-                    get_kv_cache_layout(),
-                    use_tensor_cores=kernel is DecodeKernel.TENSOR_CORES,
-                )
-                options = self._plan_options(group)
-                decodes.append(
-                    PlannedGroup(make_wrapper, group, self.page_size, options, self.device, self.deterministic)
-                )
+                return XQAGroup(group, space)
+            make_wrapper = partial(
+                self._flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+                self._workspace,
+                get_kv_cache_layout(),
+                use_tensor_cores=kernel is DecodeKernel.TENSOR_CORES,
+            )
+            options = self._plan_options(group)
+            return PlannedGroup(make_wrapper, group, self.page_size, options, self.device, self.deterministic)
+
+        decodes = [
+            {kernel: make(group, kernel) for kernel in names} for group, names in zip(self.groups, kernels, strict=True)
+        ]
         return space, decodes
+
+    def _choose_decodes(self, num_requests: int, rows: torch.Tensor) -> list[GroupDecode]:
+        """What serves a batch's decodes, a group each; XQA's page table is made that of `rows` [num_requests]."""
+        chosen = [choose_decode_kernel(tuple(decodes), num_requests) for decodes in self._group_decodes]
+        if self._xqa is not None and DecodeKernel.XQA in chosen:
+            self._xqa.list_pages(rows)
+        return [decodes[kernel] for decodes, kernel in zip(self._group_decodes, chosen, strict=True)]
 
     def _prefill_wrapper(self, group_index: int, kernel: str, ragged: bool) -> Any:
         key = (group_index, kernel, ragged)
@@ -303,8 +312,9 @@ class FlashInferAttnBackend(AttentionBackend):
             torch.ones(1, dtype=torch.int32),
         )
         try:
-            for i, (group, decode) in enumerate(zip(self.groups, self._group_decodes, strict=True)):
-                decode.load()
+            for i, (group, decodes) in enumerate(zip(self.groups, self._group_decodes, strict=True)):
+                for decode in decodes.values():
+                    decode.load()
                 if not self.skip_prefill:
                     # A kernel of one name is the same library for pages and for new tokens alone.
                     for kernel in prefill_kernels(group, self.kv_cache_dtype, self._is_hopper):
@@ -424,11 +434,10 @@ class FlashInferAttnBackend(AttentionBackend):
         The addresses that a captured kernel reads are this backend's; only their contents change with each replay.
         """
         _check_capturable(forward_mode, bs, num_tokens)
-        if self._xqa is not None:
-            self._xqa.list_pages(req_pool_indices)
+        groups = self._choose_decodes(bs, req_pool_indices)
         wrappers = [
             group.plan_capture(bs, seq_lens, buffers)
-            for group, buffers in zip(self._group_decodes, self._graph_buffers, strict=True)
+            for group, buffers in zip(groups, self._graph_buffers, strict=True)
         ]
         self._captured_sizes.add(bs)
         self._num_decodes = bs
@@ -460,10 +469,8 @@ class FlashInferAttnBackend(AttentionBackend):
                 table, req_pool_indices, seq_lens_cpu, computed, window_left, self.page_size, indices_out
             )
 
-        if self._xqa is not None:
-            self._xqa.list_pages(req_pool_indices)
         decodes = DecodeRows(seq_lens, list_pages)
-        wrappers = [group.plan_replay(bs, decodes) for group in self._group_decodes]
+        wrappers = [group.plan_replay(bs, decodes) for group in self._choose_decodes(bs, req_pool_indices)]
         self._num_decodes = bs
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 
