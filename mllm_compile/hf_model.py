@@ -215,7 +215,7 @@ def fake_copy(model: PreTrainedModel, mode: FakeTensorMode, device: str) -> dict
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
                 if tensor is not None:
-                    tensors[name] = fake(tensor, prefix + name)  # type: ignore[assignment]
+                    tensors[name] = fake(tensor, prefix + name)
     return names
 
 

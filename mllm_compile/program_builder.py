@@ -36,7 +36,7 @@ def build_program(graph: fx.GraphModule) -> Program:
             )
         elif is_attention_with_output(node):
             q, k, v, out = (_value_name(arg) for arg in node.args[:4])
-            steps.append(AttentionStep(layer=node.args[4], q=q, k=k, v=v, out=out))
+            steps.append(AttentionStep(layer=str(node.args[4]), q=q, k=k, v=v, out=out))
     layers = tuple(LayerSpec(**asdict(spec)) for spec in graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     (logits,) = output.args[0]

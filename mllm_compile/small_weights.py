@@ -34,9 +34,9 @@ def materialise(hf_model: HFModel, device: str) -> dict[str, torch.Tensor]:
                 if isinstance(tensor, FakeTensor):
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = tensor, _real(tensor, prefix + name, hf_model, shared)
-                    tensors[name] = replaced[id(tensor)][1]  # type: ignore[assignment]
+                    tensors[name] = replaced[id(tensor)][1]
                 if tensor is not None:
-                    by_name[prefix + name] = tensors[name]  # type: ignore[assignment]
+                    by_name[prefix + name] = tensors[name]
     return by_name
 
 

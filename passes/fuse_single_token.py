@@ -84,14 +84,15 @@ def _linear(node: object) -> _Linear | None:
     """A linear without bias that the kernels take."""
     if not is_call(node, LINEAR, torch.nn.functional.linear):
         return None
-    source, weight, *bias = node.args  # type: ignore[union-attr]
-    bias = bias[0] if bias else node.kwargs.get("bias")  # type: ignore[union-attr]
-    if bias is not None or weight.op != "placeholder":  # type: ignore[union-attr]
+    operands: Any = node.args
+    source, weight, *rest = operands
+    bias = rest[0] if rest else node.kwargs.get("bias")
+    if bias is not None or weight.op != "placeholder":
         return None
-    val = weight.meta["val"]  # type: ignore[union-attr]
+    val = weight.meta["val"]
     if val.device.type != DEVICE_TYPE or val.dtype not in (torch.bfloat16, torch.float16) or not is_taken(*val.shape):
         return None
-    return _Linear(node, source, weight)  # type: ignore[arg-type]
+    return _Linear(node, source, weight)
 
 
 def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
@@ -110,9 +111,9 @@ def _fuse_gated(graph: fx.Graph, node: fx.Node) -> bool:
     silu, up = node.args[:2]
     if not is_call(silu, torch.nn.functional.silu):
         silu, up = up, silu
-    if not is_call(silu, torch.nn.functional.silu) or len(silu.users) != 1:  # type: ignore[union-attr]
+    if not is_call(silu, torch.nn.functional.silu) or len(silu.users) != 1:
         return False
-    gate: Any = silu.args[0]  # type: ignore[union-attr]
+    gate: Any = silu.args[0]
     if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem) and gate.args[0] is up.args[0]):
         return False
     split = gate.args[0]
@@ -120,7 +121,7 @@ def _fuse_gated(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     linear = _linear(split.args[0])
     norm = None if linear is None else match_rms_norm(linear.source)
-    sizes = split.args[1]
+    sizes: Any = split.args[1]
     if linear is None or norm is None or len(sizes) != 2 or sizes[0] != sizes[1] or not is_taken(sizes[0], 1024):
         return False
     _replace(graph, node, "norm_gated_linear", norm.x, norm.weight, linear.weight, norm.eps)

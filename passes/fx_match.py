@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -23,22 +23,22 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
-def is_call(node: object, *targets: Callable[..., Any]) -> bool:
+def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[fx.Node]:
     """True for a call_function node of one of `targets`."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def is_attention(node: object) -> bool:
+def is_attention(node: object) -> TypeGuard[fx.Node]:
     """True for the trace-time attention op."""
     return is_call(node, torch.ops.mllm.attention, torch.ops.mllm.attention.default)
 
 
-def is_attention_with_output(node: object) -> bool:
+def is_attention_with_output(node: object) -> TypeGuard[fx.Node]:
     """True for the run-time attention op."""
     return is_call(node, torch.ops.mllm.attention_with_output.default)
 
 
-def is_weight(node: object) -> bool:
+def is_weight(node: object) -> TypeGuard[fx.Node]:
     """True for a placeholder that stands for a parameter, a buffer or a packed weight."""
     return isinstance(node, fx.Node) and node.op == "placeholder" and "weight_name" in node.meta
 

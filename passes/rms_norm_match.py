@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -37,13 +38,14 @@ def _match_scaled(node: object) -> tuple[fx.Node, float] | None:
     """(x.float() * rsqrt(…)).to(dtype) → x, eps."""
     if not _is_method(node, "to"):
         return None
-    product = node.args[0]  # type: ignore[union-attr]
+    product = node.args[0]
     if not is_call(product, operator.mul, torch.mul):
         return None
-    for wide, root in (product.args, product.args[::-1]):  # type: ignore[union-attr]
+    factors: Any = product.args
+    for wide, root in (factors, factors[::-1]):
         if is_call(root, torch.rsqrt) and _is_float32(wide):
             eps = _match_mean_square(root.args[0], wide)
-            narrow = node.meta["val"].dtype == wide.args[0].meta["val"].dtype  # type: ignore[union-attr]
+            narrow = node.meta["val"].dtype == wide.args[0].meta["val"].dtype
             if eps is not None and narrow:
                 return wide.args[0], eps
     return None
@@ -51,18 +53,20 @@ def _match_scaled(node: object) -> tuple[fx.Node, float] | None:
 
 def _match_mean_square(node: object, wide: fx.Node) -> float | None:
     """mean(wide ** 2, -1, keepdim=True) + eps → eps."""
-    if not is_call(node, operator.add, torch.add) or not isinstance(node.args[1], float):  # type: ignore[union-attr]
+    if not is_call(node, operator.add, torch.add):
         return None
-    mean, eps = node.args  # type: ignore[union-attr]
-    if not _is_method(mean, "mean") or mean.args[1:] != (-1,) or mean.kwargs != {"keepdim": True}:
+    mean, eps = node.args
+    if not isinstance(eps, float) or not _is_method(mean, "mean"):
+        return None
+    if mean.args[1:] != (-1,) or mean.kwargs != {"keepdim": True}:
         return None
     square = mean.args[0]
     return eps if _is_method(square, "pow") and square.args == (wide, 2) else None
 
 
 def _is_float32(node: object) -> bool:
-    return _is_method(node, "to") and torch.float32 in (*node.args[1:], *node.kwargs.values())  # type: ignore[union-attr]
+    return _is_method(node, "to") and torch.float32 in (*node.args[1:], *node.kwargs.values())
 
 
-def _is_method(node: object, name: str) -> bool:
+def _is_method(node: object, name: str) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target == name

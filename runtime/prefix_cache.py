@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -144,8 +145,9 @@ class RadixCache:
             raise RuntimeError(f"internal error: the prefix cache evicts page {node.page}, which is not a leaf")
         del parent.children[node.key]
         # An emptied root goes too, or a salt per request would leak; after a flush it is not the salt's root any more.
-        if parent.parent is None and not parent.children and self._roots.get(parent.key) is parent:  # type: ignore[arg-type]
-            del self._roots[parent.key]  # type: ignore[arg-type]
+        salt: Any = parent.key  # of a root
+        if parent.parent is None and not parent.children and self._roots.get(salt) is parent:
+            del self._roots[salt]
 
     def _page_keys(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
         tokens = np.asarray(token_ids, dtype=np.int32)

@@ -185,7 +185,7 @@ class _PinnedRing:
 
 def _read_exactly(file: int, offset: int, target: torch.Tensor) -> None:
     """Fills a CPU tensor [bytes] uint8 from the file."""
-    view = memoryview(target.numpy())
+    view = target.numpy().data
     while view:
         count = os.preadv(file, [view], offset)
         if count == 0:
