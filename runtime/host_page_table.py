@@ -24,6 +24,11 @@ class HostPageTable:
         """page_ids[i] becomes the page_positions[i]-th page of rows[i]; all [N] int."""
         self._table[rows, page_positions] = page_ids
 
+    def slots_of(self, page_ids: np.ndarray) -> np.ndarray:
+        """[N * page_size] int32: the slots of whole pages [N] int, one page after another."""
+        offsets = np.arange(self.page_size, dtype=np.int32)
+        return (page_ids.astype(np.int32)[:, None] * self.page_size + offsets).ravel()
+
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[T] int64: the KV slot of each token, given its row and position, [T] int each."""
         pages, offsets = np.divmod(positions, self.page_size)

@@ -53,9 +53,14 @@ class ReqToTokenPool:
         self, rows: torch.Tensor, page_positions: torch.Tensor, page_ids: torch.Tensor, page_size: int
     ) -> None:
         """Enter whole pages: page_ids[i] becomes the page_positions[i]-th page of rows[i]; all [N] int64."""
-        paged = self.req_to_token.unflatten(1, (-1, page_size))
         offsets = torch.arange(page_size, dtype=torch.int32, device=page_ids.device)
-        paged.index_put_((rows, page_positions), page_ids.to(torch.int32)[:, None] * page_size + offsets)
+        slots = page_ids.to(torch.int32)[:, None] * page_size + offsets
+        self.write_page_slots(rows, page_positions, slots.flatten())
+
+    def write_page_slots(self, rows: torch.Tensor, page_positions: torch.Tensor, page_slots: torch.Tensor) -> None:
+        """As write_pages, from the pages' slots [N * page_size] int32, which are one launch."""
+        slots = page_slots.unflatten(0, (rows.shape[0], -1))
+        self.req_to_token.unflatten(1, (-1, slots.shape[1])).index_put_((rows, page_positions), slots)
 
 
 class KVPool:

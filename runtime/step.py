@@ -30,7 +30,9 @@ from mllm_compile.runtime.step_output import ScoreTable, StepOutput
 from mllm_compile.runtime.step_plan import StepPlan, plan_fixed_rows, plan_step
 
 _ALIGNMENT = 16  # bytes; every field of a packed upload starts at a multiple, so that it can be viewed in its dtype
-_INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions"})  # the others are int64
+_INT32_FIELDS = frozenset(
+    {"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"}
+)  # the others are int64
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
 
@@ -111,9 +113,13 @@ class StepRunner:
 
     def _write_pages(self, batch: ScheduledBatch) -> None:
         self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-        writes = {"rows": batch.page_rows, "page_positions": batch.page_positions, "page_ids": batch.page_ids}
+        writes = {
+            "rows": batch.page_rows,
+            "page_positions": batch.page_positions,
+            "page_slots": self._pages.slots_of(batch.page_ids),
+        }
         fields = _upload_fields(writes, self._uploads, self._runner.device)
-        self._runner.req_to_token_pool.write_pages(**fields, page_size=self._pages.page_size)
+        self._runner.req_to_token_pool.write_page_slots(**fields)
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
         config = self._runner.config

@@ -46,6 +46,10 @@ class StepInputs:
         self.seq_lens.fill_(1)
         self.seq_lens_cpu = torch.ones(max_requests, dtype=torch.int32)
         self._staging = StagingRing(device)
+        self._host_arrays: dict[int, dict[str, np.ndarray]] = {}  # address of a staging buffer → its fields
+        # Of the last step: a steady decode has the same shape as the one before.
+        self._last_shape = (0, 0)
+        self._last_fields: dict[str, torch.Tensor] = {}
 
     def holds(self, num_tokens: int, num_requests: int) -> bool:
         """Whether a step of that size fits."""
@@ -59,15 +63,22 @@ class StepInputs:
         """
         buffer = self._staging.next(self._block.nbytes)
         host = buffer.memory[: self._block.nbytes]
-        for name, place in self._views(host).items():
-            array, value = place.numpy(), values[name]
+        arrays = self._host_arrays.get(host.data_ptr())
+        if arrays is None:
+            arrays = {name: view.numpy() for name, view in self._views(host).items()}
+            self._host_arrays[host.data_ptr()] = arrays
+        for name, array in arrays.items():
+            value = values[name]
             array[: value.size] = value
             array[value.size :] = _PADDING.get(name, 0)
-            if name == "seq_lens":
-                self.seq_lens_cpu.numpy()[:] = array
+        self.seq_lens_cpu.numpy()[:] = arrays["seq_lens"]
         self._block.copy_(host, non_blocking=True)
         buffer.record()
-        return {name: getattr(self, name)[: value.size] for name, value in values.items()}
+        shape = (values["positions"].size, values["seq_lens"].size)
+        if shape != self._last_shape:
+            self._last_shape = shape
+            self._last_fields = {name: getattr(self, name)[: value.size] for name, value in values.items()}
+        return self._last_fields
 
     def take_tokens(self, batch: ForwardBatch, padded: int) -> None:
         """Token inputs of `batch`, and padding up to `padded`, unless they are in their places already."""

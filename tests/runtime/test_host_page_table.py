@@ -23,3 +23,10 @@ def test_the_last_page_of_a_row_may_be_partly_used():
     table = HostPageTable(2, max_tokens=9, page_size=4)
     table.write(np.array([1]), np.array([2]), np.array([6]))
     assert table.slots(np.array([1]), np.array([8])).tolist() == [24]
+
+
+def test_the_slots_of_pages_come_one_page_after_another():
+    table = HostPageTable(2, max_tokens=9, page_size=4)
+    slots = table.slots_of(np.array([6, 2]))
+    assert slots.tolist() == [24, 25, 26, 27, 8, 9, 10, 11]
+    assert slots.dtype == np.int32
