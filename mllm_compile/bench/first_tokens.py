@@ -24,7 +24,13 @@ def main(job_path: str, result_path: str) -> int:
         ready = time.perf_counter() - _FIRST_LINE
         engine.generate(Call(prompts=random_prompts(1, START_PROMPT_LEN, setting.vocab_size, seed=0), max_tokens=[1]))
         first_token = time.perf_counter() - _FIRST_LINE
-        result = {"ready": ready, "first token": first_token, "version": engine.version, "settings": engine.settings}
+        result = {
+            "ready": ready,
+            "first token": first_token,
+            "parts": dict(engine.start_parts),
+            "version": engine.version,
+            "settings": engine.settings,
+        }
         engine.close()
     except MllmError as error:
         result = {"error": str(error)}

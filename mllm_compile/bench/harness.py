@@ -138,6 +138,11 @@ def _startup_run(engine: str, setting: Setting, repeats: int) -> EngineRun:
         for name in names
         for label, key in (("start", "first token"), ("ready", "ready"))
     ]
+    lines += [
+        Measurement.of(f"{name}: {part}", "s", [start["parts"][part] for start in starts[name]])
+        for name in names
+        for part in starts[name][0]["parts"]
+    ]
     first = starts["cold"][0]
     return EngineRun(engine=engine, version=first["version"], settings=first["settings"], measurements=tuple(lines))
 

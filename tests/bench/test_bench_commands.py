@@ -85,8 +85,9 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     assert names == ["prefill2x16", "mixed3"]
 
     assert command_line(["bench", "startup", str(config), "--repeats", "1", "--json", str(tmp_path / "r.json")]) == 0
-    cold, _, warm, _ = BenchResult.read(tmp_path / "r.json").runs[0].measurements
+    cold, _, warm, _, *parts = BenchResult.read(tmp_path / "r.json").runs[0].measurements
     assert cold.median > warm.median
+    assert {"cold: trace", "warm: import torch", "warm: load model"} <= {part.name for part in parts}
 
     roofline = ["--batch", "2", "--context", "40", "--steps", "3", "--json", str(tmp_path / "r.json")]
     assert command_line(["bench", "roofline", str(config), *roofline]) == 0

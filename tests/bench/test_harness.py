@@ -43,7 +43,8 @@ def test_every_cold_start_has_caches_of_its_own_and_its_warm_start_the_same(tmp_
         assert environment is not None
         started.append((job["setting"]["changes"]["cache"]["dir"], environment["TRITON_CACHE_DIR"]))
         seconds = 1.0 + 10 * (len(started) % 2)  # cold ones are first, third, …
-        return {"ready": seconds - 0.5, "first token": seconds, "version": "1", "settings": {}}
+        times = {"ready": seconds - 0.5, "first token": seconds, "parts": {"import": 0.5}}
+        return times | {"version": "1", "settings": {}}
 
     monkeypatch.setattr(harness, "run_process", stand_in)
     result = run_startup(tmp_path / "m.yaml", ["mllm"], StartupWork(repeats=2))
@@ -52,6 +53,7 @@ def test_every_cold_start_has_caches_of_its_own_and_its_warm_start_the_same(tmp_
     assert lines["start cold"] == (11.0, 11.0)
     assert lines["start warm"] == (1.0, 1.0)
     assert lines["ready warm"] == (0.5, 0.5)
+    assert lines["cold: import"] == lines["warm: import"] == (0.5, 0.5)
 
 
 def test_caches_that_a_start_could_profit_from_are_moved(tmp_path):

@@ -15,10 +15,12 @@ class BenchEngine(Protocol):
     Attributes:
         version: the engine's.
         settings: what it runs with, for the record.
+        start_parts: seconds of each part of its start, in order; empty where the engine does not tell.
     """
 
     version: str
     settings: Mapping[str, Any]
+    start_parts: Mapping[str, float]
 
     def generate(self, call: Call) -> None:
         """Does a call's work and returns when the last token is on the host.

@@ -19,6 +19,7 @@ class TransformersEngine:
     version = transformers.__version__
 
     def __init__(self, setting: Setting) -> None:
+        self.start_parts: dict[str, float] = {}
         self.settings: dict[str, Any] = {"dtype": setting.dtype, "device": setting.device}
         self._device = torch.device(setting.device)
         dtype = getattr(torch, setting.dtype)

@@ -21,6 +21,7 @@ class VllmEngine:
     version = vllm.__version__
 
     def __init__(self, setting: Setting) -> None:
+        self.start_parts: dict[str, float] = {}
         self.settings: dict[str, Any] = {
             "dtype": setting.dtype,
             "load_format": "dummy" if setting.random_weights else "auto",
