@@ -1,7 +1,8 @@
 # On a fresh machine with Python >= 3.11, make and a C++ compiler:
 #   make demo    install into .venv, compile configs/tiny.yaml, generate text from it
 #   make test    install into .venv, run the tests
-# Others: test-all (with the slow, full counts), lint, format, clean.
+#   make bench   install into .venv, time each stage and compare with this kind of machine's baseline
+# Others: test-all (with the slow, full counts), bench-save (make the run the baseline), lint, format, clean.
 #
 # PYTHON=python3.12     the interpreter that .venv is made with
 # TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -25,7 +26,7 @@ endif
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all bench bench-save lint format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -38,6 +39,21 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+BENCH_RUN := .benchmarks/run.json
+
+bench: $(INSTALLED)
+	$(call RUN_BENCHMARKS)
+	$(BIN)/python -m tests.benchmarks.compare $(BENCH_RUN)
+
+bench-save: $(INSTALLED)
+	$(call RUN_BENCHMARKS)
+	$(BIN)/python -m tests.benchmarks.compare $(BENCH_RUN) --save
+
+define RUN_BENCHMARKS
+	@mkdir -p $(dir $(BENCH_RUN))
+	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' --benchmark-quiet --benchmark-json=$(BENCH_RUN)
+endef
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -24,9 +24,9 @@ from mllm_compile.bench.results import Ceilings
 PREPARE = "prepare the step"
 SAMPLE = "logits to tokens"
 UNKNOWN = "?"
-# GEMM kernels of cuBLAS, CUTLASS and Triton; a split-K's reduction is none of its own. On a CPU the innermost operators.
+# GEMM kernels of cuBLAS, CUTLASS and Triton; on a CPU the innermost operators. A split-K's reduction is no GEMM.
 _GEMM_NAME = re.compile(r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl)|^aten::(add)?mm$", re.I)
-_NO_GEMM_NAME = re.compile(r"reduce|fused(?!.*_tem_)", re.I)
+_NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,11 @@ def test_gemms_whose_names_are_not_known_are_the_longest_kernels():
     assert [labels[i] for i in (2, 5, 8, 9)] == [QKV.name, OUT.name, UP.name, HEAD.name]
 
 
+def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
+    step = [kernel("triton_red_fused_mm_norm_0", 50, 0), kernel("triton_tem_fused_mm_1", 9, 0)]
+    assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", QKV.name]
+
+
 def test_a_piece_of_compiled_loops_does_all_its_gemms_in_one():
     step = [kernel(COMPILED_LOOPS, 9, 0), kernel("aten::empty", 1, 2), kernel(COMPILED_LOOPS, 90, 2)]
     jobs = assign_jobs(step, FACTS)

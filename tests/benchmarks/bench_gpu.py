@@ -1,0 +1,56 @@
+"""On a GPU: decode steps and prefills by graph mode and batch, and a mixed batch from end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.workloads import Call, ThroughputWork, random_prompts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+CONFIG = Path(__file__).parents[2] / "configs" / "qwen-shape.yaml"
+MODES = ("none", "piecewise", "full_and_piecewise")
+VOCAB = 151_936
+INPUT_LEN, OUTPUT_LEN = 512, 33
+
+
+@pytest.fixture(scope="module", params=MODES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Qwen3-0.6B's shape in one graph mode."""
+    sections = EngineConfig.from_yaml(CONFIG).model_dump()
+    sections["cudagraph"]["mode"] = request.param
+    sections["runtime"]["enable_prefix_cache"] = False
+    with Engine(EngineConfig.from_dict(sections), log_interval_s=0.0) as engine:
+        yield engine
+
+
+def generate(engine: Engine, call: Call) -> None:
+    params = [
+        SamplingParams(temperature=call.temperature, max_tokens=count, ignore_eos=True, detokenize=False)
+        for count in call.max_tokens
+    ]
+    outputs = engine.generate(call.prompts, params, progress=False)
+    assert [len(output.token_ids) for output in outputs] == call.max_tokens
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 256])
+def test_prefill(measure, engine, batch):
+    call = Call(prompts=random_prompts(batch, INPUT_LEN, VOCAB, seed=0), max_tokens=[1] * batch)
+    measure(lambda: generate(engine, call), rounds=5, reference="gpu")
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 256])
+def test_33_tokens_of_short_prompts(measure, engine, batch):
+    """Nearly all of it is decode steps."""
+    call = Call(prompts=random_prompts(batch, 8, VOCAB, seed=0), max_tokens=[OUTPUT_LEN] * batch)
+    measure(lambda: generate(engine, call), rounds=5, reference="gpu")
+
+
+def test_end_to_end_mixed_batch(measure, engine):
+    call = ThroughputWork(mixed_requests=64, mixed_range=(20, 200)).mixed_call(VOCAB)
+    measure(lambda: generate(engine, call), rounds=3, reference="gpu")
