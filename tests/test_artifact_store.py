@@ -1,0 +1,165 @@
+"""Where runtimes lie: published whole, one compile a key, what killed compiles left, list, prune, verify."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from mllm_compile import artifact_store
+from mllm_compile.artifact_store import (
+    compile_lock,
+    compiler_cache,
+    new_artifact_folder,
+    prune,
+    runtimes_folder,
+    stored_runtimes,
+    sweep,
+)
+from mllm_compile.byte_sizes import format_bytes, parse_bytes
+from mllm_compile.cli import run
+from mllm_compile.errors import ConfigError
+
+
+@pytest.fixture
+def cache(eager_cache: Path, tmp_path: Path) -> Path:
+    """With three runtimes, `old` used before `new`, and a broken one."""
+    (whole,) = runtimes_folder(eager_cache).iterdir()
+    for age, name in enumerate(("new", "old", "broken")):
+        folder = runtimes_folder(tmp_path) / name
+        shutil.copytree(whole, folder)
+        os.utime(folder, (1000 - age, 1000 - age))
+    (runtimes_folder(tmp_path) / "broken" / "manifest.json").write_text("{}")
+    os.utime(runtimes_folder(tmp_path) / "broken", (2000, 2000))
+    return tmp_path
+
+
+def names(cache: Path) -> set[str]:
+    return {path.name for path in runtimes_folder(cache).iterdir()}
+
+
+def test_a_folder_is_at_its_place_when_it_is_whole_and_not_before(tmp_path):
+    final = tmp_path / "runtimes" / "key"
+    with new_artifact_folder(final) as scratch:
+        (scratch / "file").write_text("x")
+        assert not final.exists()
+        assert scratch.stat().st_mode & 0o777 == 0o700
+    assert (final / "file").read_text() == "x"
+    assert final.stat().st_mode & 0o777 == 0o700
+    assert names(tmp_path) == {"key"}
+
+
+def test_a_body_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_artifact_folder(tmp_path / "runtimes" / "key"):
+        raise ZeroDivisionError
+    assert names(tmp_path) == set()
+
+
+def test_what_lay_there_is_replaced(tmp_path):
+    final = tmp_path / "runtimes" / "key"
+    (final / "pieces").mkdir(parents=True)
+    (final / "pieces" / "old").write_text("x")
+    with new_artifact_folder(final) as scratch:
+        (scratch / "new").write_text("x")
+    assert [path.name for path in final.iterdir()] == ["new"]
+    assert names(tmp_path) == {"key"}
+
+
+def test_a_second_compile_of_a_key_waits_for_the_first_and_leaves_no_lock(tmp_path):
+    order: list[str] = []
+    is_waiting = threading.Event()
+
+    def second() -> None:
+        with compile_lock(tmp_path / "key", is_waiting.set):
+            order.append("second")
+
+    with compile_lock(tmp_path / "key", lambda: order.append("nobody waits")):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert is_waiting.wait(10)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_a_file_system_has_no_locks_compiles_go_on(tmp_path, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(artifact_store.fcntl, "flock", no_locks)
+    final = tmp_path / "runtimes" / "key"
+    with compile_lock(final, pytest.fail), new_artifact_folder(final) as scratch:
+        (scratch / "file").write_text("x")
+    assert (final / "file").exists()
+    assert sweep(final.parent) == 0
+
+
+def test_what_a_dead_compile_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path):
+    final = tmp_path / "runtimes" / "key"
+    code = (
+        "import os, signal, sys; from pathlib import Path; from mllm_compile.artifact_store import _make_scratch;"
+        "_make_scratch(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(final)], check=False)
+    assert len(names(tmp_path)) == 1
+    with new_artifact_folder(final) as scratch:
+        assert sweep(final.parent) == 1
+        assert names(tmp_path) == {scratch.name}
+
+
+def test_runtimes_are_listed_with_the_last_used_first(cache):
+    runtimes = stored_runtimes(cache)
+    assert [runtime.folder.name for runtime in runtimes] == ["broken", "new", "old"]
+    assert [runtime.manifest is None for runtime in runtimes] == [True, False, False]
+    assert "has format None" in runtimes[0].problem
+    assert stored_runtimes(cache / "none") == []
+
+
+def test_pruning_removes_the_unusable_then_the_least_recently_used(cache):
+    compiler_cache(cache).mkdir()
+    size = stored_runtimes(cache)[1].num_bytes
+    assert [runtime.folder.name for runtime in prune(cache, size)] == ["broken", "old"]
+    assert names(cache) == {"new"}
+    assert not compiler_cache(cache).exists()
+    assert [runtime.folder.name for runtime in prune(cache, 0)] == ["new"]
+    assert prune(cache, 0) == []
+
+
+def test_the_cache_commands(cache, capsys):
+    assert run(["cache", "list", "--dir", str(cache)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["broken", "new", "old"]
+    assert lines[5].startswith("3 runtimes, ")
+    assert run(["cache", "verify", "--dir", str(cache)]) == 1
+    assert "new: good" in capsys.readouterr().out
+    assert run(["cache", "prune", "--max-size", "1G", "--dir", str(cache)]) == 0
+    assert capsys.readouterr().out.startswith("removed broken: ")
+    assert run(["cache", "verify", "--dir", str(cache)]) == 0
+    assert run(["cache", "prune", "--max-size", "lots", "--dir", str(cache)]) == 2
+    assert "'lots' is no size; expected one such as 0, 500M or 20G" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("0", 0), ("500M", 500 << 20), ("1.5g", 3 << 29), ("20 GiB", 20 << 30), ("7B", 7)]
+)
+def test_sizes_are_read(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1 0", "1X"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="is no size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (16 << 30, "16.0 GiB"), (1 << 42, "4.0 TiB")]
+)
+def test_sizes_are_shown(num_bytes, text):
+    assert format_bytes(num_bytes) == text
