@@ -100,10 +100,10 @@ def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except Exception as error:  # each config class has checks of its own
         raise UnsupportedModelError(
-            f"Transformers cannot read {folder}/config.json: {first_line(error)} "
-            "Check `model_type` there, or install a newer transformers."
+            f"Transformers cannot read {folder}/config.json: {first_line(error)}. Check it, or install a newer "
+            "transformers."
         ) from error
     return build_config_on_meta(config, dtype, trust_remote_code)
 

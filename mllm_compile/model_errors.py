@@ -24,8 +24,9 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's first line; its type where it says nothing, or too little to be understood."""
-    lines = str(error).strip().splitlines()
+    """The error's first line, and what follows its colon; its type where it says too little to be understood."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return lines[0] if len(lines[0].split()) > 2 else f"{type(error).__name__}: {lines[0]}"
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return line if len(line.split()) > 2 else f"{type(error).__name__}: {line}"

@@ -77,7 +77,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 def _parse(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:
     try:
         header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(_broken(path, "its header is not JSON")) from error
     if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
         raise CheckpointError(_broken(path, "its header is not an object of objects"))

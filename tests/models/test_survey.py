@@ -1,0 +1,67 @@
+"""A sample of the survey, through the whole compiler and the real runtime; all of it with `make test-all`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.models_page import render_models_page
+from tests.models.survey import TOLERANCE, Outcome, survey, try_architecture
+from tests.models.tiny_configs import causal_lm_types
+
+SERVED = {
+    "gpt_oss": "window 8 on 2 of 4, sinks",  # experts, attention sinks
+    "phimoe": "window 8 on 4 of 4",  # the window is in the mask alone
+    "gemma3": "window 8 on 2 of 4",  # a vision tower beside the text model
+    "deepseek_v3": "values of another width",  # latent attention
+}
+REFUSED = {
+    "bloom": "no attention goes through Transformers' attention interface",  # ALiBi
+    "llama4_text": "its attention mask is neither causal nor a causal window",  # chunks
+    "lfm2": "with two requests in one batch its logits are off",  # convolutions
+    "qwen3_next": "layers of kind linear_attention",
+    "bart": "with two requests in one batch its logits are off",  # learned positions that are not position_ids
+    "roberta": "with two requests in one batch its logits are off",  # positions counted from elsewhere
+}
+
+
+@pytest.mark.parametrize("architecture", SERVED)
+def test_an_architecture_is_served_as_transformers_computes_it(architecture):
+    outcome = try_architecture(architecture)
+    assert (outcome.status, outcome.remark) == ("served", SERVED[architecture])
+    assert outcome.worst_error is not None
+    assert outcome.worst_error <= TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_an_architecture_that_would_be_wrong_is_refused(architecture):
+    outcome = try_architecture(architecture)
+    assert outcome.status == "refused"
+    assert REFUSED[architecture] in outcome.remark
+    assert "\n" not in outcome.remark
+
+
+def test_the_page_lists_every_outcome():
+    page = render_models_page(
+        [
+            Outcome("qwen3", "served", "window 8 on 2 of 4", 2e-6),
+            Outcome(
+                "bloom", "refused", "'bloom' models would not be served right: a | b. docs/models.md lists what is."
+            ),
+            Outcome("blt", "not tried", "its sizes do not fit"),
+        ]
+    )
+    assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 |" in page
+    assert "| bloom | a \\| b. |" in page
+    assert "**1 served** (worst error 2.0e-06), 0 served wrong, 1 refused, 0 failed, 1 not tried." in page
+
+
+@pytest.mark.slow
+def test_no_architecture_of_transformers_is_served_wrong():
+    outcomes = list(survey(causal_lm_types()))
+    assert not [outcome for outcome in outcomes if outcome.status in ("wrong", "failed")]
+    assert sum(outcome.status == "served" for outcome in outcomes) >= 80
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    named = page.read_text(encoding="utf-8")
+    assert not [outcome.architecture for outcome in outcomes if f"| {outcome.architecture} |" not in named]

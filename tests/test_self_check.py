@@ -1,0 +1,86 @@
+"""The self-check: a compiled program that is not Transformers' model does not leave the compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile import self_check
+from mllm_compile.compile import load_or_compile
+from mllm_compile.config import EngineConfig
+from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.passes import pack_projections
+from mllm_compile.runtime.attention.base import PerLayerParameters
+from tests.models.tiny_configs import save_tiny_model, tiny_config
+
+
+def compile_tiny(tmp_path: Path, dtype: str = "float32") -> None:
+    config = tiny_config("qwen3", num_hidden_layers=1, layer_types=["full_attention"], tie_word_embeddings=True)
+    save_tiny_model(config, tmp_path / "model")
+    load_or_compile(
+        EngineConfig.from_dict(
+            {
+                "model": {"path": str(tmp_path / "model"), "dtype": dtype},
+                "compile": {"backend": "eager"},
+                "runtime": {"device": "cpu", "max_model_len": 64},
+                "cache": {"dir": str(tmp_path / "cache")},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def errors(monkeypatch) -> list[float]:
+    """What the self-check measured."""
+    measured: list[float] = []
+
+    def measure(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        measured.append(relative_error(ours, theirs))
+        return measured[-1]
+
+    relative_error = self_check.relative_error
+    monkeypatch.setattr(self_check, "relative_error", measure)
+    return measured
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rounding_stays_well_below_the_limit(dtype, errors, tmp_path):
+    compile_tiny(tmp_path, dtype)
+    assert errors[0] < self_check.TOLERANCE[getattr(torch, dtype)] / 4
+
+
+def test_packed_weights_in_the_wrong_order_are_noticed(errors, monkeypatch, tmp_path):
+    place = pack_projections._packed_placeholder
+    monkeypatch.setattr(
+        pack_projections,
+        "_packed_placeholder",
+        lambda gm, members, before, packed: place(gm, list(reversed(members)), before, packed),
+    )
+    with pytest.raises(UnsupportedModelError, match="logits are off by"):
+        compile_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, tmp_path):
+    layer_of = self_check.attention_layer
+
+    def with_half_the_scale(spec, weights):
+        layer = layer_of(spec, weights)
+        params = PerLayerParameters(layer.params.window_left, layer.params.logits_soft_cap, layer.params.sm_scale / 2)
+        return type(layer)(**{**vars(layer), "params": params})
+
+    monkeypatch.setattr(self_check, "attention_layer", with_half_the_scale)
+    with pytest.raises(UnsupportedModelError, match="logits are off by"):
+        compile_tiny(tmp_path, dtype)
+    assert errors[0] > 2 * self_check.TOLERANCE[getattr(torch, dtype)]
+
+
+def test_the_worst_token_counts():
+    theirs = torch.eye(4)
+    ours = theirs.clone()
+    ours[2] *= 1.5
+    assert self_check.relative_error(ours, theirs) == pytest.approx(0.5)
+    ours[1, 0] = float("nan")
+    assert not self_check.relative_error(ours, theirs) <= 1.0
