@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from mllm_compile.bench.results import BenchResult, Measurement
@@ -22,9 +22,8 @@ def result_table(result: BenchResult) -> Table:
     """(columns, rows): the work first, engines under each other."""
     has_limit = any(line.limit is not None for run in result.runs for line in run.measurements)
     columns = ("work", "engine", "median", "unit", "spread") + (("limit", "share of limit") if has_limit else ())
-    keys = dict.fromkeys(line.key for run in result.runs for line in run.measurements)
     rows = []
-    for key in keys:
+    for key in _in_order(line.key for run in result.runs for line in run.measurements):
         for run in result.runs:
             for line in run.measurements:
                 if line.key == key:
@@ -32,12 +31,19 @@ def result_table(result: BenchResult) -> Table:
     return columns, rows
 
 
+def _in_order(keys: Iterable[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+    """Each once: works in the order in which they first come, the batches of each under each other."""
+    seen = list(dict.fromkeys(keys))
+    names = list(dict.fromkeys(name for name, _ in seen))
+    return sorted(seen, key=lambda key: names.index(key[0]))
+
+
 def work_name(line: Measurement) -> str:
     return line.name if line.batch is None else f"{line.name} b={line.batch}"
 
 
 def _figures(line: Measurement, has_limit: bool) -> tuple[str, ...]:
-    figures = (show_figure(line.median), line.unit, f"{line.spread:.1%}")
+    figures = (show_figure(line.median), line.unit, "-" if len(line.samples) == 1 else f"{line.spread:.1%}")
     if not has_limit:
         return figures
     share = line.share_of_limit
@@ -54,14 +60,14 @@ def show_figure(value: float) -> str:
 
 
 def provenance(result: BenchResult) -> list[str]:
-    """Commit, machine, versions, ceilings: a figure without them is not one."""
-    lines = [", ".join(f"{name} {value}" for name, value in result.environment.items())]
+    """Versions, commit, machine, ceilings: a figure without them is not one."""
+    engines = ", ".join(f"{run.engine} {run.version}" for run in result.runs)
+    lines = [f"{engines}: " + ", ".join(f"{name} {value}" for name, value in result.environment.items())]
     if result.ceilings is not None:
         lines.append(
             f"measured ceilings: read {result.ceilings.read_bytes_s / 1e9:,.4g} GB/s, "
             f"GEMM {result.ceilings.flops_s / 1e12:,.3g} TFLOP/s"
         )
-    lines.append("engines: " + ", ".join(f"{run.engine} {run.version}" for run in result.runs))
     return lines
 
 
@@ -85,20 +91,25 @@ def _markdown_group(model: str, command: str, group: list[BenchResult]) -> str:
     engines = list(dict.fromkeys(run.engine for result in group for run in result.runs))
     header = ["work", "unit", "limit", *engines, f"{engines[0]}, share of limit"]
     lines = [f"### {model}: {command}", "", _row(header), _row(["---", "---", *["---:"] * (len(header) - 2)])]
-    for by_engine in cells.values():
+    for key in _in_order(cells):
+        by_engine = cells[key]
         line = next(iter(by_engine.values()))
         own = by_engine.get(engines[0], line)
         share = own.share_of_limit
         figures = [_cell(by_engine.get(engine)) for engine in engines]
         limit = "" if own.limit is None else show_figure(own.limit)
         lines.append(_row([work_name(line), line.unit, limit, *figures, "" if share is None else f"{share:.0%}"]))
-    for source in dict.fromkeys(text for result in group for text in provenance(result)):
+    for source in dict.fromkeys("; ".join(provenance(result)) for result in group):
         lines += ["", source]
     return "\n".join([*lines, ""])
 
 
 def _cell(line: Measurement | None) -> str:
-    return "" if line is None else f"{show_figure(line.median)} ±{line.spread / 2:.1%}"
+    """The median and how far the samples go to either side; one sample says nothing about that."""
+    if line is None:
+        return ""
+    median = show_figure(line.median)
+    return median if len(line.samples) == 1 else f"{median} ±{line.spread / 2:.1%}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -108,7 +108,13 @@ def _profile(step: Callable[[], None], steps: int, on_gpu: bool) -> list[TracedK
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         traced = read_steps(json.loads(path.read_text(encoding="utf-8")), on_gpu)
-    return typical_step(traced)
+    kernels = typical_step(traced)
+    if not kernels:
+        raise BenchmarkError(
+            "the profiler saw no kernels. Another profiler may hold the GPU, or its counters may be for root alone; "
+            "see torch.profiler's warnings above."
+        )
+    return kernels
 
 
 def typical_step(steps: Sequence[list[TracedKernel]]) -> list[TracedKernel]:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from mllm_compile.bench.results import BenchResult, Measurement
@@ -9,6 +11,11 @@ def test_a_result_goes_to_json_and_back(tmp_path):
     before = result(run("mllm", tpot(1, 4.0, 4.2, 4.1, limit=3.0), tpot(8, 5.0)))
     before.write(tmp_path / "r.json")
     assert BenchResult.read(tmp_path / "r.json") == before
+
+
+def test_the_results_that_come_with_the_documentation_can_be_read():
+    files = sorted((Path(__file__).parents[2] / "docs" / "performance").glob("*.json"))
+    assert {BenchResult.read(path).command for path in files} >= {"latency", "throughput", "startup"}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 0}', '{"format": 1}'])
