@@ -180,8 +180,16 @@ def fake_engine(runner: FakeStepRunner | None = None, **changes: Any) -> Engine:
     return Engine.from_parts(EngineParts(**parts))
 
 
-def all_pages_are_back(engine: Engine) -> bool:
-    """No request holds a page, and flushing the prefix cache frees the rest."""
-    engine.flush_prefix_cache()
-    stats = engine.stats()
-    return (stats.running, stats.waiting, stats.kv_pages_used, stats.kv_pages_cached) == (0, 0, 0, 0)
+def all_pages_are_back(engine: Engine, timeout_s: float = 10.0) -> bool:
+    """No request holds a page, and flushing the prefix cache frees the rest.
+
+    Not at once: a step that was launched before the last request was known to have ended may still run.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        engine.flush_prefix_cache()
+        stats = engine.stats()
+        are_back = (stats.running, stats.waiting, stats.kv_pages_used, stats.kv_pages_cached) == (0, 0, 0, 0)
+        if are_back or time.monotonic() > deadline:
+            return are_back
+        time.sleep(0.01)
