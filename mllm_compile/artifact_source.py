@@ -33,6 +33,9 @@ class ArtifactSource:
         self._config = runtime.config
         self._weights_root = runtime.weights_root
         self._reporter = reporter
+        beside = ThreadPoolExecutor(1, thread_name_prefix="kernels")
+        self._kernels = beside.submit(self._find_kernels)
+        beside.shutdown(wait=False)
 
     @property
     def weight_bytes(self) -> int:
@@ -46,11 +49,10 @@ class ArtifactSource:
             CheckpointError: a weight file is missing, truncated, or not the one that was compiled for.
         """
         artifact = self._artifact
-        with self._reporter.stage("load model"), ThreadPoolExecutor(2, thread_name_prefix="load") as threads:
-            pieces = threads.submit(self._load_pieces, device)
-            kernels = threads.submit(self._find_kernels)
+        with self._reporter.stage("load model"), ThreadPoolExecutor(1, thread_name_prefix="pieces") as beside:
+            pieces = beside.submit(self._load_pieces, device)
             weights = self._load_weights(device)
-            kernels.result()
+            self._kernels.result()
             executor = ProgramExecutor(artifact.program, pieces.result(), weights)
         sizes = artifact.sizes
         return LoadedModel(
@@ -71,7 +73,7 @@ class ArtifactSource:
             return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
 
     def _find_kernels(self) -> None:
-        """Importing FlashInfer takes seconds: it happens here, beside the weights, and finds the runtime's kernels."""
+        """Importing FlashInfer takes seconds: it begins first of all, and finds the runtime's kernels."""
         folder = self._artifact.kernels_folder
         if folder is None:
             return

@@ -17,9 +17,10 @@ from mllm_compile.artifact_source import ArtifactSource
 from mllm_compile.compile import CompiledRuntime, load_or_compile, open_runtime
 from mllm_compile.config import EngineConfig
 from mllm_compile.engine import EngineParts
-from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.errors import ConfigError, DeviceMemoryError, RequestError
 from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE, GenerationDefaults, load_generation_defaults
-from mllm_compile.measured import device_key, write_measured
+from mllm_compile.measured import device_key, read_measured, write_measured
+from mllm_compile.memory_plan import MemoryPlan, situation
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -50,10 +51,9 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter, *, forward_t
     settings = runner_config(compiled.config)
     if forward_times:
         settings = replace(settings, forward_times_interval_s=_LOG_FORWARD_TIMES_S)
-    runner = ModelRunner(settings, _source(compiled, timeline))
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(_load_text_parts, compiled, timeline)
-        runner.initialize(timeline.stage)
+        runner, plan = _start_runner(settings, compiled, timeline)
         try:
             tokenizer, defaults, default_params = loading.result()
             scheduler = Scheduler(_scheduler_config(compiled.config, runner))
@@ -61,7 +61,7 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter, *, forward_t
         except BaseException:
             runner.shutdown()
             raise
-    _remember(compiled, runner, timeline)
+    _remember(compiled, runner, plan, timeline)
     return EngineParts(
         scheduler=scheduler,
         step_runner=step_runner,
@@ -92,6 +92,27 @@ def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
     from mllm_compile.eager_model import EagerSource
 
     return EagerSource(source, compiled.config)
+
+
+def _start_runner(
+    settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline
+) -> tuple[ModelRunner, MemoryPlan]:
+    """A runner with the KV pages of an earlier start where they still hold, and the plan for the next one."""
+    source = _source(compiled, timeline)
+    with timeline.stage("open device"):
+        now = situation(settings)
+        measured = read_measured(compiled.artifact.measured_folder, device_key(settings.device))
+        num_pages = now.pages_from(measured.get("plan")) if settings.num_pages is None else None
+    if num_pages is not None:
+        runner = ModelRunner(replace(settings, num_pages=num_pages), source)
+        try:
+            runner.initialize(timeline.stage)
+            return runner, replace(now, num_pages=num_pages)
+        except (DeviceMemoryError, torch.OutOfMemoryError):
+            timeline.note("the stored memory plan does not hold any more: measuring again")
+    runner = ModelRunner(settings, source)
+    runner.initialize(timeline.stage)
+    return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages)
 
 
 def runner_config(config: ResolvedConfig) -> RunnerConfig:
@@ -139,7 +160,7 @@ def _load_text_parts(
         return tokenizer, defaults, _default_params(defaults, compiled.folder)
 
 
-def _remember(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
+def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, timeline: Timeline) -> None:
     """Puts what this device was found to hold, and how long this start took, beside the runtime."""
     device = compiled.config.runtime.device
     pool = runner.token_to_kv_pool
@@ -155,6 +176,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline
                 "KV cache": pool.num_pages * page_bytes,
                 "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
             },
+            "plan": plan.to_json(),
             "kv_tokens": runner.max_total_num_tokens,
             "captured": [[figure.mode, figure.num_tokens, figure.seconds, figure.mib] for figure in graphs],
             "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],

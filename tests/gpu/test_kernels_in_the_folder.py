@@ -1,4 +1,4 @@
-"""A GPU machine without nvcc and without prebuilt kernels of FlashInfer serves from a runtime whose kernels are in it."""
+"""A GPU machine without nvcc, and without prebuilt kernels of FlashInfer, serves from a runtime that holds them."""
 
 from __future__ import annotations
 
