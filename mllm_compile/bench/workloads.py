@@ -1,6 +1,6 @@
 """The work that engines are measured on: exact definitions, with what comes out of their times.
 
-The defaults are the project's benchmark (docs/performance.md); every size can be scaled down for a small machine. All
+The defaults are the project's benchmark (docs/benchmarks.md); every size can be scaled down for a small machine. All
 of it is greedy or seeded, ignores the end-of-sequence token, and asks for no text. Free of torch: numbers in and out.
 """
 
