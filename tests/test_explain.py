@@ -1,0 +1,47 @@
+"""`mllm-compile explain`: the factors, and what changed since the nearest runtime of the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mllm_compile.artifact_store import runtimes_folder
+from mllm_compile.cli import run
+from mllm_compile.explain import nearest_runtime
+from tests.tiny_model import tiny_config
+
+
+@pytest.fixture
+def explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def ask(cache: Path, **sections: dict) -> list[str]:
+        path = tmp_path / "model.yaml"
+        path.write_text(yaml.safe_dump(tiny_config(cache, **sections).model_dump(mode="json")))
+        assert run(["explain", str(path)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return ask
+
+
+def test_a_hit_is_told_with_its_place(explain, eager_cache):
+    lines = explain(eager_cache, compile={"backend": "eager"})
+    (folder,) = runtimes_folder(eager_cache).iterdir()
+    assert lines[0] == f"key {folder.name.partition('-')[2]}"
+    assert lines[-1] == f"compiled: {folder}"
+    assert [line.split()[0] for line in lines[1:4]] == ["factor", "format", "mllm_compile"]
+
+
+def test_a_miss_tells_what_changed_from_what_to_what(explain, eager_cache):
+    lines = explain(eager_cache, compile={"backend": "inductor"}, runtime={"max_num_batched_tokens": 9999})
+    table = lines[lines.index("changed since the nearest runtime") + 1 :]
+    assert [line.split() for line in table[1:]] == [
+        ["backend", "eager", "inductor"],
+        ["max", "traced", "tokens", "8192", "9999"],
+    ]
+
+
+def test_where_nothing_of_the_model_was_compiled_it_says_so(explain, eager_cache, tmp_path):
+    assert explain(tmp_path / "empty")[-1] == "no runtime of this model was compiled yet"
+    stranger = {"model config": "another", "weights": "random"}
+    assert nearest_runtime(stranger, eager_cache) is None
