@@ -16,8 +16,11 @@ def test_flashinfer_is_told_where_the_kernels_are(monkeypatch, tmp_path):
     jit.env = env  # type: ignore[attr-defined]
     for module in (ModuleType("flashinfer"), jit, env):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    use_kernels_from(tmp_path)
-    assert vars(env)["FLASHINFER_AOT_DIR"] == tmp_path
+    (tmp_path / "kernels").mkdir()
+    use_kernels_from(tmp_path / "kernels")
+    (tmp_path / "kernels").rename(tmp_path / "moved")
+    (tmp_path / "moved" / "sampling.so").touch()
+    assert [path.name for path in vars(env)["FLASHINFER_AOT_DIR"].iterdir()] == ["sampling.so"], "also when it moves"
 
 
 def test_without_flashinfer_nothing_happens(monkeypatch, tmp_path):
