@@ -96,16 +96,23 @@ def _requests(sizes: ModelSizes, device: str) -> tuple[list[torch.Tensor], list[
 
 
 def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
-    """Each request alone, with Transformers' own attention and masks, whichever the model has.
+    """Each request alone, with the model's own attention and masks.
 
-    The first, which begins at 0, is not told its positions: some models count them from elsewhere.
+    Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
+    Transformers 5.17. The first request, which begins at 0, is not told its positions: some models count them from
+    elsewhere.
     """
     told = ({}, *({"position_ids": position[None]} for position in positions[1:]))
-    with torch.no_grad(), attention_implementation(model, "sdpa", "eager"):
-        logits = [
-            model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in zip(ids, told, strict=True)
-        ]
-    return torch.cat(logits)
+
+    def run(implementation: str) -> torch.Tensor:
+        with torch.no_grad(), attention_implementation(model, implementation):
+            each = zip(ids, told, strict=True)
+            return torch.cat([model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in each])
+
+    try:
+        return run("eager")
+    except Exception:  # not every model has it
+        return run("sdpa")
 
 
 def _program_weights(

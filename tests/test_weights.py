@@ -15,7 +15,7 @@ from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.hf_model import build_on_meta
 from mllm_compile.runtime.weight_loader import WeightSpec, allocate_weights, load_weights
 from mllm_compile.weights import plan_weights, read_checkpoint
-from tests.models.tiny_configs import save_tiny_model, tiny_config
+from tests.models.tiny_configs import causal_lm_types, save_tiny_model, tiny_config
 
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -63,6 +63,8 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
     ],
 )
 def test_a_checkpoint_is_what_transformers_loads(model_type, as_on_the_hub, tmp_path):
+    if model_type not in causal_lm_types():
+        pytest.skip(f"this version of Transformers has no {model_type}")
     model = save(tmp_path, model_type, save_options={"save_original_format": as_on_the_hub})
     assert_same(load(tmp_path), model.state_dict())
 

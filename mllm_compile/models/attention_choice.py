@@ -6,35 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model_errors import refusing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, *names: str) -> Iterator[None]:
-    """The first of `names` that the model supports, within the context.
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The attention implementation `name` within the context.
 
     Raises:
-        UnsupportedModelError: it supports none of them. A model that does not follow Transformers' attention interface
+        UnsupportedModelError: the model does not take it. One that does not follow Transformers' attention interface
             keeps its own with a mere warning, and what ran would not be what was asked for.
     """
     before = model.config._attn_implementation
+    with refusing(f"{model.config.model_type!r} models do not take attention implementation {name!r}"):
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            raise ValueError("they do not follow Transformers' attention interface")
     try:
-        if not any(_switch(model, name) for name in names):
-            raise UnsupportedModelError(
-                f"{model.config.model_type!r} models do not follow Transformers' attention interface: none of "
-                f"{', '.join(names)} can be chosen"
-            )
         yield
     finally:
-        _switch(model, before)
-
-
-def _switch(model: PreTrainedModel, name: str) -> bool:
-    try:
-        model.set_attn_implementation(name)
-    except ValueError:
-        return False
-    return bool(model.config._attn_implementation == name)
+        model.set_attn_implementation(before)

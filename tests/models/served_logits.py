@@ -102,5 +102,6 @@ def _serve(runner: ModelRunner, texts: list[torch.Tensor], generator: torch.Gene
 def _transformers(folder: Path, texts: list[torch.Tensor]) -> list[torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Eager attention: up to Transformers 5.17, sdpa drops soft caps in silence.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return [model(input_ids=text[None], use_cache=False).logits[0].float().log_softmax(-1) for text in texts]
