@@ -43,6 +43,7 @@ _SHAPING_SOURCES = (
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/trace_ops.py",
+    "runtime/weight_loader.py",
     "runtime/program.py",
 )
 # What a runtime's binaries need of the machine that loads them.

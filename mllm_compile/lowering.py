@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.cache_key import max_traced_tokens
+from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
@@ -77,7 +78,7 @@ def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: 
         symbols = size_symbols(trace.graph_module)
     dump = _GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
-    with reporter.stage("passes"):
+    with reporter.stage("passes"), refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten"):
         graph, reports = run_passes(
             trace.graph_module,
             _disabled_passes(config),

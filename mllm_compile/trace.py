@@ -74,19 +74,19 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with refusing("the model's parameters cannot be replaced by fake ones"):
-        weight_names = fake_copy(hf_model.model, mode, device)
     input_ids = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
     logits_indices = torch.zeros(_SAMPLE_ROWS, dtype=torch.int64, device=device)
     mark_unbacked(input_ids, 0, shape_id="T")
     mark_unbacked(positions, 0, shape_id="T")
     mark_unbacked(logits_indices, 0, shape_id="S")
-    try:
-        captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
-    _name_placeholders(captured, weight_names)
+    with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
+        weight_names = fake_copy(hf_model.model, mode, device)
+        try:
+            captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
+        _name_placeholders(captured, weight_names)
     return Trace(captured, max_tokens, device)
 
 
@@ -158,7 +158,8 @@ def _reason(error: BaseException) -> str:
 def _cause(text: str) -> str:
     undecidable = r"Could not (?:guard on|extract specialized integer from) data-dependent expression (.+?) \(unhinted"
     if branch := re.search(undecidable, text):
-        return f"it branches on the number of tokens: {branch[1]} (u0: tokens)"
+        of_tokens = re.search(r"\bu0\b", branch[1])
+        return f"it branches on {'the number of tokens' if of_tokens else 'data'}: {branch[1]}"
     for raised in (r"got (\w+Error\(.+\))", r"raised exception (\w+\(.+\))"):
         if found := re.search(raised, text):
             return found[1]
