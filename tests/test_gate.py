@@ -10,13 +10,18 @@ import torch
 from mllm_compile.compile import load_or_compile
 from mllm_compile.config import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
+from tests.models.tiny_configs import tiny_config
 from tests.models.toy_models import ToyConfig, register_toy
 
 
 def compile_toy(kind: str, tmp_path: Path):
     """A toy with random weights, through the whole compiler."""
     register_toy()
-    ToyConfig(kind=kind).save_pretrained(tmp_path / "model")
+    return compile_config(ToyConfig(kind=kind), tmp_path)
+
+
+def compile_config(config, tmp_path: Path):
+    config.save_pretrained(tmp_path / "model")
     return load_or_compile(
         EngineConfig.from_dict(
             {
@@ -68,3 +73,15 @@ def test_a_flaw_is_refused_with_its_reason_in_one_line(kind, tmp_path):
         compile_toy(kind, tmp_path)
     assert "\n" not in str(refused.value)
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_an_encoder_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="its attention passes attention that is not causal"):
+        compile_config(tiny_config("bert", is_decoder=False), tmp_path)
+
+
+def test_reasons_that_differ_by_layer_alone_are_said_once(tmp_path):
+    with pytest.raises(UnsupportedModelError) as refused:
+        compile_config(tiny_config("llama4_text"), tmp_path)
+    assert str(refused.value).count("neither causal nor a causal window (model.layers.1.self_attn)") == 1
+    assert "model.layers.3" not in str(refused.value)

@@ -67,6 +67,7 @@ def mllm_attention(
         refusals.append("attention that is not causal")
     if dropout:
         refusals.append("dropout")
+    # Two names of one symbol compare without a branch on its value; of two symbols that may differ, none can be served.
     if key.shape[2] is not query.shape[2] and key.shape[2] != query.shape[2]:
         refusals.append("keys that are not the tokens' own")
     _, num_heads, num_tokens, head_dim = query.shape

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TOLERANCE = 1e-4  # on log-probabilities, in float32
+# On log-probabilities, in float32. Transformers' own eager forward is up to 1e-4 from its forward in float64 (Gemma 4,
+# whose attention logits are not scaled).
+TOLERANCE = 3e-4
 _CPU_SECONDS = 90  # for one architecture; none that works takes 20
 _BATCH = 12  # architectures of one worker process: importing Transformers costs more than most of them
 
