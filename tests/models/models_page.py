@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.models.survey import Outcome
 
-_MAX_REASON = 200
+_MAX_REASON = 280
 
 
 def render_models_page(outcomes: Sequence[Outcome]) -> str:
@@ -46,6 +46,11 @@ def render_models_page(outcomes: Sequence[Outcome]) -> str:
         "",
         f"**{len(served)} served** (worst error {worst:.1e}), {len(by_status['wrong'])} served wrong, {len(refused)} "
         f"refused, {len(by_status['failed'])} failed, {len(not_tried)} not tried.",
+        "",
+        "What decides is a checkpoint's own config, when it is compiled, and not its name in this list: RoPE whose "
+        "frequencies follow the longest text of a batch (`dynamic`, `longrope`) and quantised weights are refused for "
+        "any architecture. *Logits that are off with two requests in one batch* mean that a token reads what is not "
+        "its own text: layers that carry state, convolutions, positions that are not the text's own.",
         "",
         "## Served",
         "",

@@ -101,7 +101,7 @@ def _death(worker: subprocess.Popen[str]) -> str:
 
 
 def _describe(layers: Iterable) -> str:
-    """`window 8 on 2 of 4, soft cap 50, sinks`."""
+    """`window 8 on 2 of 4, soft cap 50, sinks`, or `full`."""
     layers = list(layers)
     parts = []
     windowed = [layer.window_left + 1 for layer in layers if layer.window_left >= 0]
@@ -116,7 +116,7 @@ def _describe(layers: Iterable) -> str:
         parts.append("values of another width")
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
         parts.append("heads differ by layer")
-    return ", ".join(parts)
+    return ", ".join(parts) or "full"
 
 
 def _work(architectures: list[str]) -> None:
