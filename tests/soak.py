@@ -98,8 +98,10 @@ def _read(request: _Live) -> tuple[str, int]:
     if reason == "abort":
         assert request.is_doomed, "nobody aborted this one"
     else:
-        assert reason == ("length" if len(token_ids) == request.params.max_tokens else "stop")
-        assert len(token_ids) >= request.params.min_tokens
+        count, params = len(token_ids), request.params
+        assert reason in ("length", "stop"), reason
+        assert count == params.max_tokens if reason == "length" else count <= params.max_tokens, (reason, count, params)
+        assert count >= params.min_tokens, (reason, count, params)
     return reason, len(token_ids)
 
 

@@ -148,6 +148,7 @@ def dummy_reference(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model = model.to_empty(device="cuda")
+    model.tie_weights()  # to_empty makes two of one
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -30,7 +30,7 @@ def soak_config(cache: Path) -> EngineConfig:
     return config.model_copy(update={"runtime": config.runtime.model_copy(update=limits)})
 
 
-@pytest.mark.parametrize("num_pages", [1600])  # 25,584 tokens, where 128 requests of 400 on average want 51,200
+@pytest.mark.parametrize("num_pages", [400])  # of 64 tokens: 25,536, where 128 requests of 400 on average want 51,200
 def test_five_thousand_requests_all_end_and_leave_nothing_behind(tmp_path, monkeypatch, num_pages):
     plain = assemble.runner_config
     monkeypatch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=num_pages))
