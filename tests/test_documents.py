@@ -1,0 +1,100 @@
+"""Documents do not rot: links lead somewhere, files that are named exist, switches are keys that a config takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from mllm_compile import EngineConfig
+from mllm_compile.cli import make_app
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = {
+    path.name for folder in ("mllm_compile", "passes", "runtime", "tests") for path in (ROOT / folder).rglob("*")
+}
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_files_lead_somewhere(path):
+    prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def test_the_readme_links_to_every_document():
+    linked = set(re.findall(r"\]\(([^)#]+)", text_of("README.md")))
+    assert {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - linked == {"README.md", "CHANGELOG.md"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_files_that_are_named_exist(path):
+    for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
+        example = name.rpartition("/")[2].removeprefix("test_") == "my_pass.py"
+        assert example or name.rpartition("/")[2] in SOURCES or (ROOT / name).is_file(), name
+
+
+def test_documents_that_messages_name_exist():
+    for path in (ROOT / "mllm_compile").rglob("*.py"):
+        for name in re.findall(r"docs/\w+\.md", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{path} names {name}"
+
+
+def test_each_switch_of_the_debugging_table_is_a_config():
+    first_table = text_of("docs/debugging.md").partition("## Look inside")[0]
+    switches = re.findall(r"`(\w+: \{.*?\})`", first_table)
+    assert len(switches) >= 10
+    for switch in switches:
+        sections = yaml.safe_load(switch)
+        EngineConfig.from_dict(sections | {"model": {"path": "m"} | sections.get("model", {})})
+
+
+def test_each_command_of_the_readme_is_one():
+    commands = {command.name for command in make_app().registered_commands}
+    commands |= {group.name for group in make_app().registered_groups}
+    named = set(re.findall(r"^mllm-compile (\w+) ", text_of("README.md"), re.MULTILINE))
+    assert named <= commands
+    assert {"generate", "inspect"} <= named
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_are_written_with_options_that_they_have(path):
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"mllm-compile ([^`\n|]+)", text):
+        words = line.partition(" #")[0].split()
+        command = typer.main.get_command(make_app())
+        if words[0] not in command.commands and "." in words[0]:
+            words.insert(0, "compile")
+        while words and hasattr(command, "commands") and words[0] in command.commands:
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def test_the_readme_and_the_page_of_models_agree():
+    served, refused = re.search(r"\*\*(\d+) served\*\*.*?(\d+) refused", text_of("docs/models.md")).groups()
+    readme = " ".join(text_of("README.md").split())
+    assert f"{served} were served right and {refused} refused" in readme
+
+
+def test_make_has_every_target_that_is_named():
+    targets = set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))
+    for path in DOCUMENTS:
+        named = set(re.findall(r"^make ([\w-]+)|`make ([\w-]+)`", path.read_text(encoding="utf-8"), re.MULTILINE))
+        assert {target for pair in named for target in pair if target} <= targets, path.name
+
+
+def test_the_python_example_of_the_readme_is_five_lines_that_compile():
+    example = re.search(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL)
+    assert example is not None
+    compile(example[1], "README.md", "exec")
+    assert len([line for line in example[1].splitlines() if line]) == 5
