@@ -24,7 +24,7 @@ from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -40,6 +40,9 @@ _SHAPING_SOURCES = (
     "small_weights.py",
     "piece_source.py",
     "piece_compiler.py",
+    "dependent_launcher.py",
+    "runtime/dependent_launch.py",
+    "runtime/rope_cache_ops.py",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/trace_ops.py",
@@ -135,7 +138,7 @@ def _attention(config: ResolvedConfig) -> str:
     """The backend and what its kernels depend on; a runtime holds those of FlashInfer."""
     runtime = config.runtime
     if runtime.attention_backend == "torch":
-        return "torch"
+        return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
     mode = ["deterministic"] if runtime.deterministic else []
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])

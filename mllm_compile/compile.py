@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 
 _NO_OPTIONS = CompileOptions()
+_MAX_SLOTS = 2**31 - 1  # of a KV cache; known when it is allocated
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
     from mllm_compile.piece_workers import PieceWorkers
 
     largest = max_traced_tokens(config)
-    sizes = {"T": largest, "S": largest}
+    sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS}
     with PieceWorkers(config.runtime.device, sizes, compiler_cache(config.cache.dir)) as workers:
         yield workers
 

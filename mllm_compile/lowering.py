@@ -36,7 +36,7 @@ class Lowered:
         graph: the parent graph; its children are the pieces.
         program: the same as steps.
         reports: one a pass.
-        symbols: the trace's size symbols → T, S.
+        symbols: the graph's size symbols → T, S, P.
     """
 
     hf_model: HFModel
@@ -75,7 +75,6 @@ def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: 
     with reporter.stage("trace"):
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)
-        symbols = size_symbols(trace.graph_module)
     dump = _GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
     with reporter.stage("passes"), refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten"):
@@ -88,14 +87,16 @@ def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: 
                 f"{report.matches} matches, {report.nodes_before} -> {report.nodes_after} nodes, {report.ms:.1f} ms",
             ),
         )
-        program = build_program(graph)
+        program, symbols = build_program(graph), size_symbols(graph)
     return Lowered(hf_model, graph, program, reports, symbols)
 
 
 def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
-    """With the eager backend pieces run as traced: no kernels of ours in them."""
-    kernels = ("fuse_single_token",) if config.compile.backend == "eager" else ()
-    return (*config.compile.disable_passes, *kernels)
+    """With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the
+    model's is written by the runtime, which knows how to round to it."""
+    kernels = ("fuse_rope_cache", "fuse_single_token") if config.compile.backend == "eager" else ()
+    converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
+    return (*config.compile.disable_passes, *kernels, *converts)
 
 
 def plan_lowered_weights(

@@ -21,12 +21,12 @@ from mllm_compile.runtime.pieces import piece_class
 
 # Sizes that the example inputs have where a size is dynamic. Distinct and not special (0, 1, multiples of 8), so that
 # the exporter does not take one for another or for a constant.
-EXAMPLE_SIZES = {"T": 37, "S": 5}
+EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013}
 
 
 @dataclass(frozen=True)
 class PieceInput:
-    """One input of a piece: sizes are numbers, or "T" and "S" for the dynamic ones."""
+    """One input of a piece: sizes are numbers, or "T", "S" and "P" for the dynamic ones."""
 
     shape: tuple[int | str, ...]
     stride: tuple[int | str, ...]
@@ -36,7 +36,9 @@ class PieceInput:
         """The same input with T = 1."""
 
         def fixed(size: int | str) -> int | str:
-            return math.prod(int(f) for f in size.replace("T", "1").split("*")) if isinstance(size, str) else size
+            if not isinstance(size, str) or "T" not in size.split("*"):
+                return size
+            return math.prod(int(factor) for factor in size.replace("T", "1").split("*"))
 
         return PieceInput(tuple(fixed(n) for n in self.shape), tuple(fixed(n) for n in self.stride), self.dtype)
 
@@ -60,7 +62,10 @@ def inductor_options(device: str) -> dict[str, Any]:
         "aot_inductor.use_runtime_constant_folding": False,
     }
     if device.startswith("cuda"):
+        from mllm_compile.dependent_launcher import use_dependent_launch
+
         options["triton.autotune_at_compile_time"] = True
+        options["triton.enable_pdl"] = use_dependent_launch()
     return options
 
 
@@ -91,7 +96,8 @@ def compile_piece(
         Exception: whatever torch.export or Inductor raises; the worker reports it with the piece's name.
     """
     if "torch.ops.mllm." in source_path.read_text(encoding="utf-8"):
-        import mllm_compile.runtime.single_token_ops  # noqa: F401  (defines the ops; needs Triton)
+        import mllm_compile.runtime.rope_cache_ops
+        import mllm_compile.runtime.single_token_ops  # noqa: F401  (both define ops; they need Triton)
     piece = piece_class(source_path.read_text(encoding="utf-8"), source_path)()
     with _system_compiler():
         exported = torch.export.export(

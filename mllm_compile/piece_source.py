@@ -60,7 +60,7 @@ def shape_text(val: torch.Tensor, symbols: Mapping[str, str]) -> str:
 
 
 def size_of(value: int | torch.SymInt, symbols: Mapping[str, str]) -> int | str:
-    """A number, or an expression of T and S as text: 1024, "T", "1024*T"."""
+    """A number, or an expression of T, S and P as text: 1024, "T", "1024*T"."""
     if not is_symbolic(value):
         return int(value)
     text = str(value.node.expr)  # type: ignore[union-attr]

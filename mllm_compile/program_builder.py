@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from mllm_compile.errors import CompileError
-from mllm_compile.passes.base import ATTENTION_LAYERS, SINGLE_TOKEN_PIECES
+from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SINGLE_TOKEN_PIECES
 from mllm_compile.passes.fx_match import is_attention_with_output, is_symbolic, is_weight
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.piece_source import size_of
 from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, SingleTokenForm, Step
 
-_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S"}
+_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P"}
 
 
 def build_program(graph: fx.GraphModule) -> Program:
@@ -27,16 +27,19 @@ def build_program(graph: fx.GraphModule) -> Program:
             outputs = sorted((user.args[1], user.name) for user in node.users if user.target is operator.getitem)
             count = len(node.meta["val"])
             names = dict(outputs)
+            layers_of_cache = [arg.meta[CACHE_INPUT][1] for arg in node.all_input_nodes if CACHE_INPUT in arg.meta]
             steps.append(
                 PieceStep(
                     piece=str(node.target),
-                    inputs=tuple(_value_name(arg) for arg in node.args),
+                    inputs=tuple(_value_name(arg) for arg in node.args if not _is_cache(arg)),
                     outputs=tuple(names.get(index, f"{node.name}.unused{index}") for index in range(count)),
+                    writes_kv_of=next((name for name in layers_of_cache if name), None),
                 )
             )
         elif is_attention_with_output(node):
             q, k, v, out = (_value_name(arg) for arg in node.args[:4])
-            steps.append(AttentionStep(layer=str(node.args[4]), q=q, k=k, v=v, out=out))
+            saves_kv = bool(node.args[5]) if len(node.args) > 5 else True
+            steps.append(AttentionStep(layer=str(node.args[4]), q=q, k=k, v=v, out=out, saves_kv=saves_kv))
     layers = tuple(LayerSpec(**asdict(spec)) for spec in graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     (logits,) = output.args[0]
@@ -70,7 +73,7 @@ def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], tor
 
 
 def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
-    """The trace's symbols by their public names: {"u0": "T", "u2": "S"}."""
+    """The symbols by their public names: {"u0": "T", "u2": "S"}; P (slots of the KV cache) where pieces write it."""
     return {
         str(node.meta["val"].shape[0].node.expr): _SIZE_NAMES[node.meta["input_name"]]
         for node in graph.graph.nodes
@@ -78,11 +81,15 @@ def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
     }
 
 
+def _is_cache(arg: object) -> bool:
+    return isinstance(arg, fx.Node) and CACHE_INPUT in arg.meta
+
+
 def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceInput, ...]:
     """What the piece compiler needs to know of a piece's inputs.
 
     Raises:
-        CompileError: an input has a size that is a multiple of T or S.
+        CompileError: an input has a size that is a multiple of T, S or P.
     """
     inputs = []
     for node in piece.graph.nodes:
@@ -92,7 +99,7 @@ def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceI
         shape = tuple(size_of(size, symbols) for size in val.shape)
         stride = tuple(size_of(step, symbols) for step in val.stride())
         if any(isinstance(size, str) and size not in symbols.values() for size in shape):
-            raise CompileError(f"input {node.name} has shape {list(shape)}: a size must be a number, T or S")
+            raise CompileError(f"input {node.name} has shape {list(shape)}: a size must be a number, T, S or P")
         inputs.append(PieceInput(shape, stride, str(val.dtype).removeprefix("torch.")))
     return tuple(inputs)
 

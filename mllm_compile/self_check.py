@@ -22,6 +22,7 @@ from mllm_compile.models.attention_choice import attention_implementation
 from mllm_compile.passes.base import PackedPart
 from mllm_compile.runtime.attention.base import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.pieces import load_piece
 from mllm_compile.runtime.program import Program, ProgramExecutor
 from mllm_compile.runtime.trace_ops import attention_reference
@@ -68,7 +69,7 @@ def self_check(
     for batch_ids, batch_positions in batches:
         with refusing(f"{model_type!r} does not run"):
             theirs = _run_transformers(hf_model.model, batch_ids, batch_positions)
-            ours = _run_program(executor, program, batch_ids, batch_positions, device)
+            ours = _run_program(executor, program, batch_ids, batch_positions, device, hf_model.model.dtype)
         error, limit = max(error, relative_error(ours, theirs)), TOLERANCE[ours.dtype]
     if not error <= limit:
         raise UnsupportedModelError(
@@ -135,16 +136,13 @@ def _program_weights(
 
 @dataclass(frozen=True)
 class _PackedRequests:
-    """Stands for batch, cache and backend: attends within each request, with no cache at all."""
+    """Stands for batch and backend: attends within each request; what is written to the cache is not read."""
 
     lengths: tuple[int, ...]
+    token_to_kv_pool: KVPool
 
     @property
     def batch(self) -> _PackedRequests:
-        return self
-
-    @property
-    def token_to_kv_pool(self) -> _PackedRequests:
         return self
 
     @property
@@ -154,9 +152,6 @@ class _PackedRequests:
     @property
     def num_actual_tokens(self) -> int:
         return sum(self.lengths)
-
-    def set_kv_buffer(self, *args: object) -> None:
-        """There is no cache to write to."""
 
     def forward(
         self,
@@ -179,13 +174,19 @@ class _PackedRequests:
 
 
 def _run_program(
-    executor: ProgramExecutor, program: Program, ids: list[torch.Tensor], positions: list[torch.Tensor], device: str
+    executor: ProgramExecutor,
+    program: Program,
+    ids: list[torch.Tensor],
+    positions: list[torch.Tensor],
+    device: str,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     lengths = tuple(len(request) for request in ids)
     tokens = sum(lengths)
-    metadata: Any = _PackedRequests(lengths)
-    slots = torch.zeros(tokens, dtype=torch.int64, device=device)
     layers = {layer.name: attention_layer(layer, executor.weights) for layer in program.layers}
+    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers.values()]
+    metadata: Any = _PackedRequests(lengths, KVPool(tokens, 1, shapes, dtype, device))
+    slots = torch.arange(tokens, device=device)
     with (
         torch.no_grad(),
         set_forward_context(

@@ -17,6 +17,11 @@ PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of Packe
 ATTENTION_LAYERS = "attention_layers"  # list of AttentionSpec, in layer order
 SINGLE_TOKEN_PIECES = "single_token_pieces"  # dict: piece → name of the submodule that is its form for one token
 
+# node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
+# name, "" for the slots, which are every layer's).
+CACHE_INPUT = "cache_input"
+CACHE_INPUTS = ("slots", "keys", "values")
+
 
 @dataclass(frozen=True)
 class PassResult:

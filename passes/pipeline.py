@@ -3,9 +3,10 @@
 1. canonicalise        names, sizes and dead ends of what Dynamo captured
 2. pack_projections    q, k, v and gate, up as one GEMM each
 3. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
-4. split_at_attention  one submodule per stretch between attentions, and one for the head
-5. deduplicate_pieces  equal stretches share one module
-6. fuse_single_token   on CUDA, a second form of each piece for steps of one token
+4. fuse_rope_cache     on CUDA, norms and rotation of q and k and the write into the KV cache as one kernel
+5. split_at_attention  one submodule per stretch between attentions, and one for the head
+6. deduplicate_pieces  equal stretches share one module
+7. fuse_single_token   on CUDA, a second form of each piece for steps of one token
 
 To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
 """
@@ -21,6 +22,7 @@ from torch import fx
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
+from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.pack_projections import PackProjections
@@ -31,6 +33,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,
     PackProjections,
     LowerAttention,
+    FuseRopeCache,
     SplitAtAttention,
     DeduplicatePieces,
     FuseSingleToken,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, PassResult
 from mllm_compile.passes.fx_match import input_node, is_attention_with_output, is_symbolic
 
 PIECE_PREFIX = "piece_"
@@ -52,14 +52,15 @@ class _Stage:
     attention: fx.Node | None = None  # the attention that follows the stage's nodes
 
     def inputs(self) -> list[fx.Node]:
-        """Tensors that come from outside, in order of first use, which is what makes equal layers read alike."""
+        """Tensors that come from outside, in order of first use, which is what makes equal layers read alike; the KV
+        cache, which the executor adds, is last."""
         inside = set(self.nodes)
         found: dict[fx.Node, None] = {}
         for node in self.nodes:
             for arg in node.all_input_nodes:
                 if arg not in inside and not is_symbolic(arg.meta.get("val")):
                     found[arg] = None
-        return list(found)
+        return sorted(found, key=_place_in_cache)  # stable
 
     def outputs(self) -> list[fx.Node]:
         inside = set(self.nodes)
@@ -69,6 +70,11 @@ class _Stage:
             if not is_symbolic(node.meta.get("val"))
             and any(user not in inside and not _is_size(user) for user in node.users)
         ]
+
+
+def _place_in_cache(node: fx.Node) -> int:
+    """Which of the cache's inputs it is, -1 for none."""
+    return CACHE_INPUTS.index(node.meta[CACHE_INPUT][0]) if CACHE_INPUT in node.meta else -1
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -144,14 +150,14 @@ class _ParentBuilder:
             self._copy(node, self.graph.call_function(operator.getitem, (result, index)))
 
     def _attend(self, attention: fx.Node) -> None:
-        q, k, v, buffer, layer_name = attention.args
+        q, k, v, buffer, *rest = attention.args
         shape: list[Any] = list(buffer.args[1])  # type: ignore[union-attr, arg-type]
         size = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[q], 0))  # type: ignore[index]
         size.meta["val"] = buffer.meta["val"].shape[0]  # type: ignore[union-attr]
         new_buffer = self.graph.call_function(torch.ops.aten.new_empty.default, (self.env[q], [size, *shape[1:]]))  # type: ignore[index]
         self._copy(buffer, new_buffer)  # type: ignore[arg-type]
         operands = tuple(self.env[node] for node in (q, k, v, buffer))  # type: ignore[index]
-        self._copy(attention, self.graph.call_function(attention.target, (*operands, layer_name)))  # type: ignore[arg-type]
+        self._copy(attention, self.graph.call_function(attention.target, (*operands, *rest)))  # type: ignore[arg-type]
 
 
 def _piece_module(

@@ -6,9 +6,11 @@ The op that stands for attention while a model is traced is in trace_ops.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from mllm_compile.runtime.forward_context import get_forward_context
+from mllm_compile.runtime.forward_context import ForwardContext, get_forward_context
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -18,12 +20,18 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 # Reads from the forward context: the layer (no_compile_layers), the batch and its backend (attn_metadata), where to
 # write the new keys and values (slot_mapping).
 _LIBRARY.define(
-    "attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer_name) -> ()",
+    "attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer_name, bool save_kv_cache=True)"
+    " -> ()",
 )
 
 
 def attention_with_output(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_name: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    layer_name: str,
+    save_kv_cache: bool = True,
 ) -> None:
     """Write k and v into the cache and attend: causal over each request's prefix and new tokens.
 
@@ -34,31 +42,56 @@ def attention_with_output(
         q: [T, H, D]; k: [T, Hk, D]; v: [T, Hk, Dv]; T may be padded.
         out: [T, H, Dv], written.
         layer_name: key into the forward context.
+        save_kv_cache: False where the piece before has written k and v.
 
     Raises:
         RuntimeError: no forward context is set, or it does not know the layer.
     """
     context = get_forward_context()
-    metadata = context.attn_metadata.get(layer_name)
-    if metadata is None:
-        raise RuntimeError(
-            f"the forward context has no metadata for attention layer {layer_name!r}, only for "
-            f"{', '.join(context.attn_metadata) or 'none'}"
-        )
+    metadata = _metadata_of(context, layer_name)
     batch = metadata.batch
     layer = context.no_compile_layers[layer_name]
     num_tokens = metadata.num_actual_tokens
     if num_tokens != q.shape[0]:
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
-    batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, context.slot_mapping[layer_name][:num_tokens], k, v)
+    if save_kv_cache:
+        batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, context.slot_mapping[layer_name][:num_tokens], k, v)
     batch.attn_backend.forward(q, k, v, layer, batch, save_kv_cache=False, out=out)
 
 
 def _attention_with_output_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_name: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    layer_name: str,
+    save_kv_cache: bool = True,
 ) -> None:
     return None
 
 
 _LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::attention_with_output", _attention_with_output_fake, lib=_LIBRARY)
+
+
+def cache_inputs(layer_name: str) -> list[torch.Tensor]:
+    """What a piece that writes a layer's KV itself is given: slots [T] int64, padded like the piece's tokens, and the
+    layer's keys [P, Hk, D] and values [P, Hk, Dv], by slot.
+
+    Raises:
+        RuntimeError: no forward context is set, or it does not know the layer.
+    """
+    context = get_forward_context()
+    pool = _metadata_of(context, layer_name).batch.token_to_kv_pool
+    keys, values = pool.get_kv_buffer(context.no_compile_layers[layer_name].layer_id)
+    return [context.slot_mapping[layer_name], keys, values]
+
+
+def _metadata_of(context: ForwardContext, layer_name: str) -> Any:
+    metadata = context.attn_metadata.get(layer_name)
+    if metadata is None:
+        raise RuntimeError(
+            f"the forward context has no metadata for attention layer {layer_name!r}, only for "
+            f"{', '.join(context.attn_metadata) or 'none'}"
+        )
+    return metadata

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.errors import ArtifactError
-from mllm_compile.runtime.ops import attention_with_output
+from mllm_compile.runtime.ops import attention_with_output, cache_inputs
 
 TOKEN_INPUTS = ("input_ids", "positions")
 ROW_INPUT = "logits_indices"
@@ -44,11 +44,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PieceStep:
-    """outputs = piece(inputs); inputs name values or weights."""
+    """outputs = piece(inputs); inputs name values or weights. With `writes_kv_of` the piece writes that layer's keys
+    and values, and is given slots and cache behind its inputs (ops.cache_inputs)."""
 
     piece: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    writes_kv_of: str | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -61,13 +63,15 @@ class PieceStep:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache."""
+    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache, to which k
+    and v are written unless the piece before has done so."""
 
     layer: str
     q: str
     k: str
     v: str
     out: str
+    saves_kv: bool = True
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -191,6 +195,7 @@ class ProgramExecutor:
                 wrap(step.piece, step.index, step.compiled),
                 step.inputs,
                 step.outputs,
+                step.writes_kv_of,
                 step.dead,
             )
             if isinstance(step, _LinkedPiece)
@@ -254,12 +259,14 @@ class ProgramExecutor:
                 inputs = tuple(self._slot(name) for name in step.inputs)
                 outputs = tuple(self._slot(name) for name in step.outputs)
                 function = self._function(step.piece, pieces)
-                linked.append(_LinkedPiece(step.piece, index, function, function, inputs, outputs, dead))
+                kv_of = step.writes_kv_of
+                linked.append(_LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, dead))
             else:
                 q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.v_head_dim)
-                linked.append(_LinkedAttention(layer.name, out_shape, buffer_index[step.out], q, k, v, out, dead))
+                index = buffer_index[step.out]
+                linked.append(_LinkedAttention(layer.name, out_shape, step.saves_kv, index, q, k, v, out, dead))
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
@@ -299,9 +306,11 @@ def _missing_names(
     known = {*BATCH_INPUTS, *program.weights}
     missing = [name for name in program.weights if name not in weights]
     for step in program.steps:
-        is_there = step.piece in pieces if isinstance(step, PieceStep) else step.layer in layers
-        if not is_there:
-            missing.append(step.piece if isinstance(step, PieceStep) else step.layer)
+        if isinstance(step, PieceStep):
+            missing += [step.piece] if step.piece not in pieces else []
+            missing += [step.writes_kv_of] if step.writes_kv_of not in {None, *layers} else []  # type: ignore[list-item]
+        elif step.layer not in layers:
+            missing.append(step.layer)
         missing += [name for name in step.reads if name not in known]
         known.update(step.writes)
     if program.output not in known:
@@ -334,10 +343,14 @@ class _LinkedPiece:
     function: PieceFunction  # compiled, or a wrapper around it
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    writes_kv_of: str | None
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
-        results = self.function([values[slot] for slot in self.inputs])
+        inputs = [values[slot] for slot in self.inputs]
+        if self.writes_kv_of is not None:
+            inputs += cache_inputs(self.writes_kv_of)
+        results = self.function(inputs)
         for slot, result in zip(self.outputs, results, strict=True):
             values[slot] = result
 
@@ -346,6 +359,7 @@ class _LinkedPiece:
 class _LinkedAttention:
     layer: str
     out_shape: tuple[int, int]
+    saves_kv: bool
     buffer_index: int
     q: int
     k: int
@@ -356,5 +370,5 @@ class _LinkedAttention:
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q = values[self.q]
         out = output_buffers(self.buffer_index, q, self.out_shape)
-        attention_with_output(q, values[self.k], values[self.v], out, self.layer)
+        attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv)
         values[self.out] = out

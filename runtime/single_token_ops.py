@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
+from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
 from mllm_compile.runtime.single_token_shapes import BLOCK_ROWS, NUM_WARPS, block_columns
 
 
@@ -35,11 +36,12 @@ def _linear_kernel(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK_N outputs: (norm of x) · rows of the weight, in float32; roundings are where the traced model has them.
 
-    The next block of the weight is asked for before the last is used, the first one before the norm: what a step of one
-    token waits for is the memory.
+    The next block of the weight is asked for before the last is used, the first one before the kernel that makes x has
+    ended: what a step of one token waits for is the memory.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype = out_ptr.dtype.element_ty
@@ -49,6 +51,9 @@ def _linear_kernel(
     up_weight = weight
     if GATED:
         up_weight = tl.load(weight_ptr + num_rows * K + places)
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
     scale = 1.0
     if NORM:  # every block computes the norm again: x is in the L1, a kernel of its own costs a launch
         squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -97,6 +102,7 @@ def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
         NORM=norm_weight is not None,
         GATED=gated,
         RESIDUAL=residual is not None,
+        EARLY=STARTS_EARLY,
         num_warps=NUM_WARPS,
     )
     return out

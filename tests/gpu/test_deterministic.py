@@ -99,10 +99,12 @@ def test_a_prefix_hit_gives_the_same(make_engine, alone):
 
 
 def test_preempted_requests_give_the_same(make_engine, alone):
-    prompt = alone.prompt_token_ids
-    prompt_pages = -(-len(prompt) // 64)
-    engine = make_engine(num_pages=1 + 7 + 3 + prompt_pages, max_model_len=len(prompt) + 48, page_size=64)
-    short = [list(range(100 * i, 100 * i + 30)) for i in range(1, 8)]  # want a second page while the prompt is answered
+    # Pages of 16: a request is let in only with a page to spare for each that runs, which 48 tokens would never use up.
+    roomy = make_engine(num_pages=4000, page_size=16)
+    alone, prompt = roomy.generate(PROMPT, PARAMS)[0], alone.prompt_token_ids
+    limits = {"max_model_len": len(prompt) + 48, "page_size": 16}
+    engine = make_engine(num_pages=1 + 7 + 3 + len(prompt) // 16, **limits)
+    short = [list(range(100 * i, 100 * i + 10)) for i in range(1, 8)]
     grow = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     outputs = engine.generate([*short, prompt], [grow] * 7 + [PARAMS])
     assert engine.stats().preemptions > 0

@@ -1,0 +1,220 @@
+"""Norms of q and k, their rotation and the write of k and v into the KV cache become one kernel before attention."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, AttentionSpec, PassResult
+from mllm_compile.passes.fx_match import drop_dead_nodes, is_attention_with_output, is_call
+from mllm_compile.passes.rms_norm_match import RMSNorm, match_rms_norm
+
+DEVICE_TYPE = "cuda"  # where the kernel runs
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class FuseRopeCache:
+    """One kernel from the projections to attention, which then finds its keys and values in the cache.
+
+    Why: a decode step has few tokens, so each of these kernels costs its launch: norm and rotation of q and of k, and
+        an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token; one kernel takes 1.5
+        (figures in runtime/rope_cache_ops.py).
+
+    Before::
+
+        q = rotate(norm(q0), cos, sin); k = rotate(norm(k0), cos, sin); v = …
+        attention_with_output(q, k, v, out, "l0")
+
+    After::
+
+        q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys_of_l0, values_of_l0)
+        attention_with_output(q, k, v, out, "l0", False)
+
+    Requires: lowered attention on CUDA in bfloat16 or float16, a cache of the same type, and the rotation of whole
+        heads by halves, as Transformers writes it. Slots, keys and values are new inputs; the piece that has the call
+        declares that it writes them.
+    Preserves: the meaning; in float32 throughout where the trace rounds after every operation.
+    """
+
+    name: ClassVar[str] = "fuse_rope_cache"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        layers = {layer.name: layer for layer in gm.meta.get(ATTENTION_LAYERS, [])}
+        matches = 0
+        for node in list(gm.graph.nodes):
+            if is_attention_with_output(node) and node.args[5:] != (False,):
+                matches += _fuse(gm, node, layers[str(node.args[4])])
+        drop_dead_nodes(gm)
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """source [1, T, H, D], perhaps normed, rotated by cos and sin [1, T, D]."""
+
+    source: fx.Node
+    norm: RMSNorm | None
+    cos: fx.Node
+    sin: fx.Node
+
+
+def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: AttentionSpec) -> bool:
+    q, k, v, out, name = attention.args[:5]
+    if not (isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)):
+        return False
+    q_rotation, k_rotation = _match_rotation(q), _match_rotation(k)
+    if q_rotation is None or k_rotation is None or not _go_together(q_rotation, k_rotation):
+        return False
+    val = v.meta["val"]
+    if val.device.type != DEVICE_TYPE or val.dtype not in _DTYPES or layer.head_dim != layer.v_head_dim:
+        return False
+    if layer.head_dim & (layer.head_dim - 1):  # the kernel's blocks are powers of two
+        return False
+    cache = _cache_inputs(gm, layer, val)
+    with gm.graph.inserting_before(next(node for node in gm.graph.nodes if node in q.users)):
+        new_q, new_k = _call_op(gm.graph, q, k, v, q_rotation, k_rotation, cache)
+    q.replace_all_uses_with(new_q)
+    attention.args = (new_q, new_k, v, out if out is not q else new_q, name, False)
+    return True
+
+
+def _go_together(q: _Rotation, k: _Rotation) -> bool:
+    if q.cos is not k.cos or q.sin is not k.sin or (q.norm is None) != (k.norm is None):
+        return False
+    return q.norm is None or k.norm is None or q.norm.eps == k.norm.eps
+
+
+def _call_op(
+    graph: fx.Graph,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    q_rotation: _Rotation,
+    k_rotation: _Rotation,
+    cache: list[fx.Node],
+) -> tuple[fx.Node, fx.Node]:
+    if not hasattr(torch.ops.mllm, "rope_and_cache"):
+        import mllm_compile.runtime.rope_cache_ops  # noqa: F401  (defines the op; needs Triton)
+    q_norm, k_norm = q_rotation.norm, k_rotation.norm
+    weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+    eps = 0.0 if q_norm is None else q_norm.eps
+    operands = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin, *weights, eps, *cache)
+    both = graph.call_function(torch.ops.mllm.rope_and_cache.default, operands)
+    both.meta["val"] = tuple(torch.empty_like(x.meta["val"], memory_format=torch.contiguous_format) for x in (q, k))
+    made = []
+    for index in range(2):
+        node = graph.call_function(operator.getitem, (both, index))
+        node.meta["val"] = both.meta["val"][index]
+        made.append(node)
+    return made[0], made[1]
+
+
+def _cache_inputs(gm: fx.GraphModule, layer: AttentionSpec, v: torch.Tensor) -> list[fx.Node]:
+    """Placeholders of the slots (one for the graph) and of the layer's keys and values."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    known = {node.meta[CACHE_INPUT][0]: node for node in placeholders if CACHE_INPUT in node.meta}
+    num_slots = known["keys"].meta["val"].shape[0] if known else _new_size(v)
+    shapes = {
+        "slots": (v.shape[0],),
+        "keys": (num_slots, layer.num_kv_heads, layer.head_dim),
+        "values": (num_slots, layer.num_kv_heads, layer.v_head_dim),
+    }
+    found = []
+    for which in CACHE_INPUTS:
+        name = which if which == "slots" else f"{which}_{layer.layer_id}"
+        node = known.get(which) if which == "slots" else None
+        if node is None:
+            with gm.graph.inserting_after(placeholders[-1]):
+                node = gm.graph.placeholder(name)
+            dtype = torch.int64 if which == "slots" else v.dtype
+            node.meta["val"] = v.new_empty(shapes[which], dtype=dtype)
+            placeholders.append(node)
+        node.meta["input_name"] = which
+        node.meta[CACHE_INPUT] = (which, "" if which == "slots" else layer.name)
+        found.append(node)
+    return found
+
+
+def _new_size(v: Any) -> torch.SymInt:
+    """P, the slots of the KV cache: known when the runtime has allocated it."""
+    size = v.fake_mode.shape_env.create_unbacked_symint()
+    torch._check(size >= 1)
+    return size
+
+
+# Matching -------------------------------------------------------------------------------------------------------------
+
+
+def _match_rotation(flat: fx.Node) -> _Rotation | None:
+    """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D]."""
+    node: Any = flat.args[0] if _is_method(flat, "contiguous") else flat
+    if not _is_method(node, "reshape", "view") or len(node.meta["val"].shape) != 3:
+        return None
+    rotated = _transposed(node.args[0])
+    if not is_call(rotated, operator.add, torch.add):
+        return None
+    first, second = rotated.args[:2]
+    for straight, crossed in ((first, second), (second, first)):
+        found = _match_products(straight, crossed)
+        if found is not None:
+            return found
+    return None
+
+
+def _match_products(straight: object, crossed: object) -> _Rotation | None:
+    """x * cos and rotate_half(x) * sin."""
+    if not (is_call(straight, operator.mul, torch.mul) and is_call(crossed, operator.mul, torch.mul)):
+        return None
+    x, cos = straight.args[:2]
+    half, sin = crossed.args[:2]
+    if not isinstance(x, fx.Node) or not _is_rotate_half(half, x):
+        return None
+    cos, sin, heads = _angles(cos), _angles(sin), _transposed(x)
+    if cos is None or sin is None or heads is None or len(heads.meta["val"].shape) != 4:
+        return None
+    norm = match_rms_norm(heads)
+    source = heads if norm is None else norm.x
+    if cos.meta["val"].shape[-1] != source.meta["val"].shape[-1]:
+        return None
+    return _Rotation(source, norm, cos, sin)
+
+
+def _is_rotate_half(node: object, x: fx.Node) -> bool:
+    """cat((-x[..., D/2:], x[..., :D/2]), -1)."""
+    if not is_call(node, torch.cat) or (node.kwargs.get("dim"), *node.args[1:]) not in {(-1,), (None, -1)}:
+        return False
+    parts: Any = node.args[0]
+    half = x.meta["val"].shape[-1] // 2
+    if len(parts) != 2 or not is_call(parts[0], operator.neg, torch.neg):
+        return False
+    return _is_slice(parts[0].args[0], x, slice(half, None, None)) and _is_slice(parts[1], x, slice(None, half, None))
+
+
+def _is_slice(node: object, x: fx.Node, columns: slice) -> bool:
+    return is_call(node, operator.getitem) and node.args == (x, (Ellipsis, columns))
+
+
+def _angles(node: object) -> fx.Node | None:
+    """unsqueeze(angles [1, T, D], 1) → angles."""
+    if not _is_method(node, "unsqueeze") or node.args[1:] != (1,):
+        return None
+    angles: Any = node.args[0]
+    val = angles.meta["val"]
+    return angles if val.dim() == 3 and val.shape[0] == 1 else None
+
+
+def _transposed(node: object) -> fx.Node | None:
+    """x.transpose(1, 2) → x."""
+    if not _is_method(node, "transpose") or node.args[1:] != (1, 2):
+        return None
+    source: Any = node.args[0]
+    return source
+
+
+def _is_method(node: object, *names: str) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names

@@ -1,0 +1,30 @@
+"""Programmatic dependent launch (Hopper and later): a kernel is on its SMs before the one that it reads from has ended.
+
+A kernel that is launched so may fetch what no kernel writes (weights), must then wait, and only then lets its own
+dependents start: Inductor leaves the wait out of a kernel that does not read from the one before it, and counts on that
+one having waited for the rest. The launcher's half is mllm_compile/dependent_launcher.py. Imports Triton: only the
+kernels do this.
+
+The two instructions are PTX's griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions").
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# What the kernels are compiled for: this machine's GPU.
+STARTS_EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@triton.jit
+def start_dependents():
+    """The next kernel may take what room this one leaves on the SMs."""
+    gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_prerequisites():
+    """Returns when every kernel before this one has ended and what it wrote is visible."""
+    gdc_wait()

@@ -1,0 +1,106 @@
+"""passes/fuse_rope_cache.py on traced models: what is fused, and that a served model says what it said.
+
+The kernel needs CUDA and Triton; here its op is a stand-in in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile import Engine, EngineConfig, SamplingParams, lowering
+from mllm_compile.compile import load_or_compile
+from mllm_compile.passes import fuse_rope_cache
+from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
+from tests.models.tiny_configs import save_tiny_model
+from tests.models.tiny_configs import tiny_config as shape_of
+from tests.tiny_model import Reference, tiny_config
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x if weight is None else x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
+
+
+def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values):
+    q, k = (_rotate(_norm(x, weight, eps), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
+    keys[slots] = k
+    values[slots] = v
+    return q.contiguous(), k.contiguous()
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[None]:
+    if torch.cuda.is_available():
+        pytest.skip("the real op is defined where there is a GPU")
+    library = torch.library.Library("mllm", "FRAGMENT")
+    library.define(
+        "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
+        "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> (Tensor, Tensor)"
+    )
+    library.impl("rope_and_cache", rope_and_cache, "CPU")
+    yield
+    del library
+
+
+@pytest.fixture
+def on_cpu(stand_in, monkeypatch):
+    """The pass runs for a CPU, in float32, on pieces that run as traced."""
+    monkeypatch.setattr(fuse_rope_cache, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(fuse_rope_cache, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: ("fuse_single_token",))
+
+
+def compiled_program(folder: Path, model_type: str, **changes: object) -> Program:
+    save_tiny_model(shape_of(model_type, **changes), folder / "model")
+    config = {
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "compile": {"backend": "eager"},
+        "runtime": {"device": "cpu", "max_model_len": 64},
+        "cache": {"dir": str(folder / "cache")},
+    }
+    return load_or_compile(EngineConfig.from_dict(config)).artifact.program
+
+
+def layers_fused(program: Program) -> list[str]:
+    return [step.writes_kv_of for step in program.steps if isinstance(step, PieceStep) and step.writes_kv_of]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_every_layer_writes_its_cache_in_the_piece_before_attention(on_cpu, tmp_path, model_type):
+    program = compiled_program(tmp_path, model_type)  # its self-check compares the logits with Transformers'
+    attentions = [step for step in program.steps if isinstance(step, AttentionStep)]
+    assert layers_fused(program) == [step.layer for step in attentions] != []
+    assert not any(step.saves_kv for step in attentions)
+    assert Program.from_json(program.to_json()) == program
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2"])  # a part of each head is rotated; nothing is
+def test_other_rotations_are_left_alone(on_cpu, tmp_path, model_type):
+    program = compiled_program(tmp_path, model_type)
+    assert layers_fused(program) == []
+    assert all(step.saves_kv for step in program.steps if isinstance(step, AttentionStep))
+
+
+def test_a_served_model_says_what_transformers_says(on_cpu, tmp_path):
+    changes = {"compile": {"backend": "eager"}, "runtime": {"max_num_batched_tokens": 16}}  # prompts come in chunks
+    reference = Reference()
+    prompts = [reference.encode(text) for text in ("The for statement is used to iterate over " * 4, "Return", "x")]
+    with Engine(tiny_config(tmp_path, **changes)) as engine:
+        for time in range(2):  # the second time from the prefix cache
+            outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
+            assert (outputs[0].num_cached_tokens > 0) == (time == 1)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert list(output.token_ids) == reference.greedy(prompt, 40)
+
+
+def test_without_the_pass_the_runtime_writes_the_cache(tmp_path):
+    program = compiled_program(tmp_path, "qwen3")
+    assert layers_fused(program) == []
