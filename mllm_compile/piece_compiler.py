@@ -98,6 +98,9 @@ def compile_piece(
     if "torch.ops.mllm." in source_path.read_text(encoding="utf-8"):
         import mllm_compile.runtime.rope_cache_ops
         import mllm_compile.runtime.single_token_ops  # noqa: F401  (both define ops; they need Triton)
+        from mllm_compile.dependent_launcher import hide_waits_from_analysis
+
+        hide_waits_from_analysis()
     piece = piece_class(source_path.read_text(encoding="utf-8"), source_path)()
     with _system_compiler():
         exported = torch.export.export(

@@ -173,7 +173,9 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
             import traceback
 
             traceback.print_exc()
-            answer = {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            answer = {"error": f"{message} ({Path(frame.filename).name}, line {frame.lineno})"}
         print(json.dumps(answer), file=answers, flush=True)
 
 
