@@ -29,6 +29,7 @@ FORMAT_VERSION = 3
 _SHAPING_SOURCES = (
     "models/*.py",
     "hf_model.py",
+    "rope.py",
     "trace.py",
     "gate.py",
     "lowering.py",

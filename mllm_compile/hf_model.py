@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model_errors import first_line, refusing
+from mllm_compile.rope import hold_rope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +116,6 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     from mllm_compile.models.attention_hook import ATTENTION_IMPLEMENTATION, register_attention_hook
 
     register_attention_hook()
-    _refuse_batch_dependent_rope(config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -125,12 +125,17 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
                 trust_remote_code=trust_remote_code,
             )
     except Exception as error:
+        reason = first_line(error)
+        if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
+            reason = "it takes its attention from a table of its own, past Transformers' attention interface"
         raise UnsupportedModelError(
             f"{config.model_type!r} is not a causal language model that Transformers can build with a custom attention "
-            f"implementation: {first_line(error)}"
+            f"implementation: {reason}"
         ) from error
     model.eval().requires_grad_(False)
-    return HFModel(model, *compute_constants(model))
+    constants = compute_constants(model)
+    hold_rope(model)
+    return HFModel(model, *constants)
 
 
 def compute_constants(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
@@ -217,17 +222,3 @@ def fake_copy(model: PreTrainedModel, mode: FakeTensorMode, device: str) -> dict
                 if tensor is not None:
                     tensors[name] = fake(tensor, prefix + name)
     return names
-
-
-def _refuse_batch_dependent_rope(config: Any) -> None:
-    """RoPE whose frequencies follow the batch's longest position would let one request change another."""
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
-    if not isinstance(parameters, dict):
-        return
-    per_kind = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    for rope in per_kind:
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise UnsupportedModelError(
-                f"rope_type {rope['rope_type']!r} depends on the longest position in the batch, so one request would "
-                "change another; it is not supported. Set a static rope_type in the model's config.json."
-            )

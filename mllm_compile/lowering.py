@@ -68,10 +68,12 @@ def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: 
         from mllm_compile.hf_model import build_on_meta
         from mllm_compile.passes.pipeline import run_passes
         from mllm_compile.program_builder import build_program, size_symbols
+        from mllm_compile.rope import check_rope_limit
         from mllm_compile.trace import trace_model
     with reporter.stage("build on meta"):
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
+        check_rope_limit(model, hf_model.model.config)
     with reporter.stage("trace"):
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)

@@ -18,6 +18,7 @@ from mllm_compile.device_info import DeviceInfo
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.progress import Reporter
+from mllm_compile.rope import rope_limit
 
 # XQA decodes from pages of 64 and needs no plan (runtime/attention/flashinfer_kernels.py); FlashInfer's other kernels
 # are as fast with 64 as with 16. A CPU gains nothing from large pages, and small ones share more of a prefix.
@@ -287,16 +288,21 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     limit = model.text_config_value(*_LENGTH_KEYS)
     if not isinstance(limit, int) or limit < 1:
         limit = None
+    why = "the model's own limit"
+    rope = rope_limit(model.text_config_value)
+    if rope is not None and (limit is None or rope.max_positions < limit):
+        limit = rope.max_positions
+        why = f"beyond it, rope_type {rope.rope_type} would let one request change the others"
 
     def choose() -> tuple[int, str]:
         if limit is not None and limit <= MAX_MODEL_LEN[kind]:
-            return limit, "the model's own limit"
+            return limit, why
         return MAX_MODEL_LEN[kind], f"for {kind}; the model takes {limit or 'any length'}"
 
     length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens. Set it to {limit} "
+            f"runtime.max_model_len is {length}, but the model takes at most {limit} tokens ({why}). Set it to {limit} "
             f"or less."
         )
     return length

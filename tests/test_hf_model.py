@@ -70,24 +70,6 @@ def test_rope_of_an_old_config_file_is_understood(old, tmp_path):
     assert built.constants["model.rotary_emb.inv_freq"][0] == 1 / factor
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-            "original_max_position_embeddings": 64,
-        },
-    ],
-)
-def test_rope_that_follows_the_longest_request_is_refused(rope):
-    with pytest.raises(UnsupportedModelError, match=f"rope_type '{rope['rope_type']}' depends on the longest position"):
-        build_config_on_meta(tiny_config("llama", rope_parameters=rope), torch.float32)
-
-
 def test_parameters_stay_on_meta_in_the_dtype_asked_for():
     model = build_config_on_meta(tiny_config("qwen3"), torch.bfloat16).model
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
@@ -123,6 +105,7 @@ def test_sizes_are_the_config_s_and_heads_the_layers_own():
         ),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
+        ({"model_type": "gptj"}, "'gptj' is not .*: it takes its attention from a table of its own"),
         (
             {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": -1},
             "`num_hidden_layers` \\(-1\\) must be equal",

@@ -42,9 +42,26 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], list[int], float]] = {
         0.0,
     ),
     "mistral": ({}, [_EVERY] * 4, 0.0),
-    "phi3": ({"tie_word_embeddings": True}, [_EVERY] * 4, 0.0),
+    "phi3": (
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [4.0] * 8,
+            },
+        },
+        [_EVERY] * 4,
+        0.0,
+    ),
     "gemma2": ({"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}, [_EVERY, -1] * 2, 2.0),
-    "olmo2": ({}, [-1] * 4, 0.0),
+    "olmo2": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        [-1] * 4,
+        0.0,
+    ),
 }
 
 
