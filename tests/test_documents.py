@@ -81,8 +81,11 @@ def test_commands_are_written_with_options_that_they_have(path):
 
 
 def test_the_readme_and_the_page_of_models_agree():
-    served, refused = re.search(r"\*\*(\d+) served\*\*.*?(\d+) refused", text_of("docs/models.md")).groups()
+    counts = re.search(r"Of (\d+): (\d+) served right.*?, (\d+) refused", text_of("docs/models.md"))
+    assert counts is not None
+    total, served, refused = counts.groups()
     readme = " ".join(text_of("README.md").split())
+    assert f"Of the {total} causal-LM architectures" in readme
     assert f"{served} were served right and {refused} refused" in readme
 
 

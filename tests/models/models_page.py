@@ -2,15 +2,86 @@
 
 from __future__ import annotations
 
+import datetime
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.models.survey import Outcome
 
-_MAX_REASON = 280
+_MAX_REASON = 160
+
+_INTRODUCTION = """\
+# Models
+
+No list in the code says which models are served. A model's own forward, as Transformers has it, is traced; a gate then
+decides whether the trace will be served right (`mllm_compile/gate.py`), a self-check compares what was compiled with
+Transformers (`mllm_compile/self_check.py`), and what fails either is refused with the reason. This page is what came of
+every causal-LM architecture that Transformers knows, by its `model_type` in `config.json`.
+
+{counts}
+
+```bash
+python -m tests.models.survey --write docs/models.md
+```
+
+{date}, Transformers {transformers}, torch {torch}, Python {python}, on a CPU in float32. Each architecture is a tiny
+random model (4 layers, width 64, windows of 8 tokens, kinds of layers alternating), saved as a checkpoint and served
+from it, with the pieces as traced (`compile.backend: eager`) and the plain torch attention over the paged cache. Five
+texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the longest cut short, a mixed step and a decode
+step. The error is the largest difference of any log-probability of any token from what Transformers' forward gives that
+text alone; above {tolerance:g} it would count as wrong. So this page is about meaning, not about speed or about each
+published checkpoint.
+
+## Your model
+
+It is its config that decides, not its name. To know before there are any weights, put its `config.json` into a folder
+and compile that; this takes a minute at most, and ends with the runtime or the reason:
+
+```yaml
+model: {{path: ./folder, load_format: dummy}}
+compile: {{backend: eager}}
+runtime: {{device: cpu, max_model_len: 1024}}
+```
+
+For every architecture:
+
+- RoPE of the types default, linear, llama3 and yarn is served at every length; `dynamic` up to the config's
+  `max_position_embeddings`, and `longrope` (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`: beyond
+  these, one long request would change the frequencies of all others. `max_model_len` ends there.
+- A quantised checkpoint is refused.
+- An architecture that mixes attention with other layers is refused for the others: where a config has none of them, it
+  may be served ([below](#served-where-every-layer-is-full-attention)).
+- Of a model with images or sound the text part is served.
+"""
+
+# What a refusal says → where it is listed.
+_GROUPS = (
+    (
+        r"Its config names layers of kind",
+        "Layers that are not plain attention",
+        "Recurrent layers, convolutions and sparse attention keep state from token to token, or choose what they read.",
+    ),
+    (
+        r"no attention goes through|a table of its own|directly, past the attention|do not follow Transformers'",
+        "Attention of its own",
+        "Their attention does not go through Transformers' attention interface: old models, ALiBi, relative positions.",
+    ),
+    (
+        r"its attention (mask|passes)|changes its attention mask",
+        "Attention that the runtime does not have",
+        "Chunks, biases, masks that depend on data, and attention in both directions.",
+    ),
+    (
+        r"its logits are off by",
+        "Other logits for two requests in one batch",
+        "A token reads what is not its own text: convolutions, or positions that are counted from elsewhere than 0 or "
+        "not taken from `position_ids`. The figure is ‖ours − Transformers'‖ / ‖Transformers'‖ of the self-check.",
+    ),
+    (r"", "For another reason", "Branches on the number of tokens or on data, mostly in code for experts."),
+)
 
 
 def render_models_page(outcomes: Sequence[Outcome]) -> str:
@@ -18,60 +89,75 @@ def render_models_page(outcomes: Sequence[Outcome]) -> str:
     import torch
     import transformers
 
+    from tests.models.survey import TOLERANCE
+
     by_status = {
         status: sorted((o for o in outcomes if o.status == status), key=lambda o: o.architecture)
         for status in ("served", "wrong", "refused", "failed", "not tried")
     }
-    served, refused, not_tried = by_status["served"], by_status["refused"], by_status["not tried"]
-    worst = max((o.worst_error or 0.0 for o in served), default=0.0)
-    lines = [
-        "# Models",
-        "",
-        "There is no list of supported models in the code. A model's own forward, as Transformers has it, is traced; a "
-        "gate then decides whether what was traced will be served right (`mllm_compile/gate.py`, "
-        "`mllm_compile/self_check.py`), and refuses it with a reason otherwise. This page is what came of every "
-        "causal-LM architecture that Transformers knows.",
-        "",
-        "```bash",
-        "python -m tests.models.survey --write docs/models.md",
-        "```",
-        "",
-        f"Measured with Transformers {transformers.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, on a CPU in float32, pieces run as traced (`compile.backend: eager`), attention "
-        "by the plain torch backend over the paged cache. Each architecture is a tiny random model (4 layers, width "
-        "64, windows of 8 tokens, layer kinds alternating), saved as a checkpoint and served from it. Five texts of 3, "
-        "4, 7, 25 and 55 tokens go through a packed prefill with the longest cut short, a mixed step and a decode "
-        "step; the error is the largest difference of any log-probability of any token from what Transformers' own "
-        "forward gives that text alone.",
-        "",
-        f"**{len(served)} served** (worst error {worst:.1e}), {len(by_status['wrong'])} served wrong, {len(refused)} "
-        f"refused, {len(by_status['failed'])} failed, {len(not_tried)} not tried.",
-        "",
-        "What decides is a checkpoint's own config, when it is compiled, and not its name in this list: RoPE whose "
-        "frequencies follow the longest text of a batch (`dynamic`, `longrope`) and quantised weights are refused for "
-        "any architecture. *Logits that are off with two requests in one batch* mean that a token reads what is not "
-        "its own text: layers that carry state, convolutions, positions that are not the text's own.",
-        "",
-        "## Served",
-        "",
-        "| architecture | max abs. error of log-probabilities | its attention |",
-        "|---|---|---|",
-        *(f"| {o.architecture} | {o.worst_error:.1e} | {o.remark} |" for o in served),
-        "",
-    ]
-    for status, title in (("wrong", "Served wrong"), ("failed", "Failed"), ("refused", "Refused")):
+    introduction = _INTRODUCTION.format(
+        counts=_counts({status: len(found) for status, found in by_status.items()}, by_status["served"]),
+        date=datetime.date.today().isoformat(),
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        tolerance=TOLERANCE,
+    )
+    lines = [introduction, "## Served", "", *_errors(by_status["served"])]
+    for status, title in (("wrong", "Served wrong"), ("failed", "Failed")):
         if by_status[status]:
-            lines += [f"## {title}", "", "| architecture | reason |", "|---|---|"]
-            lines += [f"| {o.architecture} | {_reason(o.remark)} |" for o in by_status[status]] + [""]
-    lines += ["## Not tried", "", "No tiny model of these could be made from their default config.", ""]
-    lines += ["| architecture | why |", "|---|---|"]
-    lines += [f"| {o.architecture} | {_reason(o.remark)} |" for o in not_tried]
-    return "\n".join([*lines, ""])
+            lines += [f"## {title}", "", *_reasons(by_status[status])]
+    lines += _refused(by_status["refused"])
+    lines += ["## Not tried", "", "Of these no tiny model could be made from the architecture's default config.", ""]
+    lines += _reasons(by_status["not tried"])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _counts(count: dict[str, int], served: list[Outcome]) -> str:
+    worst = max((o.worst_error or 0.0 for o in served), default=0.0)
+    return (
+        f"**Of {sum(count.values())}: {count['served']} served right** (worst error {worst:.1e}), {count['refused']} "
+        f"refused, {count['wrong']} served wrong, {count['failed']} failed, {count['not tried']} not tried."
+    )
+
+
+def _refused(refused: list[Outcome]) -> Iterator[str]:
+    if not refused:
+        return
+    yield from ("## Refused", "")
+    listed: set[str] = set()
+    for pattern, title, explanation in _GROUPS:
+        group = [o for o in refused if o.architecture not in listed and re.search(pattern, o.remark)]
+        listed |= {o.architecture for o in group}
+        if group:
+            yield from (f"### {title}: {len(group)}", "", explanation, "", *_reasons(group))
+    with_attention_alone = [o for o in refused if o.attention_alone is not None]
+    if with_attention_alone:
+        yield from ("## Served where every layer is full attention", "")
+        yield from ("Refused above for their other layers. With full attention in each layer:", "")
+        yield from ("| architecture | max error |", "|---|---|")
+        yield from (f"| {o.architecture} | {o.attention_alone:.1e} |" for o in with_attention_alone)
+        yield ""
+
+
+def _errors(served: list[Outcome]) -> Iterator[str]:
+    yield from ("| architecture | max error | its attention |", "|---|---|---|")
+    yield from (f"| {o.architecture} | {o.worst_error:.1e} | {o.remark} |" for o in served)
+    yield ""
+
+
+def _reasons(outcomes: list[Outcome]) -> Iterator[str]:
+    yield from ("| architecture | reason |", "|---|---|")
+    yield from (f"| {o.architecture} | {_reason(o.remark)} |" for o in outcomes)
+    yield ""
 
 
 def _reason(remark: str) -> str:
     """The refusal without what every one of them says."""
-    text = re.sub(r"^'[^']+' models would not be served right: ", "", remark)
+    text = re.sub(r"^'[^']+' (models )?would not be served right: ", "", remark)
     text = text.removesuffix(" docs/models.md lists what is.").split(" Usual causes: ")[0]
-    text = text.replace("|", "\\|").replace("<", "&lt;")
+    text = text.replace("the model cannot be traced as one graph: ", "")
+    text = re.sub(r"with two requests in one batch its logits are off by (\S+) from .*", r"off by \1", text)
+    text = re.sub(r"^(.*)\. Its config names layers of kind (.*), which are not served yet", r"\2: \1", text)
+    text = text.replace("|", "\\|").replace("<", "&lt;").removesuffix(".")
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON].rsplit(" ", 1)[0] + " …"

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 # On log-probabilities, in float32. Transformers' own eager forward is up to 1e-4 from its forward in float64 (Gemma 4,
 # whose attention logits are not scaled).
@@ -35,27 +36,48 @@ class Outcome:
             model of it could be made) | failed (an error that is no refusal: a bug of ours).
         remark: for a served one what its attention has, else the reason.
         worst_error: max |Δ log-probability|, where it ran.
+        attention_alone: the same of a refused one whose layers are of several kinds, with full attention in all of
+            them; None where that is refused too.
     """
 
     architecture: str
     status: str
     remark: str
     worst_error: float | None = None
+    attention_alone: float | None = None
 
 
 def try_architecture(architecture: str) -> Outcome:
-    """Makes, compiles, serves and compares a tiny model."""
+    """Makes, compiles, serves and compares a tiny model; where it is refused, also one of full attention alone."""
+    from tests.models.tiny_configs import LAYERS, tiny_config
+
+    outcome = _try_model(architecture, lambda: tiny_config(architecture))
+    if outcome.status != "refused" or not _kinds_of_layers(architecture) - {"full_attention"}:
+        return outcome
+    alone = _try_model(architecture, lambda: tiny_config(architecture, layer_types=["full_attention"] * LAYERS))
+    if alone.status in ("wrong", "failed"):
+        return replace(alone, remark=f"with full attention alone: {alone.remark}")
+    return replace(outcome, attention_alone=alone.worst_error)
+
+
+def _kinds_of_layers(architecture: str) -> set[str]:
+    from tests.models.tiny_configs import tiny_config
+
+    return set(getattr(tiny_config(architecture), "layer_types", None) or ())
+
+
+def _try_model(architecture: str, make_config: Callable[[], Any]) -> Outcome:
     import torch
 
     from mllm_compile.errors import MllmError
     from mllm_compile.model_errors import first_line
     from tests.models.served_logits import compare_served_logits
-    from tests.models.tiny_configs import save_tiny_model, tiny_config
+    from tests.models.tiny_configs import save_tiny_model
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "model")
         try:
-            model = save_tiny_model(tiny_config(architecture), folder)
+            model = save_tiny_model(make_config(), folder)
             with torch.no_grad():
                 model(input_ids=torch.arange(3)[None], use_cache=False)
         except Exception as error:

@@ -42,19 +42,42 @@ def test_an_architecture_that_would_be_wrong_is_refused(architecture):
     assert "\n" not in outcome.remark
 
 
+def test_an_architecture_refused_for_its_other_layers_is_tried_with_attention_alone():
+    outcome = try_architecture("granitemoehybrid")
+    assert outcome.status == "refused"
+    assert outcome.attention_alone is not None
+    assert outcome.attention_alone <= TOLERANCE
+
+
 def test_the_page_lists_every_outcome():
     page = render_models_page(
         [
             Outcome("qwen3", "served", "window 8 on 2 of 4", 2e-6),
             Outcome(
-                "bloom", "refused", "'bloom' models would not be served right: a | b. docs/models.md lists what is."
+                "bloom",
+                "refused",
+                "'bloom' models would not be served right: no attention goes through Transformers' attention interface;"
+                " a | b. docs/models.md lists what is.",
             ),
+            Outcome(
+                "lfm2",
+                "refused",
+                "'lfm2' would not be served right: with two requests in one batch its logits are off by 1.1 from "
+                "Transformers' (limit 0.001). Usual causes: several.",
+                attention_alone=3e-6,
+            ),
+            Outcome("dbrx", "refused", "the model cannot be traced as one graph: it branches on data: u3 (dbrx.py:1)"),
             Outcome("blt", "not tried", "its sizes do not fit"),
         ]
     )
+    assert "**Of 5: 1 served right** (worst error 2.0e-06), 3 refused, 0 served wrong, 0 failed, 1 not tried." in page
     assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 |" in page
-    assert "| bloom | a \\| b. |" in page
-    assert "**1 served** (worst error 2.0e-06), 0 served wrong, 1 refused, 0 failed, 1 not tried." in page
+    assert "| bloom | no attention goes through Transformers' attention interface; a \\| b |" in page
+    assert "### Other logits for two requests in one batch: 1\n" in page
+    assert "| lfm2 | off by 1.1 |" in page
+    assert "| lfm2 | 3.0e-06 |" in page
+    assert "### For another reason: 1\n" in page
+    assert "| dbrx | it branches on data: u3 (dbrx.py:1) |" in page
 
 
 @pytest.mark.slow

@@ -109,6 +109,12 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "bert-generation": _BERT,
     "big_bird": _BERT | {"attention_type": "original_full"},
     "camembert": _BERT,
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        }
+    },
     "data2vec-text": _BERT,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
