@@ -9,17 +9,26 @@ from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.results import BenchResult, EngineRun, Measurement
 
 
+def figure_class() -> Any:
+    """matplotlib's Figure; asked for before anything is measured for a picture that cannot be drawn.
+
+    Raises:
+        BenchmarkError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BenchmarkError("--plot needs matplotlib: pip install 'mllm-compile[bench]'") from None
+    return Figure
+
+
 def plot_latency(result: BenchResult, path: Path) -> None:
     """Writes a picture of `tpot` and `prefill`; the file's ending says which format.
 
     Raises:
         BenchmarkError: matplotlib is not installed, or it cannot write this file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BenchmarkError("--plot needs matplotlib: pip install 'mllm-compile[bench]'") from None
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = figure_class()(figsize=(11, 4.5), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("tpot", "prefill"), strict=True):
         _plot_line(axes, result, name)
     figure.suptitle(f"{result.model} on {result.environment.get('device', '?')}")

@@ -49,15 +49,16 @@ def latency_command(
     )
 
     from mllm_compile.bench.harness import run_latency
+    from mllm_compile.bench.plot import figure_class, plot_latency
     from mllm_compile.bench.report import print_result
 
+    if plot is not None:
+        figure_class()
     result = run_latency(config, _names(engine), work)
     if json_path is not None:
         result.write(json_path)
     print_result(result, sys.stdout)
     if plot is not None:
-        from mllm_compile.bench.plot import plot_latency
-
         plot_latency(result, plot)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ def test_sizes_and_engines_are_handed_on(monkeypatch, capsys):
     ((config, engines, work),) = asked
     assert (config, engines, work.batches, work.input_len) == (Path("c.yaml"), ["mllm", "vllm"], (1, 4), 512)
     assert "tpot b=1" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(harness, "run_latency", lambda *args: pytest.fail("it was measured"))
+    assert command_line(["bench", "latency", "c.yaml", "--plot", "p.png"]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("batch", ["", "one", "1;2", "1,"])

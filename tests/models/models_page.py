@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from tests.models.survey import Outcome
 
 _MAX_REASON = 160
+# What most readers look for.
+_WELL_KNOWN = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "gemma2", "gemma3"),
+    *("gemma4", "phi3", "olmo2", "glm4", "deepseek_v3", "deepseek_v32", "gpt_oss", "granite", "granitemoehybrid"),
+    *("smollm3", "gpt2", "llama4", "lfm2", "mamba2", "falcon", "bloom"),
+)
 
 _INTRODUCTION = """\
 # Models
@@ -22,6 +28,8 @@ Transformers (`mllm_compile/self_check.py`), and what fails either is refused wi
 every causal-LM architecture that Transformers knows, by its `model_type` in `config.json`.
 
 {counts}
+
+{well_known}
 
 ```bash
 python -m tests.models.survey --write docs/models.md
@@ -38,7 +46,7 @@ published checkpoint.
 ## Your model
 
 It is its config that decides, not its name. To know before there are any weights, put its `config.json` into a folder
-and compile that; this takes a minute at most, and ends with the runtime or the reason:
+and compile that; for 32 layers this takes half a minute, and ends with the runtime or the reason:
 
 ```yaml
 model: {{path: ./folder, load_format: dummy}}
@@ -48,13 +56,13 @@ runtime: {{device: cpu, max_model_len: 1024}}
 
 For every architecture:
 
-- RoPE of the types default, linear, llama3 and yarn is served at every length; `dynamic` up to the config's
-  `max_position_embeddings`, and `longrope` (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`: beyond
-  these, one long request would change the frequencies of all others. `max_model_len` ends there.
+- RoPE of the types default, linear, llama3 and yarn is served at every length that the model takes; `longrope`
+  (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`, and `dynamic` up to `max_position_embeddings`.
+  Beyond these a long request would change the frequencies of all others, so `max_model_len` ends there.
 - A quantised checkpoint is refused.
 - An architecture that mixes attention with other layers is refused for the others: where a config has none of them, it
   may be served ([below](#served-where-every-layer-is-full-attention)).
-- Of a model with images or sound the text part is served.
+- Of models with images or sound that are served (gemma3, phi4_multimodal) it is the text part.
 """
 
 # What a refusal says → where it is listed.
@@ -62,7 +70,8 @@ _GROUPS = (
     (
         r"Its config names layers of kind",
         "Layers that are not plain attention",
-        "Recurrent layers, convolutions and sparse attention keep state from token to token, or choose what they read.",
+        "Recurrent layers, convolutions and sparse attention keep state from token to token, or choose what they read. "
+        "Below, the kinds of layers that the config names, and where the trace ended; `u0` is the number of tokens.",
     ),
     (
         r"no attention goes through|a table of its own|directly, past the attention|do not follow Transformers'",
@@ -80,7 +89,11 @@ _GROUPS = (
         "A token reads what is not its own text: convolutions, or positions that are counted from elsewhere than 0 or "
         "not taken from `position_ids`. The figure is ‖ours − Transformers'‖ / ‖Transformers'‖ of the self-check.",
     ),
-    (r"", "For another reason", "Branches on the number of tokens or on data, mostly in code for experts."),
+    (
+        r"",
+        "For another reason",
+        "Branches or sizes that a trace cannot settle (`u0` is the number of tokens), state, or no causal LM alone.",
+    ),
 )
 
 
@@ -97,6 +110,7 @@ def render_models_page(outcomes: Sequence[Outcome]) -> str:
     }
     introduction = _INTRODUCTION.format(
         counts=_counts({status: len(found) for status, found in by_status.items()}, by_status["served"]),
+        well_known=_well_known(by_status),
         date=datetime.date.today().isoformat(),
         transformers=transformers.__version__,
         torch=torch.__version__,
@@ -119,6 +133,14 @@ def _counts(count: dict[str, int], served: list[Outcome]) -> str:
         f"**Of {sum(count.values())}: {count['served']} served right** (worst error {worst:.1e}), {count['refused']} "
         f"refused, {count['wrong']} served wrong, {count['failed']} failed, {count['not tried']} not tried."
     )
+
+
+def _well_known(by_status: dict[str, list[Outcome]]) -> str:
+    def named(status: str) -> str:
+        found = {o.architecture for o in by_status[status]}
+        return ", ".join(name for name in _WELL_KNOWN if name in found)
+
+    return f"Well-known ones that are served: {named('served')}. That are refused: {named('refused')}."
 
 
 def _refused(refused: list[Outcome]) -> Iterator[str]:
@@ -157,6 +179,7 @@ def _reason(remark: str) -> str:
     text = re.sub(r"^'[^']+' (models )?would not be served right: ", "", remark)
     text = text.removesuffix(" docs/models.md lists what is.").split(" Usual causes: ")[0]
     text = text.replace("the model cannot be traced as one graph: ", "")
+    text = re.sub(r"^'[^']+' is not a causal language model that Transformers can build with a .*?: ", "", text)
     text = re.sub(r"with two requests in one batch its logits are off by (\S+) from .*", r"off by \1", text)
     text = re.sub(r"^(.*)\. Its config names layers of kind (.*), which are not served yet", r"\2: \1", text)
     text = text.replace("|", "\\|").replace("<", "&lt;").removesuffix(".")
