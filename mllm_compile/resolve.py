@@ -288,11 +288,12 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     limit = model.text_config_value(*_LENGTH_KEYS)
     if not isinstance(limit, int) or limit < 1:
         limit = None
-    why = "the model's own limit"
+    why, bound = "the model's own limit", "the model was made for at most {} tokens"
     rope = rope_limit(model.text_config_value)
     if rope is not None and (limit is None or rope.max_positions < limit):
         limit = rope.max_positions
         why = f"beyond it, rope_type {rope.rope_type} would let one request change the others"
+        bound = f"beyond {{}} tokens rope_type {rope.rope_type} would let one request change the others"
 
     def choose() -> tuple[int, str]:
         if limit is not None and limit <= MAX_MODEL_LEN[kind]:
@@ -301,10 +302,7 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
 
     length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
-        raise ConfigError(
-            f"runtime.max_model_len is {length}, but the model takes at most {limit} tokens ({why}). Set it to {limit} "
-            f"or less."
-        )
+        raise ConfigError(f"runtime.max_model_len is {length}, but {bound.format(limit)}. Set it to {limit} or less.")
     return length
 
 
