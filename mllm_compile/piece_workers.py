@@ -52,7 +52,7 @@ class PieceWorkers:
         """
         self._device, self._max_sizes = device, max_sizes
         _make_private(cache)
-        self._workers = [_Worker(cache) for _ in range(count or min(_MAX_WORKERS, os.cpu_count() or 1))]
+        self._workers = [_Worker(device, cache) for _ in range(count or min(_MAX_WORKERS, os.cpu_count() or 1))]
 
     def compile(self, jobs: list[PieceJob], done: Callable[[PieceJob], None]) -> None:
         """Compiles all jobs; `done` is called as each ends, from this thread's pool.
@@ -95,7 +95,7 @@ def _make_private(folder: Path) -> None:
 
 
 class _Worker:
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, device: str, cache: Path) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
         environment = os.environ | {
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
@@ -104,6 +104,10 @@ class _Worker:
             # Its cache of graphs is made of pickles; every piece here is compiled once anyway.
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         }
+        if device.startswith("cuda"):
+            # The host part of a package only launches kernels: that the compiler knows the vector instructions which
+            # /proc/cpuinfo names need not be tried out, one test program for each.
+            environment["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mllm_compile.piece_workers"],
             stdin=subprocess.PIPE,
