@@ -69,22 +69,26 @@ def inductor_options(device: str) -> dict[str, Any]:
     return options
 
 
-def prepare_compiler() -> None:
+def prepare_compiler(device: str) -> None:
     """What every first compile on a machine needs, done while there is no piece yet: the model is being traced.
 
-    Imports Inductor; finds out what the CPU can do, for which Inductor compiles half a dozen test programs (9 s of
-    CPU); and builds Triton's launcher. Where something is missing, compiling a piece says so.
+    Imports Inductor; finds out what the CPU can do, where pieces run on it; and builds Triton's launcher, where they
+    run on a GPU. Where something is missing, compiling a piece says so.
     """
     import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor import cpu_vec_isa
 
+    if device.startswith("cuda"):
+        # The host part of a package only launches kernels. Inductor would compile half a dozen test programs to find
+        # the vector instructions for it (28 s on a machine with an H200, 9 s on another).
+        cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
+        with contextlib.suppress(Exception):
+            from triton.runtime import driver
+
+            driver.active.get_current_target()
+        return
     with contextlib.suppress(Exception), _system_compiler():
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-        pick_vec_isa()
-    with contextlib.suppress(Exception):
-        from triton.runtime import driver
-
-        driver.active.get_current_target()
+        cpu_vec_isa.pick_vec_isa()
 
 
 def compile_piece(

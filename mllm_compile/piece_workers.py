@@ -6,6 +6,7 @@ naming files; nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -81,6 +82,8 @@ class PieceWorkers:
 
     def __exit__(self, *exception: object) -> None:
         for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
             worker.close()
 
 
@@ -104,12 +107,8 @@ class _Worker:
             # Its cache of graphs is made of pickles; every piece here is compiled once anyway.
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         }
-        if device.startswith("cuda"):
-            # The host part of a package only launches kernels: that the compiler knows the vector instructions which
-            # /proc/cpuinfo names need not be tried out, one test program for each.
-            environment["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mllm_compile.piece_workers"],
+            [sys.executable, "-m", "mllm_compile.piece_workers", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -144,24 +143,26 @@ class _Worker:
         last_lines = " | ".join(self._log.read().strip().splitlines()[-3:])
         return {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}
 
+    def kill(self) -> None:
+        """Ends the process, which holds nothing that anybody needs; an interpreter with Inductor takes a second to end
+        by itself."""
+        self._process.kill()
+
     def close(self) -> None:
-        if self._process.stdin:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
+        """Waits for its end."""
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
         self._log.close()
 
 
-def _serve(requests: IO[str], answers: IO[str]) -> None:
+def _serve(device: str, requests: IO[str], answers: IO[str]) -> None:
     """The worker's side: one JSON request a line, one answer each, until the pipe closes."""
     from mllm_compile.piece_compiler import compile_piece, prepare_compiler
 
-    prepare_compiler()
+    prepare_compiler(device)
     for line in requests:
         request = json.loads(line)
         try:
@@ -187,4 +188,4 @@ if __name__ == "__main__":
     # Whatever Inductor or a compiler prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _serve(sys.stdin, answers)
+    _serve(sys.argv[1], sys.stdin, answers)

@@ -3,9 +3,10 @@
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernels into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor these ops.
 
-Measured on an H200 in a CUDA graph, weights not in the L2 (µs; cuBLAS alone / these, which also do the norm, the
-activation or the residual): Qwen3-0.6B qkv 5.4 / 4.5, o 12.8 / 3.4, gate_up 6.0 / 5.6, down 7.6 / 3.8; Qwen3-8B qkv
-17.1 / 16.6, o 13.5 / 10.2, gate_up 50.9 / 49.4.
+Measured on an H200 in a CUDA graph, weights not in the L2, one behind another (µs; the weight's bytes at 4.58 TB/s /
+cuBLAS alone / these, which also do the norm, the activation or the residual): Qwen3-0.6B qkv 1.8 / 5.0 / 3.7, o 0.9 /
+12.7 / 2.3, gate_up 2.7 / 6.2 / 4.4, down 1.4 / 7.5 / 2.7; Qwen3-8B qkv 11.0 / 16.2 / 13.9, o 7.3 / 13.4 / 9.0, gate_up
+44.0 / 50.4 / 47.3, down 22.0 / 30.9 / 25.6.
 
 Shape legend: K inputs, N outputs of a linear; x has one token, in whatever leading dimensions of size 1.
 """
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
-from mllm_compile.runtime.single_token_shapes import BLOCK_ROWS, NUM_WARPS, block_columns
+from mllm_compile.runtime.single_token_shapes import choose_blocks
 
 
 @triton.jit
@@ -47,10 +48,10 @@ def _linear_kernel(
     dtype = out_ptr.dtype.element_ty
     block = tl.arange(0, BLOCK_K)
     places = rows[:, None] * K + block[None, :]
-    weight = tl.load(weight_ptr + places)
+    weight = tl.load(weight_ptr + places, eviction_policy="evict_first")
     up_weight = weight
     if GATED:
-        up_weight = tl.load(weight_ptr + num_rows * K + places)
+        up_weight = tl.load(weight_ptr + num_rows * K + places, eviction_policy="evict_first")
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -66,9 +67,9 @@ def _linear_kernel(
     for k in tl.static_range(0, K, BLOCK_K):
         current, up_current = weight, up_weight
         if k + BLOCK_K < K:
-            weight = tl.load(weight_ptr + places + (k + BLOCK_K))
+            weight = tl.load(weight_ptr + places + (k + BLOCK_K), eviction_policy="evict_first")
             if GATED:
-                up_weight = tl.load(weight_ptr + num_rows * K + places + (k + BLOCK_K))
+                up_weight = tl.load(weight_ptr + num_rows * K + places + (k + BLOCK_K), eviction_policy="evict_first")
         x = tl.load(x_ptr + k + block)
         if NORM:
             x = tl.load(norm_weight_ptr + k + block) * (x.to(tl.float32) * scale).to(dtype)
@@ -87,8 +88,9 @@ def _linear_kernel(
 
 def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
     columns = weight.shape[1]
+    blocks = choose_blocks(columns, is_normed=norm_weight is not None, is_gated=gated)
     out = torch.empty((*x.shape[:-1], num_rows), dtype=x.dtype, device=x.device)
-    wrap_triton(_linear_kernel)[(num_rows // BLOCK_ROWS,)](
+    wrap_triton(_linear_kernel)[(num_rows // blocks.rows,)](
         x,
         x if norm_weight is None else norm_weight,
         weight,
@@ -97,13 +99,13 @@ def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
         num_rows,
         eps,
         K=columns,
-        BLOCK_N=BLOCK_ROWS,
-        BLOCK_K=block_columns(columns),
+        BLOCK_N=blocks.rows,
+        BLOCK_K=blocks.columns,
         NORM=norm_weight is not None,
         GATED=gated,
         RESIDUAL=residual is not None,
         EARLY=STARTS_EARLY,
-        num_warps=NUM_WARPS,
+        num_warps=blocks.num_warps,
     )
     return out
 
