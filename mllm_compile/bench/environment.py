@@ -37,11 +37,14 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the sources that run; $MLLM_COMPILE_COMMIT where they are a copy without a repository."""
+    """Of the sources that run: $MLLM_COMPILE_COMMIT (they may be a copy, and that in a repository of something else), or
+    their repository's."""
+    if COMMIT_VARIABLE in os.environ:
+        return os.environ[COMMIT_VARIABLE]
     folder = str(Path(__file__).parent)
     commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if not commit:
-        return os.environ.get(COMMIT_VARIABLE, "unknown")
+        return "unknown"
     return commit + ("+changes" if _output("git", "-C", folder, "status", "--porcelain", "-uno") else "")
 
 
