@@ -79,7 +79,7 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: AttentionSpec) -> bool:
     with gm.graph.inserting_before(next(node for node in gm.graph.nodes if node in q.users)):
         new_q, new_k = _call_op(gm.graph, q, k, v, q_rotation, k_rotation, cache)
     q.replace_all_uses_with(new_q)
-    attention.args = (new_q, new_k, v, out if out is not q else new_q, name, False)
+    attention.args = (new_q, new_k, v, out, name, False)
     return True
 
 

@@ -37,8 +37,8 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the sources that run: $MLLM_COMPILE_COMMIT (they may be a copy, and that in a repository of something else), or
-    their repository's."""
+    """Of the sources that run: $MLLM_COMPILE_COMMIT, as they may be a copy, and that in a repository of something else;
+    or their repository's."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     folder = str(Path(__file__).parent)
