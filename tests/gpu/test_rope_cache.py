@@ -1,0 +1,90 @@
+"""The kernel from projections to attention, in a package as pieces are compiled: its numbers, and what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile.piece_compiler import PieceInput, compile_piece
+from mllm_compile.runtime.pieces import load_piece
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, SLOTS, EPS = 4, 2, 128, 512, 1000, 1e-6
+SOURCE = """
+import torch
+
+class Piece(torch.nn.Module):
+    def forward(self, x, weight, cos, sin, q_weight, k_weight, slots, keys, values):
+        parts = torch.functional.split(torch._C._nn.linear(x, weight, None), [512, 256, 256], dim=-1)
+        tokens = torch.ops.aten.sym_size.int(x, 1)
+        q, k, v = (part.view((1, tokens, -1, 128)) for part in parts)
+        v = v.reshape(tokens, 2, 128)
+        q, k = torch.ops.mllm.rope_and_cache.default(
+            q, k, v, cos, sin, q_weight, k_weight, 1e-6, slots, keys, values
+        )
+        return (q, k, v)
+"""
+
+
+def inputs() -> list[PieceInput]:
+    def of(*shape: int | str, dtype: str = "bfloat16") -> PieceInput:
+        strides: list[int | str] = []
+        for dim in range(len(shape)):
+            behind = [size for size in shape[dim + 1 :] if size != 1]
+            number = 1
+            for size in behind:
+                number *= size if isinstance(size, int) else 1
+            names = [size for size in behind if isinstance(size, str)]
+            strides.append("*".join([str(number), *names]) if names else number)
+        return PieceInput(shape, tuple(strides), dtype)
+
+    angles, cache = of(1, "T", HEAD_DIM), of("P", KV_HEADS, HEAD_DIM)
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    norm = of(HEAD_DIM)
+    slots = of("T", dtype="int64")
+    return [of(1, "T", HIDDEN), of(width, HIDDEN), angles, angles, norm, norm, slots, cache, cache]
+
+
+@pytest.fixture(scope="module")
+def piece(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("piece")
+    (folder / "piece.py").write_text(SOURCE)
+    sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
+    compile_piece(folder / "piece.py", inputs(), "cuda:0", sizes, folder / "piece.pt2")
+    return load_piece("piece.pt2", (folder / "piece.pt2").read_bytes())
+
+
+def normed_and_rotated(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x = x.unflatten(-1, (-1, HEAD_DIM))
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
+    first, second = x.chunk(2, -1)
+    return x * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_numbers_are_those_of_float32_and_only_the_slots_change(piece, num_tokens):
+    torch.manual_seed(0)
+    known = {"T": num_tokens, "P": SLOTS}
+    values = [
+        torch.randn([known.get(size, size) for size in spec.shape], device="cuda").to(getattr(torch, spec.dtype))
+        for spec in inputs()
+    ]
+    x, weight, cos, sin, q_weight, k_weight, _, keys, cached_values = values
+    values[6] = slots = torch.randperm(SLOTS, device="cuda")[:num_tokens]
+    before = keys.clone(), cached_values.clone()
+    q, k, v = piece(list(values))
+    parts = torch.nn.functional.linear(x[0], weight).float().split([512, 256, 256], dim=-1)
+    wanted_k = normed_and_rotated(parts[1], k_weight, cos[0], sin[0])
+    for got, want in (
+        (q, normed_and_rotated(parts[0], q_weight, cos[0], sin[0])),
+        (k, wanted_k),
+        (keys[slots], wanted_k),
+        (cached_values[slots], v.float()),
+    ):
+        assert (got.float() - want).norm() < 4e-3 * want.norm()
+    untouched = torch.ones(SLOTS, dtype=torch.bool, device="cuda").index_fill_(0, slots, False)
+    assert torch.equal(keys[untouched], before[0][untouched])
+    assert torch.equal(cached_values[untouched], before[1][untouched])
