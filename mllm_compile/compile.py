@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.artifact import (
@@ -50,6 +51,8 @@ from mllm_compile.timeline import Timeline, timeline_of
 from mllm_compile.weight_files import WeightFiles, weight_files
 
 if TYPE_CHECKING:
+    from mllm_compile.early_pieces import EarlyPiece
+    from mllm_compile.hf_model import HFModel
     from mllm_compile.lowering import Lowered
     from mllm_compile.passes.pipeline import PassReport
     from mllm_compile.piece_workers import PieceWorkers
@@ -164,13 +167,13 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
     Returns:
         One report a pass.
     """
-    from mllm_compile.lowering import lower
+    from mllm_compile.lowering import build_model, lower
 
     timeline = timeline_of(reporter)
     with timeline.stage("resolve"):
         target = find_target(config)
     out_dir.mkdir(parents=True, exist_ok=True)
-    lowered = lower(target.config, target.model, out_dir, timeline)
+    lowered = lower(target.config, build_model(target.config, target.model, timeline), out_dir, timeline)
     lines = [step_line(step) for step in lowered.program.to_json()["steps"]]
     (out_dir / "program.txt").write_text(
         "\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8"
@@ -280,24 +283,11 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
 
 
 def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
-    config, model, folder = target.config, target.model, target.folder
+    config, folder = target.config, target.folder
     timeline.note(f"compiling {config.model.source} into {folder}: {miss_note(target.factors, _nearest(target))}")
     mode = 0o700 if options.output is None else 0o755
-    with new_artifact_folder(folder, mode) as scratch, _workers(config) as workers:
-        from mllm_compile.lowering import lower, plan_lowered_weights
-
-        (scratch / GRAPHS).mkdir()
-        lowered = lower(config, model, scratch / GRAPHS, timeline)
-        with timeline.stage("plan weights"):
-            constants, weights = plan_lowered_weights(config, model, lowered)
-            files = target.weights
-        if options.pack_weights:
-            from mllm_compile.weight_packing import pack_weights
-
-            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
-        write_program(scratch, lowered.program, weights, constants)
-        _export_text(model, scratch, config)
-        suffix = _build_pieces(config, lowered, scratch, workers, timeline)
+    with new_artifact_folder(folder, mode) as scratch:
+        lowered, files, suffix = _fill(scratch, target, options, timeline)
         with timeline.stage("self-check"):
             from mllm_compile.self_check import self_check
 
@@ -316,6 +306,31 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
         write_manifest(scratch, manifest)
     with timeline.stage("check runtime"):
         return open_artifact(folder)
+
+
+def _fill(
+    scratch: Path, target: Target, options: CompileOptions, timeline: Timeline
+) -> tuple[Lowered, WeightFiles, str]:
+    """Writes all but the manifest; returns what was lowered, the weights' files, and the suffix of pieces that run."""
+    config, model = target.config, target.model
+    # The early pieces' folder is left when the workers, which write into it, have ended.
+    with TemporaryDirectory(dir=scratch) as early_folder, _workers(config) as workers:
+        from mllm_compile.lowering import build_model, lower, plan_lowered_weights
+
+        hf_model = build_model(config, model, timeline)
+        early = _start_early_pieces(config, hf_model, workers, Path(early_folder), timeline)
+        (scratch / GRAPHS).mkdir()
+        lowered = lower(config, hf_model, scratch / GRAPHS, timeline)
+        with timeline.stage("plan weights"):
+            constants, weights = plan_lowered_weights(config, model, lowered)
+            files = target.weights
+        if options.pack_weights:
+            from mllm_compile.weight_packing import pack_weights
+
+            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
+        write_program(scratch, lowered.program, weights, constants)
+        _export_text(model, scratch, config)
+        return lowered, files, _build_pieces(config, lowered, scratch, workers, early, timeline)
 
 
 def _nearest(target: Target) -> Manifest | None:
@@ -357,31 +372,36 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
         yield workers
 
 
+def _start_early_pieces(
+    config: ResolvedConfig, hf_model: HFModel, workers: PieceWorkers | None, folder: Path, timeline: Timeline
+) -> dict[str, EarlyPiece]:
+    if workers is None:
+        return {}
+    from mllm_compile.early_pieces import start_early_pieces
+
+    return start_early_pieces(config, hf_model, workers, folder, timeline)
+
+
 def _build_pieces(
-    config: ResolvedConfig, lowered: Lowered, scratch: Path, workers: PieceWorkers | None, timeline: Timeline
+    config: ResolvedConfig,
+    lowered: Lowered,
+    scratch: Path,
+    workers: PieceWorkers | None,
+    early: Mapping[str, EarlyPiece],
+    timeline: Timeline,
 ) -> str:
     """Writes every distinct piece, and beside that the kernels; returns the suffix of the files that run."""
-    from mllm_compile.piece_source import piece_source
-    from mllm_compile.piece_workers import PieceJob
-    from mllm_compile.program_builder import piece_inputs
+    from mllm_compile.lowering import write_pieces
 
-    folder = scratch / PIECES
-    folder.mkdir()
-    one_token = {form.piece for form in lowered.program.single_token.values()}
-    jobs = []
-    for piece in lowered.program.piece_ids():
-        graph: Any = lowered.graph.get_submodule(piece)
-        inputs = piece_inputs(graph, lowered.symbols)
-        if piece in one_token:
-            inputs = tuple(spec.of_one_token() for spec in inputs)
-        source_path = folder / (piece + SOURCE_SUFFIX)
-        source_path.write_text(piece_source(graph, piece, lowered.symbols), encoding="utf-8")
-        jobs.append(PieceJob(piece, source_path, inputs, folder / (piece + PACKAGE_SUFFIX)))
+    (scratch / PIECES).mkdir()
+    jobs = write_pieces(lowered, scratch / PIECES)
     with _kernels(config, lowered, scratch / KERNELS, timeline):
         if workers is None:
             return SOURCE_SUFFIX
+        from mllm_compile.early_pieces import compile_pieces
+
         with timeline.stage("compile pieces", total=len(jobs)) as stage:
-            workers.compile(jobs, lambda job: stage.advance())
+            compile_pieces(jobs, early, workers, stage.advance)
     for job in jobs:
         if not job.package_path.is_file():
             raise CompileError(f"piece {job.piece}: Inductor reported success but wrote no package")

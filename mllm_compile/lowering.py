@@ -1,4 +1,4 @@
-"""From a model folder to pieces: build on meta, trace, gate, passes. Every graph on the way is written as text.
+"""From a model folder to pieces: build on meta, trace, gate, passes, sources. Every graph is written as text as well.
 
 Each stage's own work is in the module that it calls; transformers is imported here and not before.
 """
@@ -16,6 +16,7 @@ from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.program import Program
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
     from mllm_compile.hf_model import HFModel
     from mllm_compile.passes.base import PackedPart
-    from mllm_compile.passes.pipeline import PassReport
+    from mllm_compile.passes.pipeline import Observer, PassReport
+    from mllm_compile.piece_workers import PieceJob
     from mllm_compile.runtime.weight_loader import WeightSpec
+    from mllm_compile.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,26 @@ class Lowered:
         return self.graph.meta.get(PACKED_WEIGHTS, {})
 
 
-def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: Reporter) -> Lowered:
-    """Builds, traces, checks and rewrites the model.
+def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> HFModel:
+    """Builds the model without its weights.
+
+    Raises:
+        UnsupportedModelError: Transformers cannot build it, or it would not be served right.
+    """
+    with reporter.stage("import transformers"):
+        import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
+
+        from mllm_compile.hf_model import build_on_meta
+        from mllm_compile.rope import check_rope_limit
+    with reporter.stage("build on meta"):
+        check_remote_code(model, config.model.trust_remote_code)
+        hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
+        check_rope_limit(model, hf_model.model.config)
+    return hf_model
+
+
+def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: Reporter) -> Lowered:
+    """Traces, checks and rewrites the model.
 
     Args:
         dump_dir: gets a numbered text file for the graph after each stage.
@@ -61,36 +82,53 @@ def lower(config: ResolvedConfig, model: ModelFolder, dump_dir: Path, reporter: 
     Raises:
         UnsupportedModelError: the model would not be served right.
     """
-    with reporter.stage("import transformers"):
-        import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
+    from mllm_compile.gate import check_trace
+    from mllm_compile.trace import trace_model
 
-        from mllm_compile.gate import check_trace
-        from mllm_compile.hf_model import build_on_meta
-        from mllm_compile.passes.pipeline import run_passes
-        from mllm_compile.program_builder import build_program, size_symbols
-        from mllm_compile.rope import check_rope_limit
-        from mllm_compile.trace import trace_model
-    with reporter.stage("build on meta"):
-        check_remote_code(model, config.model.trust_remote_code)
-        hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
-        check_rope_limit(model, hf_model.model.config)
     with reporter.stage("trace"):
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)
     dump = _GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
     with reporter.stage("passes"), refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten"):
-        graph, reports = run_passes(
-            trace.graph_module,
-            _disabled_passes(config),
-            observer=lambda report, gm: dump(
+        return rewrite(
+            config,
+            hf_model,
+            trace,
+            lambda report, gm: dump(
                 report.name,
                 gm,
                 f"{report.matches} matches, {report.nodes_before} -> {report.nodes_after} nodes, {report.ms:.1f} ms",
             ),
         )
-        program, symbols = build_program(graph), size_symbols(graph)
-    return Lowered(hf_model, graph, program, reports, symbols)
+
+
+def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: Observer | None = None) -> Lowered:
+    """Runs the passes over a trace, which is rewritten; `observer` sees the graph after each."""
+    from mllm_compile.passes.pipeline import run_passes
+    from mllm_compile.program_builder import build_program, size_symbols
+
+    graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
+    return Lowered(hf_model, graph, build_program(graph), reports, size_symbols(graph))
+
+
+def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
+    """Writes the source of every distinct piece; returns what is to be compiled, beside the sources."""
+    from mllm_compile.piece_source import piece_source
+    from mllm_compile.piece_workers import PieceJob
+    from mllm_compile.program_builder import piece_inputs
+
+    one_token = {form.piece for form in lowered.program.single_token.values()}
+    jobs = []
+    for piece in lowered.program.piece_ids():
+        graph: Any = lowered.graph.get_submodule(piece)
+        inputs = piece_inputs(graph, lowered.symbols)
+        if piece in one_token:
+            inputs = tuple(spec.of_one_token() for spec in inputs)
+        source_path = folder / (piece + SOURCE_SUFFIX)
+        source_path.write_text(piece_source(graph, piece, lowered.symbols), encoding="utf-8")
+        jobs.append(PieceJob(piece, source_path, inputs, folder / (piece + PACKAGE_SUFFIX)))
+    return jobs
 
 
 def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:

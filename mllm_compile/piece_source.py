@@ -27,12 +27,13 @@ def piece_source(piece: fx.GraphModule, title: str, symbols: Mapping[str, str]) 
     Raises:
         CompileError: the graph calls something that a source file cannot name.
     """
-    code = piece.graph.python_code("self")
+    graph = _plainly_named(piece.graph)
+    code = graph.python_code("self")
     used = {name: value for name, value in code.globals.items() if re.search(rf"\b{re.escape(name)}\b", code.src)}
     imports = sorted({_import_line(name, value) for name, value in used.items()} - {""})
     inputs = [
         f"{_INDENT}# {node.name}: {shape_text(node.meta['val'], symbols)}"
-        for node in piece.graph.nodes
+        for node in graph.nodes
         if node.op == "placeholder"
     ]
     body = [_INDENT + line if line.strip() else "" for line in code.src.strip().splitlines()]
@@ -51,6 +52,22 @@ def piece_source(piece: fx.GraphModule, title: str, symbols: Mapping[str, str]) 
             "",
         ]
     )
+
+
+def _plainly_named(graph: fx.Graph) -> fx.Graph:
+    """A copy whose names count within the piece and name no layer: equal pieces read alike, wherever they stand in a
+    model and however many layers it has."""
+    plain = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = re.sub(r"_\d+(?=_|$)", "", node.name)
+        copy = plain.create_node(node.op, node.target, args, kwargs, name, node.type)
+        if copy.op == "placeholder":
+            copy.target = copy.name
+        copy.meta = node.meta
+        copies[node] = copy
+    return plain
 
 
 def shape_text(val: torch.Tensor, symbols: Mapping[str, str]) -> str:

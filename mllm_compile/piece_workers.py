@@ -14,8 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +24,7 @@ from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import PieceInput
 
 _MAX_WORKERS = 8
+_END_S = 5.0  # between a process's last word and its end
 
 
 @dataclass(frozen=True)
@@ -54,35 +54,37 @@ class PieceWorkers:
         self._device, self._max_sizes = device, max_sizes
         _make_private(cache)
         self._workers = [_Worker(device, cache) for _ in range(count or min(_MAX_WORKERS, os.cpu_count() or 1))]
-
-    def compile(self, jobs: list[PieceJob], done: Callable[[PieceJob], None]) -> None:
-        """Compiles all jobs; `done` is called as each ends, from this thread's pool.
-
-        Raises:
-            CompileError: naming the piece and the first line of the compiler's error.
-        """
-        idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
-            idle.put(worker)
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="pieces")
 
-        def run(job: PieceJob) -> None:
-            worker = idle.get()
-            try:
-                worker.compile(job, self._device, self._max_sizes)
-            finally:
-                idle.put(worker)
-            done(job)
+    def submit(self, job: PieceJob) -> Future[None]:
+        """Compiles a job in the background; jobs are begun in the order in which they come.
 
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            for result in [threads.submit(run, job) for job in jobs]:
-                result.result()
+        Returns:
+            Ends with a CompileError where the piece does not compile: the piece's name and the first line of the
+            compiler's error.
+        """
+        return self._threads.submit(self._run, job)
+
+    def _run(self, job: PieceJob) -> None:
+        worker = self._idle.get()
+        try:
+            worker.compile(job, self._device, self._max_sizes)
+        finally:
+            # A process that has ended gets no more jobs while there is another one.
+            if worker.is_running or not any(other.is_running for other in self._workers):
+                self._idle.put(worker)
 
     def __enter__(self) -> PieceWorkers:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
+        self._threads.shutdown()  # a job that was running has failed
         for worker in self._workers:
             worker.close()
 
@@ -139,9 +141,15 @@ class _Worker:
             answer = ""
         if answer:
             return json.loads(answer)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
         self._log.seek(0)
         last_lines = " | ".join(self._log.read().strip().splitlines()[-3:])
         return {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """Ends the process, which holds nothing that anybody needs; an interpreter with Inductor takes a second to end

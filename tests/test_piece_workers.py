@@ -38,4 +38,32 @@ def test_an_error_in_a_piece_names_it_and_the_next_one_is_compiled_on(tmp_path):
         assert (tmp_path / "compilers").stat().st_mode & 0o777 == 0o700
         for _ in range(2):
             with pytest.raises(CompileError, match=r"piece piece_x does not compile: .*no_such"):
-                workers.compile([job], lambda job: None)
+                workers.submit(job).result()
+
+
+def job_of(folder: Path, name: str) -> PieceJob:
+    return PieceJob(name, folder / f"{name}.py", (), folder / f"{name}.pt2")
+
+
+def test_leaving_ends_what_runs_and_what_waits(tmp_path):
+    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=2) as workers:
+        futures = [workers.submit(job_of(tmp_path, f"piece_{number}")) for number in range(5)]
+    assert all(future.done() for future in futures)
+    assert [future.cancelled() for future in futures[2:]] == [True] * 3
+    assert not any(worker.is_running for worker in workers._workers)
+
+
+def test_a_process_that_has_ended_gets_no_more_jobs(tmp_path, monkeypatch):
+    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=2) as workers:
+        ended, other = workers._workers
+        monkeypatch.setattr(other, "_ask", lambda line: {})
+        ended.kill()
+        with pytest.raises(CompileError, match=r"piece_0 does not compile: .* ended \(exit code -9\)"):
+            workers.submit(job_of(tmp_path, "piece_0")).result()
+        for number in range(1, 5):
+            workers.submit(job_of(tmp_path, f"piece_{number}")).result()
+        other.kill()
+        other._process.wait()
+        monkeypatch.undo()
+        with pytest.raises(CompileError, match="piece_5 does not compile"):
+            workers.submit(job_of(tmp_path, "piece_5")).result()
