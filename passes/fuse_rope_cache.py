@@ -75,12 +75,28 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: AttentionSpec) -> bool:
         return False
     if layer.head_dim & (layer.head_dim - 1):  # the kernel's blocks are powers of two
         return False
+    operands = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin)
+    if any(node.meta["val"].stride(-1) != 1 for node in operands):
+        return False
+    first_user = _first_user(gm.graph, q, operands)
+    if first_user is None:
+        return False
     cache = _cache_inputs(gm, layer, val)
-    with gm.graph.inserting_before(next(node for node in gm.graph.nodes if node in q.users)):
+    with gm.graph.inserting_before(first_user):
         new_q, new_k = _call_op(gm.graph, q, k, v, q_rotation, k_rotation, cache)
     q.replace_all_uses_with(new_q)
     attention.args = (new_q, new_k, v, out, name, False)
     return True
+
+
+def _first_user(graph: fx.Graph, q: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
+    """Where the call can stand; None where somebody reads q before all of `operands` are there."""
+    waiting = set(operands)
+    for node in graph.nodes:
+        waiting.discard(node)
+        if node in q.users:
+            return None if waiting else node
+    return None
 
 
 def _go_together(q: _Rotation, k: _Rotation) -> bool:

@@ -13,8 +13,16 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams, lowering
 from mllm_compile.compile import load_or_compile
+from mllm_compile.hf_model import build_on_meta
 from mllm_compile.passes import fuse_rope_cache
+from mllm_compile.passes.base import ATTENTION_LAYERS
+from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
+from mllm_compile.passes.fx_match import is_attention_with_output
+from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
+from mllm_compile.trace import trace_model
 from tests.models.tiny_configs import save_tiny_model
 from tests.models.tiny_configs import tiny_config as shape_of
 from tests.tiny_model import Reference, tiny_config
@@ -104,3 +112,21 @@ def test_a_served_model_says_what_transformers_says(on_cpu, tmp_path):
 def test_without_the_pass_the_runtime_writes_the_cache(tmp_path):
     program = compiled_program(tmp_path, "qwen3")
     assert layers_fused(program) == []
+
+
+def test_a_query_that_somebody_reads_before_the_values_are_there_is_left_alone(on_cpu, tmp_path):
+    config = tiny_config(tmp_path)
+    trace = trace_model(build_on_meta(Path(config.model.path), torch.float32, False), "cpu", 8192)
+    gm = trace.graph_module
+    for graph_pass in (Canonicalise(), PackProjections(), LowerAttention()):
+        gm = graph_pass(gm).gm
+    attention = next(node for node in gm.graph.nodes if is_attention_with_output(node))
+    q = attention.args[0]
+    with gm.graph.inserting_after(q):
+        early = gm.graph.call_function(torch.relu, (q,))
+    early.meta["val"] = q.meta["val"]
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    output.args = ((*output.args[0], early),)
+    layers = len(gm.meta[ATTENTION_LAYERS])
+    assert FuseRopeCache()(gm).matches == layers - 1
+    gm.graph.lint()
