@@ -354,10 +354,18 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch) -> list[Request]:
         """A step was lost: end its running requests with 'abort'; what it wrote is trusted by nobody.
 
+        One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
+        token would stand in the lost one's place.
+
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """
         self._step_over(batch)
-        ended = [request for request in batch.requests if request.status is RequestStatus.RUNNING]
+        ended = [
+            request
+            for request in batch.requests
+            if request.status is RequestStatus.RUNNING
+            or (request.status is RequestStatus.WAITING and request.slot >= 0 and self._in_flight[request.slot])
+        ]
         for request in ended:
             self._end(request, "abort", None)
         self._release_idle()

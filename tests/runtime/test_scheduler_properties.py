@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.errors import RequestError
@@ -110,7 +110,24 @@ def _check(history: History) -> Simulation:
     return simulation
 
 
+# Two steps of one request are in flight when it is preempted, and the first of them is lost.
+_LOST_BEFORE_A_PREEMPTION = History(
+    limits={
+        "max_running_requests": 2,
+        "max_num_batched_tokens": 2,
+        "max_model_len": 16,
+        "page_size": 1,
+        "num_pages": 10,
+        "enable_prefix_cache": True,
+    },
+    steps_ahead=2,
+    events=["add", "abort", "add", "step", *["add"] * 10, *["step"] * 4, "plan", "fail"],
+    seed=47,
+)
+
+
 @SAMPLE
+@example(_LOST_BEFORE_A_PREEMPTION)
 @given(histories())
 def test_any_history_gives_every_request_its_own_answer_and_every_page_back(history: History) -> None:
     _check(history)
