@@ -99,7 +99,7 @@ def _start_runner(
 ) -> tuple[ModelRunner, MemoryPlan]:
     """A runner with the KV pages of an earlier start where they still hold, and the plan for the next one."""
     source = _source(compiled, timeline)
-    with timeline.stage("open device"):
+    with timeline.stage("memory plan"):
         now = situation(settings)
         measured = read_measured(compiled.artifact.measured_folder, device_key(settings.device))
         num_pages = now.pages_from(measured.get("plan")) if settings.num_pages is None else None

@@ -99,13 +99,14 @@ def compile_piece(
     Raises:
         Exception: whatever torch.export or Inductor raises; the worker reports it with the piece's name.
     """
-    if "torch.ops.mllm." in source_path.read_text(encoding="utf-8"):
+    source = source_path.read_text(encoding="utf-8")
+    if "torch.ops.mllm." in source:
         import mllm_compile.runtime.rope_cache_ops
         import mllm_compile.runtime.single_token_ops  # noqa: F401  (both define ops; they need Triton)
         from mllm_compile.dependent_launcher import hide_waits_from_analysis
 
         hide_waits_from_analysis()
-    piece = piece_class(source_path.read_text(encoding="utf-8"), source_path)()
+    piece = piece_class(source, source_path)()
     with _system_compiler():
         exported = torch.export.export(
             piece, _example_inputs(inputs, device), dynamic_shapes=_dynamic_shapes(inputs, max_sizes)

@@ -59,19 +59,8 @@ def attention_with_output(
     batch.attn_backend.forward(q, k, v, layer, batch, save_kv_cache=False, out=out)
 
 
-def _attention_with_output_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    layer_name: str,
-    save_kv_cache: bool = True,
-) -> None:
-    return None
-
-
 _LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")
-torch.library.register_fake("mllm::attention_with_output", _attention_with_output_fake, lib=_LIBRARY)
+torch.library.register_fake("mllm::attention_with_output", lambda *args: None, lib=_LIBRARY)
 
 
 def cache_inputs(layer_name: str) -> list[torch.Tensor]:

@@ -265,8 +265,8 @@ class ProgramExecutor:
                 q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.v_head_dim)
-                index = buffer_index[step.out]
-                linked.append(_LinkedAttention(layer.name, out_shape, step.saves_kv, index, q, k, v, out, dead))
+                buffer = buffer_index[step.out]
+                linked.append(_LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, dead))
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
