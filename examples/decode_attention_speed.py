@@ -1,11 +1,11 @@
-"""Microseconds of one layer's decode attention by kernel, page size, heads, batch and length, inside a CUDA graph.
+"""Microseconds of one layer's decode attention by kernel, heads, batch and length, inside a CUDA graph.
 
     python examples/decode_attention_speed.py [--json FILE]
 
-The choice of kernels in runtime/attention/flashinfer_kernels.py stands on this table. Each graph runs several layers
-with KV of their own, more than the L2 cache holds, over random page tables, and before each of them a kernel that does
-nearly nothing, as a model has one there: without it XQA would start while the layer before it still runs. The time of
-these kernels alone is taken off. XQA is timed by the number of blocks that a request's keys are split among.
+That decodes are the program's own kernel's, in its form for few requests or for many, stands on this table. Each graph
+runs several layers with KV of their own, more than the L2 cache holds, over random page tables, and before each of them
+a kernel that does nearly nothing, as a model has one there. The time of these kernels alone is taken off. The last
+column is the split and the form that would be the fastest, in place of those that are chosen.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ import flashinfer
 import torch
 from flashinfer.xqa import xqa as xqa_attention
 
+import mllm_compile.runtime.split_decode_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY, choose_splits
+
 HEADS = ((16, 8), (32, 8))
-BATCHES = (1, 2, 4, 8, 64, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 LENGTHS = (128, 512, 1024, 4096, 16384)
 MAX_TOKENS = 1 << 20  # of a batch
 TABLE_TOKENS = 32768  # the page table's width: what a request may grow to
-SPLITS = (1, 2, 4, 8, 16)
+SPLITS = (1, 2, 4, 8, 16, 32)
 HEAD_DIM = 128
 COLD_BYTES = 256 << 20  # several times the L2 cache
 MAX_LAYERS = 16
-XQA_PAGE_SIZE = 64
+MAX_BLOCKS = 1024
+PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,6 @@ class Case:
     num_kv_heads: int
     batch: int
     length: int  # of every request; ragged: their mean
-    page_size: int
     is_ragged: bool = False
 
     def lengths(self) -> torch.Tensor:
@@ -63,10 +66,10 @@ class Layers:
     def __init__(self, case: Case) -> None:
         self.case = case
         lengths = case.lengths()
-        self.num_pages = (lengths + case.page_size - 1) // case.page_size
+        self.num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
         total = int(self.num_pages.sum())
         count = min(MAX_LAYERS, max(2, COLD_BYTES // case.kv_bytes))
-        shape = (total + 1, case.page_size, case.num_kv_heads, HEAD_DIM)
+        shape = (total + 1, PAGE_SIZE, case.num_kv_heads, HEAD_DIM)
         kwargs = {"dtype": torch.bfloat16, "device": "cuda"}
         self.pages = [
             (torch.empty(shape, **kwargs).normal_(), torch.empty(shape, **kwargs).normal_()) for _ in range(count)
@@ -77,7 +80,7 @@ class Layers:
         self.lengths = lengths
 
     def page_table(self) -> torch.Tensor:
-        table = torch.zeros(self.case.batch, TABLE_TOKENS // self.case.page_size, dtype=torch.int32)
+        table = torch.zeros(self.case.batch, TABLE_TOKENS // PAGE_SIZE, dtype=torch.int32)
         start = 0
         for row, count in enumerate(self.num_pages.tolist()):
             table[row, :count] = self.order[start : start + count]
@@ -98,7 +101,7 @@ def planned(layers: Layers, workspace: torch.Tensor, use_tensor_cores: bool) -> 
     case = layers.case
     indptr = torch.zeros(case.batch + 1, dtype=torch.int32)
     indptr[1:] = layers.num_pages.cumsum(0)
-    last = (layers.lengths - 1) % case.page_size + 1
+    last = (layers.lengths - 1) % PAGE_SIZE + 1
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace,
         "NHD",
@@ -109,30 +112,35 @@ def planned(layers: Layers, workspace: torch.Tensor, use_tensor_cores: bool) -> 
         paged_kv_last_page_len_buffer=last.cuda(),
     )
     options = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    heads = (case.num_heads, case.num_kv_heads, HEAD_DIM, case.page_size)
+    heads = (case.num_heads, case.num_kv_heads, HEAD_DIM, PAGE_SIZE)
     wrapper.plan(indptr, layers.order.cuda(), last, *heads, **options)
     return layers.each(lambda query, pages, out: wrapper.run(query, pages, out=out))
 
 
-def xqa(layers: Layers, workspace: torch.Tensor, num_splits: int) -> Callable[[], None]:
+def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
     case = layers.case
     table, lengths = layers.page_table(), layers.lengths.cuda().view(torch.uint32)[:, None]
     semaphores = torch.zeros(1 << 16, dtype=torch.int32, device="cuda").view(torch.uint32)
-    blocks = num_splits * case.batch * case.num_kv_heads  # it splits until so many SMs have one
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        heads_and_page = (case.num_kv_heads, case.page_size)
-        xqa_attention(
-            query[:, None],
-            *pages,
-            table,
-            lengths,
-            out[:, None],
-            workspace,
-            semaphores,
-            *heads_and_page,
-            sm_count=blocks,
-        )
+        heads_and_page = (case.num_kv_heads, PAGE_SIZE)
+        xqa_attention(query[:, None], *pages, table, lengths, out[:, None], workspace, semaphores, *heads_and_page)
+
+    return layers.each(attend)
+
+
+def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], None]:
+    case = layers.case
+    table, lengths = layers.page_table(), layers.lengths.cuda()
+    heads = (case.batch, num_splits, case.num_heads)
+    scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((HEAD_DIM,), (), ())]
+    done = torch.zeros(case.batch, case.num_kv_heads, dtype=torch.int32, device="cuda")
+    max_splits = MAX_SPLITS_OF_FEW if is_few else MAX_SPLITS_OF_MANY
+    options = (PAGE_SIZE, max_splits, HEAD_DIM**-0.5, 0.0, -1, is_few)
+
+    def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        keys, values = (page.flatten(0, 1) for page in pages)
+        torch.ops.mllm.split_decode(query, keys, values, table, lengths, out, *scratch, done, *options)
 
     return layers.each(attend)
 
@@ -155,16 +163,18 @@ def microseconds(run: Callable[[], None], num_layers: int) -> float:
 
 
 def measure(case: Case, workspace: torch.Tensor) -> dict[str, float]:
+    """Microseconds by kernel: "chosen" is what an engine takes, "few/4" a form and a split of the same kernel."""
     layers = Layers(case)
     kernels = {
         "CUDA cores": lambda: planned(layers, workspace, False),
         "tensor cores": lambda: planned(layers, workspace, True),
+        "XQA": lambda: xqa(layers, workspace),
+        "chosen": lambda: split_decode(layers, *choose_splits(case.batch, case.num_kv_heads)),
     }
-    if case.page_size == XQA_PAGE_SIZE:
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for is_few, name, largest in ((True, "few", MAX_SPLITS_OF_FEW), (False, "many", MAX_SPLITS_OF_MANY)):
         for splits in SPLITS:
-            if splits == 1 or splits * case.batch * case.num_kv_heads <= num_sms:
-                kernels[f"XQA/{splits}"] = lambda splits=splits: xqa(layers, workspace, splits)
+            if splits <= largest and splits * case.batch * case.num_kv_heads <= MAX_BLOCKS:
+                kernels[f"{name}/{splits}"] = lambda few=is_few, splits=splits: split_decode(layers, few, splits)
     times, outputs = {}, {}
     nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
     for name, make in kernels.items():
@@ -186,24 +196,24 @@ def main() -> None:
     torch.manual_seed(0)
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
     results = []
-    columns = ("CUDA cores", "tensor cores", *(f"XQA/{splits}" for splits in SPLITS))
-    print("heads   batch length  page    CUDA  tensor " + " ".join(f"{name:>7}" for name in columns[2:]) + "    TB/s")
+    columns = ("CUDA cores", "tensor cores", "XQA", "chosen")
+    print("heads   batch length    CUDA  tensor     XQA  chosen    TB/s  fastest of its forms")
     for num_heads, num_kv_heads in HEADS:
         for is_ragged, batches in ((False, BATCHES), (True, BATCHES[-2:])):
             for batch in batches:
                 for length in (length for length in LENGTHS if length * batch <= MAX_TOKENS):
-                    for page_size in (16, XQA_PAGE_SIZE):
-                        case = Case(num_heads, num_kv_heads, batch, length, page_size, is_ragged)
-                        times = measure(case, workspace)
-                        results.append(asdict(case) | {"us": times})
-                        rate = case.kv_bytes / min(times.values()) / 1e6
-                        heads, ragged = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
-                        print(
-                            f"{heads} {ragged}{batch:5} {length:6} {page_size:5}",
-                            *(f"{times[name]:7.2f}" if name in times else " " * 7 for name in columns),
-                            f"{rate:7.2f}",
-                            flush=True,
-                        )
+                    case = Case(num_heads, num_kv_heads, batch, length, is_ragged)
+                    times = measure(case, workspace)
+                    results.append(asdict(case) | {"us": times})
+                    rate = case.kv_bytes / times["chosen"] / 1e6
+                    fastest = min((name for name in times if "/" in name), key=times.__getitem__, default="")
+                    heads, ragged = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
+                    print(
+                        f"{heads} {ragged}{batch:5} {length:6}",
+                        *(f"{times[name]:7.2f}" for name in columns),
+                        f"{rate:7.2f}  {fastest} {times.get(fastest, 0):.2f}",
+                        flush=True,
+                    )
     if arguments.json:
         arguments.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}))
 

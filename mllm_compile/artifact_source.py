@@ -16,6 +16,7 @@ from mllm_compile.artifact import CONSTANTS, Artifact
 from mllm_compile.errors import ArtifactError
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.split_decode import DecodePieces
 from mllm_compile.runtime.model_source import LoadedModel
 from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
 from mllm_compile.runtime.program import LayerSpec, ProgramExecutor
@@ -53,11 +54,16 @@ class ArtifactSource:
             pieces = beside.submit(self._load_pieces, device)
             weights = self._load_weights(device)
             self._kernels.result()
-            executor = ProgramExecutor(artifact.program, pieces.result(), weights)
+            loaded = pieces.result()
+            executor = ProgramExecutor(artifact.program, loaded, weights)
         sizes = artifact.sizes
         return LoadedModel(
             executor=executor,
             layers=tuple(attention_layer(layer, executor.weights) for layer in artifact.program.layers),
+            decode_pieces={
+                layer: DecodePieces(loaded[forms.few], loaded[forms.many])
+                for layer, forms in artifact.program.decode_attention.items()
+            },
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,

@@ -7,7 +7,6 @@ which loads (or builds) every kernel that a batch may get, and what FlashInfer t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +15,14 @@ from mllm_compile.artifact_source import attention_layer
 from mllm_compile.errors import DeviceError
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
-from mllm_compile.runtime.program import LayerSpec
+from mllm_compile.runtime.attention.split_decode import DecodePieces
+from mllm_compile.runtime.program import Program
+
+# In place of the program's own decode pieces, which may not be compiled yet: FlashInfer has no part in them.
+_NO_PIECES = DecodePieces(lambda inputs: None, lambda inputs: None)
 
 
-def collect_kernels(config: ResolvedConfig, layers: Sequence[LayerSpec], folder: Path, reporter: Reporter) -> None:
+def collect_kernels(config: ResolvedConfig, program: Program, folder: Path, reporter: Reporter) -> None:
     """Fills `folder` with `<kernel>/<kernel>.so`, the way FlashInfer's own package of prebuilt kernels is laid out.
 
     Raises:
@@ -27,7 +30,7 @@ def collect_kernels(config: ResolvedConfig, layers: Sequence[LayerSpec], folder:
         UnsupportedModelError, ConfigError: a layer that FlashInfer has no kernel for.
     """
     with reporter.stage("attention kernels"), torch.cuda.device(torch.device(config.runtime.device)):
-        _load_kernels(config, layers)
+        _load_kernels(config, program)
         from flashinfer.jit.core import jit_spec_registry
 
         for name, spec in jit_spec_registry.get_all_specs().items():
@@ -37,12 +40,13 @@ def collect_kernels(config: ResolvedConfig, layers: Sequence[LayerSpec], folder:
                 shutil.copyfile(library, folder / name / f"{name}.so")
 
 
-def _load_kernels(config: ResolvedConfig, layers: Sequence[LayerSpec]) -> None:
+def _load_kernels(config: ResolvedConfig, program: Program) -> None:
     from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 
     runtime = config.runtime
     dtype = getattr(torch, config.model.dtype)
     device = torch.device(runtime.device)
+    layers = program.layers
     sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
     first = layers[0]
     FlashInferAttnBackend(
@@ -58,6 +62,7 @@ def _load_kernels(config: ResolvedConfig, layers: Sequence[LayerSpec]) -> None:
         page_size=runtime.page_size,
         layers=[attention_layer(layer, sinks) for layer in layers],
         deterministic=runtime.deterministic,
+        decode_pieces=dict.fromkeys(program.decode_attention, _NO_PIECES),
     )
     try:
         from flashinfer.page import get_page_module

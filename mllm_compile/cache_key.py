@@ -24,7 +24,7 @@ from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -34,6 +34,7 @@ _SHAPING_SOURCES = (
     "gate.py",
     "lowering.py",
     "program_builder.py",
+    "decode_attention.py",
     "self_check.py",
     "weights.py",
     "checkpoint_keys.py",
@@ -46,6 +47,7 @@ _SHAPING_SOURCES = (
     "runtime/rope_cache_ops.py",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
+    "runtime/split_decode_ops.py",
     "runtime/trace_ops.py",
     "runtime/weight_loader.py",
     "runtime/program.py",
@@ -141,6 +143,7 @@ def _attention(config: ResolvedConfig) -> str:
     if runtime.attention_backend == "torch":
         return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
     mode = ["deterministic"] if runtime.deterministic else []
+    mode += [] if config.compile.split_decode else ["decodes by FlashInfer"]
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

@@ -90,8 +90,7 @@ class CompiledRuntime:
 
     @property
     def num_distinct_pieces(self) -> int:
-        program = self.artifact.program
-        return len(program.piece_ids()) - len(program.single_token)
+        return len(self.artifact.program.step_pieces())
 
 
 @dataclass(frozen=True)
@@ -365,9 +364,10 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
         yield None
         return
     from mllm_compile.piece_workers import PieceWorkers
+    from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW
 
     largest = max_traced_tokens(config)
-    sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS}
+    sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": MAX_SPLITS_OF_FEW}
     with PieceWorkers(config.runtime.device, sizes, compiler_cache(config.cache.dir)) as workers:
         yield workers
 
@@ -419,6 +419,6 @@ def _kernels(config: ResolvedConfig, lowered: Lowered, folder: Path, timeline: T
     from mllm_compile.attention_kernels import collect_kernels
 
     with ThreadPoolExecutor(1, thread_name_prefix="kernels") as thread:
-        built = thread.submit(collect_kernels, config, lowered.program.layers, folder, timeline)
+        built = thread.submit(collect_kernels, config, lowered.program, folder, timeline)
         yield
         built.result()

@@ -64,6 +64,9 @@ class CompileConfig(Section):
     disable_passes: NameList = ()
     """Names of optional graph passes to leave out, as `mllm-compile inspect` prints them."""
 
+    split_decode: bool = True
+    """On a GPU decode by a kernel that is compiled with the model, where it serves a layer; false: by FlashInfer's."""
+
     @field_validator("disable_passes")
     @classmethod
     def _no_name_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.cache_key import max_traced_tokens
+from mllm_compile.decode_attention import DecodePiece, add_decode_attention
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
@@ -40,6 +41,7 @@ class Lowered:
         program: the same as steps.
         reports: one a pass.
         symbols: the graph's size symbols → T, S, P.
+        decode_pieces: those of the program that compute attention.
     """
 
     hf_model: HFModel
@@ -47,6 +49,7 @@ class Lowered:
     program: Program
     reports: list[PassReport]
     symbols: dict[str, str]
+    decode_pieces: tuple[DecodePiece, ...]
 
     @property
     def packed(self) -> dict[str, tuple[PackedPart, ...]]:
@@ -109,7 +112,8 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
     from mllm_compile.program_builder import build_program, size_symbols
 
     graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
-    return Lowered(hf_model, graph, build_program(graph), reports, size_symbols(graph))
+    program, decode_pieces = add_decode_attention(config, build_program(graph))
+    return Lowered(hf_model, graph, program, reports, size_symbols(graph), decode_pieces)
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
@@ -118,15 +122,19 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
     from mllm_compile.piece_workers import PieceJob
     from mllm_compile.program_builder import piece_inputs
 
-    one_token = {form.piece for form in lowered.program.single_token.values()}
-    jobs = []
-    for piece in lowered.program.piece_ids():
+    program = lowered.program
+    one_token = [form.piece for form in program.single_token.values()]
+    sources = [(piece.name, piece.source, piece.inputs) for piece in lowered.decode_pieces]
+    for piece in (*program.step_pieces(), *one_token):
         graph: Any = lowered.graph.get_submodule(piece)
         inputs = piece_inputs(graph, lowered.symbols)
         if piece in one_token:
             inputs = tuple(spec.of_one_token() for spec in inputs)
+        sources.append((piece, piece_source(graph, piece, lowered.symbols), inputs))
+    jobs = []
+    for piece, source, inputs in sources:
         source_path = folder / (piece + SOURCE_SUFFIX)
-        source_path.write_text(piece_source(graph, piece, lowered.symbols), encoding="utf-8")
+        source_path.write_text(source, encoding="utf-8")
         jobs.append(PieceJob(piece, source_path, inputs, folder / (piece + PACKAGE_SUFFIX)))
     return jobs
 

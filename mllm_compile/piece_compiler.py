@@ -21,16 +21,23 @@ from mllm_compile.runtime.pieces import piece_class
 
 # Sizes that the example inputs have where a size is dynamic. Distinct and not special (0, 1, multiples of 8), so that
 # the exporter does not take one for another or for a constant.
-EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013}
+EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19}
 
 
 @dataclass(frozen=True)
 class PieceInput:
-    """One input of a piece: sizes are numbers, or "T", "S" and "P" for the dynamic ones."""
+    """One input of a piece: sizes are numbers, or names of EXAMPLE_SIZES for the dynamic ones."""
 
     shape: tuple[int | str, ...]
     stride: tuple[int | str, ...]
     dtype: str
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int | str, ...], dtype: str) -> PieceInput:
+        strides: list[int | str] = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, _product(size, strides[0]))
+        return cls(shape, tuple(strides), dtype)
 
     def of_one_token(self) -> PieceInput:
         """The same input with T = 1."""
@@ -48,6 +55,12 @@ class PieceInput:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PieceInput:
         return cls(tuple(data["shape"]), tuple(data["stride"]), data["dtype"])
+
+
+def _product(first: int | str, second: int | str) -> int | str:
+    if isinstance(first, int) and isinstance(second, int):
+        return first * second
+    return "*".join(str(factor) for factor in (first, second) if factor != 1)
 
 
 def inductor_options(device: str) -> dict[str, Any]:
@@ -94,7 +107,7 @@ def prepare_compiler(device: str) -> None:
 def compile_piece(
     source_path: Path, inputs: list[PieceInput], device: str, max_sizes: dict[str, int], package_path: Path
 ) -> None:
-    """Exports the piece with dynamic T and S, compiles it, and writes the package.
+    """Exports the piece with its dynamic sizes, compiles it, and writes the package.
 
     Raises:
         Exception: whatever torch.export or Inductor raises; the worker reports it with the piece's name.
@@ -102,7 +115,8 @@ def compile_piece(
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:
         import mllm_compile.runtime.rope_cache_ops
-        import mllm_compile.runtime.single_token_ops  # noqa: F401  (both define ops; they need Triton)
+        import mllm_compile.runtime.single_token_ops
+        import mllm_compile.runtime.split_decode_ops  # noqa: F401  (these define ops; they need Triton)
         from mllm_compile.dependent_launcher import hide_waits_from_analysis
 
         hide_waits_from_analysis()

@@ -20,8 +20,8 @@ from mllm_compile.model_folder import ModelFolder
 from mllm_compile.progress import Reporter
 from mllm_compile.rope import rope_limit
 
-# XQA decodes from pages of 64 and needs no plan (runtime/attention/flashinfer_kernels.py); FlashInfer's other kernels
-# are as fast with 64 as with 16. A CPU gains nothing from large pages, and small ones share more of a prefix.
+# Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
+# large pages, and small ones share more of a prefix.
 PAGE_SIZE = {"flashinfer": 64, "torch": 16}
 # A CPU computes a few hundred tokens a second: more in flight would only make each of them later.
 MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
@@ -72,6 +72,7 @@ class ResolvedModel(_Resolved):
 class ResolvedCompile(_Resolved):
     backend: Literal["inductor", "eager"]
     disable_passes: tuple[str, ...]
+    split_decode: bool
 
 
 class ResolvedCudaGraph(_Resolved):
@@ -149,7 +150,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             ),
             trust_remote_code=config.model.trust_remote_code,
         ),
-        compile=ResolvedCompile(backend=config.compile.backend, disable_passes=config.compile.disable_passes),
+        compile=ResolvedCompile.model_validate(config.compile.model_dump()),
         cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
         runtime=runtime,
         cache=ResolvedCache(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer
+from mllm_compile.runtime.attention.split_decode import DecodePieces
 
 
 class Executor(Protocol):
@@ -28,6 +29,7 @@ class LoadedModel:
     executor: Executor
     eager: Executor | None = None  # the model as it was before it was compiled, where config.skip_compiled asks for it
     layers: tuple[AttentionLayer, ...]  # by layer_id
+    decode_pieces: Mapping[str, DecodePieces] = field(default_factory=dict)  # layer → its own decode kernels, if any
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int

@@ -95,6 +95,14 @@ class SingleTokenForm:
 
 
 @dataclass(frozen=True)
+class DecodeForms:
+    """The pieces that compute a layer's attention in decodes, of few requests and of many; see split_decode_ops.py."""
+
+    few: str
+    many: str
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
 
@@ -103,11 +111,16 @@ class Program:
     weights: tuple[str, ...]
     output: str
     single_token: Mapping[str, SingleTokenForm] = field(default_factory=dict)  # piece → its form for one token
+    decode_attention: Mapping[str, DecodeForms] = field(default_factory=dict)  # layer → pieces, where it has some
 
     def piece_ids(self) -> list[str]:
-        """Everything that is compiled: distinct pieces in order of first use, then their single-token forms."""
-        pieces = dict.fromkeys(step.piece for step in self.steps if isinstance(step, PieceStep))
-        return [*pieces, *(form.piece for form in self.single_token.values())]
+        """Everything that is compiled: the steps' pieces, their single-token forms, those of attention."""
+        attention = dict.fromkeys(piece for form in self.decode_attention.values() for piece in (form.few, form.many))
+        return [*self.step_pieces(), *(form.piece for form in self.single_token.values()), *attention]
+
+    def step_pieces(self) -> list[str]:
+        """Distinct pieces that steps call, in order of first use."""
+        return list(dict.fromkeys(step.piece for step in self.steps if isinstance(step, PieceStep)))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -118,6 +131,7 @@ class Program:
             "weights": list(self.weights),
             "output": self.output,
             "single_token": {piece: asdict(form) for piece, form in self.single_token.items()},
+            "decode_attention": {layer: asdict(forms) for layer, forms in self.decode_attention.items()},
         }
 
     @classmethod
@@ -130,6 +144,7 @@ class Program:
                 weights=tuple(data["weights"]),
                 output=data["output"],
                 single_token={piece: SingleTokenForm(**form) for piece, form in data["single_token"].items()},
+                decode_attention={layer: DecodeForms(**forms) for layer, forms in data["decode_attention"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(
@@ -305,6 +320,7 @@ def _missing_names(
     layers = {layer.name for layer in program.layers}
     known = {*BATCH_INPUTS, *program.weights}
     missing = [name for name in program.weights if name not in weights]
+    missing += [layer for layer in program.decode_attention if layer not in layers]
     for step in program.steps:
         if isinstance(step, PieceStep):
             missing += [step.piece] if step.piece not in pieces else []

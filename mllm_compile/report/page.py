@@ -20,7 +20,7 @@ from mllm_compile.cache_key import key_of
 from mllm_compile.measured import DeviceKey, read_all_measured
 from mllm_compile.report import html_parts as parts
 from mllm_compile.runtime.pieces import SOURCE_SUFFIX
-from mllm_compile.runtime.program import AttentionStep, PieceStep
+from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MAX_DIFF_LINES = 3000
@@ -103,10 +103,18 @@ def _pieces(artifact: Artifact) -> str:
     for piece in artifact.program.piece_ids():
         text = (artifact.folder / PIECES / (piece + SOURCE_SUFFIX)).read_text(encoding="utf-8")
         used = places.get(piece, [])
-        remark = f"{len(used)} × : {', '.join(_runs(used))}" if used else "in place of another for one token"
+        remark = f"{len(used)} × : {', '.join(_runs(used))}" if used else _role(artifact.program, piece)
         size = format_bytes(len(artifact.pieces[piece]))
         lines.append(parts.folded(piece.removeprefix("piece_"), remark, size, parts.source(text)))
     return "".join(lines) + parts.folded("program", "every step", "", parts.source("\n".join(_steps(artifact))))
+
+
+def _role(program: Program, piece: str) -> str:
+    """What a piece is for that no step calls."""
+    if any(form.piece == piece for form in program.single_token.values()):
+        return "in place of another for one token"
+    layers = [forms for forms in program.decode_attention.values() if piece in (forms.few, forms.many)]
+    return f"decode attention of {len(layers)} layers"
 
 
 def _places(artifact: Artifact) -> dict[str, list[str]]:

@@ -1,9 +1,9 @@
 """Attention by FlashInfer's kernels over the paged cache (CUDA only, imported when the backend is made).
 
-Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the decodes, which come
-first in a batch, and one for the prefills behind them. Which kernel each gets is decided in flashinfer_kernels.py;
-pages and plan buffers are flashinfer_plan.py's, decodes that need no plan flashinfer_xqa.py's. Decodes can be captured
-in a CUDA graph: see init_forward_metadata_capture_cuda_graph.
+Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the prefills, and one
+for the decodes, which come first in a batch, unless the program brings its own kernel for them (split_decode.py). Which
+of FlashInfer's kernels each gets is decided in flashinfer_kernels.py; pages and plan buffers are flashinfer_plan.py's.
+Decodes can be captured in a CUDA graph: see init_forward_metadata_capture_cuda_graph.
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
@@ -11,7 +11,7 @@ Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, partial
@@ -27,30 +27,27 @@ from mllm_compile.runtime.attention.flashinfer_decode import (
     GraphBuffers,
     GroupDecode,
     PlannedGroup,
-    XQAGroup,
+    SplitGroup,
 )
 from mllm_compile.runtime.attention.flashinfer_kernels import (
-    XQA_MAX_REQUESTS,
-    DecodeKernel,
     PlanGroup,
     check_never_split,
     check_supported,
-    choose_decode_kernel,
     choose_prefill_kernel,
-    decode_kernels,
+    decodes_on_tensor_cores,
     prefill_kernels,
     prefills_new_tokens_alone,
     should_use_tensor_core,
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace, make_paged_view
-from mllm_compile.runtime.attention.flashinfer_xqa import XQASpace
 from mllm_compile.runtime.attention.metadata import (
     get_kv_cache_layout,
     get_per_layer_parameters,
     infer_global_hyperparameters,
     split_decodes_and_prefills,
 )
+from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
@@ -71,7 +68,7 @@ class WrapperDispatch(Enum):
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Decode wrappers, one a plan group: planned, or XQA's, which need no plan."""
+    """Decode wrappers, one a plan group: planned, or the program's own, which need no plan."""
 
     decode_wrappers: list[Any]
 
@@ -112,6 +109,7 @@ class FlashInferAttnBackend(AttentionBackend):
         page_size: int = 1,
         layers: Sequence[AttentionLayer] | None = None,
         deterministic: bool = False,
+        decode_pieces: Mapping[str, DecodePieces] | None = None,
     ) -> None:
         """
         Args:
@@ -125,7 +123,8 @@ class FlashInferAttnBackend(AttentionBackend):
                 them with another backend; allocated otherwise.
             init_new_workspace: have a float workspace of its own instead of sharing one with other backends.
             layers: the model's layers; the plan groups are theirs, and the scalars above only serve without layers.
-            deterministic: a decode's output does not depend on the rest of the batch: its keys are never split.
+            deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
+            decode_pieces: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -160,7 +159,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self._kv_indptr_buf = kv_indptr_buf
         self._kv_last_page_len_buf = kv_last_page_len_buf
 
-        self._xqa, self._group_decodes = self._make_group_decodes(max_req_pool_size)
+        self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decode_pieces or {})
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
         self.prefill_metadata: PrefillMetadata | None = None
@@ -187,8 +186,8 @@ class FlashInferAttnBackend(AttentionBackend):
 
         if num_decodes:
             decodes = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
-            groups = self._choose_decodes(num_decodes, batch.req_pool_indices[:num_decodes])
-            self.decode_metadata = DecodeMetadata([group.plan(decodes) for group in groups])
+            self._list_pages(batch.req_pool_indices[:num_decodes])
+            self.decode_metadata = DecodeMetadata([group.plan(decodes) for group in self._group_decodes])
         if num_prefills:
             self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
 
@@ -256,41 +255,34 @@ class FlashInferAttnBackend(AttentionBackend):
 
     # Wrappers ---------------------------------------------------------------------------------------------------------
 
-    def _make_group_decodes(self, max_requests: int) -> tuple[XQASpace | None, list[dict[DecodeKernel, GroupDecode]]]:
-        """What serves the decodes of each group, by kernel."""
-        kernels = [
-            decode_kernels(group, self.kv_cache_dtype, self.page_size, self._is_hopper, self.deterministic)
-            for group in self.groups
-        ]
-        by_xqa = [group for group, names in zip(self.groups, kernels, strict=True) if DecodeKernel.XQA in names]
+    def _make_group_decodes(
+        self, max_requests: int, decode_pieces: Mapping[str, DecodePieces]
+    ) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
+        """What serves the decodes of each group; layers of one group have the same pieces."""
+        pieces = {self._group_of[name]: of_layer for name, of_layer in decode_pieces.items()}
         space = None
-        if by_xqa:
-            num_rows = min(max_requests, XQA_MAX_REQUESTS)
-            space = XQASpace(by_xqa, self.req_to_token, num_rows, self.page_size, self._workspace, self.kv_cache_dtype)
+        if pieces:
+            groups = [(self.groups[index], of_group) for index, of_group in pieces.items()]
+            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, self.q_dtype)
 
-        def make(group: PlanGroup, kernel: DecodeKernel) -> GroupDecode:
-            if space is not None and kernel is DecodeKernel.XQA:
-                return XQAGroup(group, space)
+        def make(index: int, group: PlanGroup) -> GroupDecode:
+            if space is not None and index in pieces:
+                return SplitGroup(group, pieces[index], space)
             make_wrapper = partial(
                 self._flashinfer.BatchDecodeWithPagedKVCacheWrapper,
                 self._workspace,
                 get_kv_cache_layout(),
-                use_tensor_cores=kernel is DecodeKernel.TENSOR_CORES,
+                use_tensor_cores=decodes_on_tensor_cores(group, self.kv_cache_dtype, self.deterministic),
             )
             options = self._plan_options(group)
             return PlannedGroup(make_wrapper, group, self.page_size, options, self.device, self.deterministic)
 
-        decodes = [
-            {kernel: make(group, kernel) for kernel in names} for group, names in zip(self.groups, kernels, strict=True)
-        ]
-        return space, decodes
+        return space, [make(index, group) for index, group in enumerate(self.groups)]
 
-    def _choose_decodes(self, num_requests: int, rows: torch.Tensor) -> list[GroupDecode]:
-        """What serves a batch's decodes, a group each; XQA's page table is made that of `rows` [num_requests]."""
-        chosen = [choose_decode_kernel(tuple(decodes), num_requests) for decodes in self._group_decodes]
-        if self._xqa is not None and DecodeKernel.XQA in chosen:
-            self._xqa.list_pages(rows)
-        return [decodes[kernel] for decodes, kernel in zip(self._group_decodes, chosen, strict=True)]
+    def _list_pages(self, rows: torch.Tensor) -> None:
+        """Tell the program's own decode kernels whose pages the next batch reads: of `rows` [requests]."""
+        if self._split_space is not None:
+            self._split_space.list_pages(rows)
 
     def _prefill_wrapper(self, group_index: int, kernel: str, ragged: bool) -> Any:
         key = (group_index, kernel, ragged)
@@ -312,9 +304,8 @@ class FlashInferAttnBackend(AttentionBackend):
             torch.ones(1, dtype=torch.int32),
         )
         try:
-            for i, (group, decodes) in enumerate(zip(self.groups, self._group_decodes, strict=True)):
-                for decode in decodes.values():
-                    decode.load()
+            for i, (group, decode) in enumerate(zip(self.groups, self._group_decodes, strict=True)):
+                decode.load()
                 if not self.skip_prefill:
                     # A kernel of one name is the same library for pages and for new tokens alone.
                     for kernel in prefill_kernels(group, self.kv_cache_dtype, self._is_hopper):
@@ -405,7 +396,12 @@ class FlashInferAttnBackend(AttentionBackend):
         if max_num_tokens != max_bs:
             raise ConfigError(f"only decodes of one token are captured: {max_bs} requests, {max_num_tokens} tokens")
         if self.deterministic:
-            check_never_split(self.groups, max_bs, self._num_sms)
+            planned = [
+                group
+                for group, decode in zip(self.groups, self._group_decodes, strict=True)
+                if isinstance(decode, PlannedGroup)
+            ]
+            check_never_split(planned, max_bs, self._num_sms)
         zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
         num_entries = max_bs * -(-self.max_context_len // self.page_size)
         # Page lists and their offsets differ between windows; how full the last page is does not.
@@ -434,10 +430,10 @@ class FlashInferAttnBackend(AttentionBackend):
         The addresses that a captured kernel reads are this backend's; only their contents change with each replay.
         """
         _check_capturable(forward_mode, bs, num_tokens)
-        groups = self._choose_decodes(bs, req_pool_indices)
+        self._list_pages(req_pool_indices)
         wrappers = [
-            group.plan_capture(bs, seq_lens, buffers)
-            for group, buffers in zip(groups, self._graph_buffers, strict=True)
+            decode.plan_capture(bs, seq_lens, buffers)
+            for decode, buffers in zip(self._group_decodes, self._graph_buffers, strict=True)
         ]
         self._captured_sizes.add(bs)
         self._num_decodes = bs
@@ -469,8 +465,9 @@ class FlashInferAttnBackend(AttentionBackend):
                 table, req_pool_indices, seq_lens_cpu, computed, window_left, self.page_size, indices_out
             )
 
+        self._list_pages(req_pool_indices)
         decodes = DecodeRows(seq_lens, list_pages)
-        wrappers = [group.plan_replay(bs, decodes) for group in self._choose_decodes(bs, req_pool_indices)]
+        wrappers = [decode.plan_replay(bs, decodes) for decode in self._group_decodes]
         self._num_decodes = bs
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 

@@ -1,4 +1,4 @@
-"""Decodes of one plan group: by FlashInfer's planned wrappers, or by XQA, which needs no plan.
+"""Decodes of one plan group: by FlashInfer's planned wrappers, or by the program's own pieces, which need no plan.
 
 The backend asks a group for a wrapper (`run(q, pages, out=…)`) per batch, or per captured batch size. What a captured
 kernel reads stays where it was at the capture; only its contents change.
@@ -17,7 +17,7 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace
-from mllm_compile.runtime.attention.flashinfer_xqa import XQADecode, XQASpace
+from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.upload import upload
 
 # (window_left, where to write the page ids or None) → the pages of the batch's decodes
@@ -61,30 +61,31 @@ class GroupDecode(ABC):
         """The captured wrapper, made ready for these requests."""
 
 
-class XQAGroup(GroupDecode):
+class SplitGroup(GroupDecode):
     """Reads the page table that the backend keeps for all such groups."""
 
-    def __init__(self, group: PlanGroup, space: XQASpace) -> None:
+    def __init__(self, group: PlanGroup, pieces: DecodePieces, space: SplitDecodeSpace) -> None:
         self._group = group
+        self._pieces = pieces
         self._space = space
-        self._captured: dict[int, tuple[torch.Tensor, XQADecode]] = {}
+        self._captured: dict[int, tuple[torch.Tensor, SplitDecode]] = {}
 
     def load(self) -> None:
-        self._space.load(self._group)
+        self._space.load(self._group, self._pieces)
 
-    def plan(self, decodes: DecodeRows) -> XQADecode:
-        return self._space.decoder(self._group, decodes.seq_lens)
+    def plan(self, decodes: DecodeRows) -> SplitDecode:
+        return self._space.decoder(self._group, self._pieces, decodes.seq_lens)
 
-    def plan_capture(self, bs: int, seq_lens: torch.Tensor, buffers: GraphBuffers) -> XQADecode:
-        wrapper = self._space.decoder(self._group, seq_lens)
-        self._captured[bs] = seq_lens, wrapper
-        return wrapper
+    def plan_capture(self, bs: int, seq_lens: torch.Tensor, buffers: GraphBuffers) -> SplitDecode:
+        decoder = self._space.decoder(self._group, self._pieces, seq_lens)
+        self._captured[bs] = seq_lens, decoder
+        return decoder
 
-    def plan_replay(self, bs: int, decodes: DecodeRows) -> XQADecode:
-        seq_lens, wrapper = self._captured[bs]
+    def plan_replay(self, bs: int, decodes: DecodeRows) -> SplitDecode:
+        seq_lens, decoder = self._captured[bs]
         if decodes.seq_lens.data_ptr() != seq_lens.data_ptr():
             seq_lens.copy_(decodes.seq_lens)
-        return wrapper
+        return decoder
 
 
 class PlannedGroup(GroupDecode):

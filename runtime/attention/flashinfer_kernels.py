@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 
@@ -19,29 +18,6 @@ HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FA3_QUERY_TILE = 128
-
-# Microseconds of one layer's decode in a CUDA graph (examples/decode_attention_speed.py; all of it in
-# docs/performance.md), pages of 64; CUDA cores and tensor cores take as long with pages of 16. Up to 64 requests XQA is
-# the fastest or close to it, and it needs no plan: no host work a step. Beyond, its blocks of 256 keys waste more than
-# that on short requests, the GPU's step is long enough to plan behind, and tensor cores lose 2% at most to any other.
-#
-#     query/KV heads  requests  tokens each   CUDA cores  tensor cores    XQA
-#     16/8                   1         1024         10.1          11.6   11.2
-#     16/8                   8         1024         15.5          18.2   15.8
-#     16/8                  64         1024         71.2          73.7   70.1
-#     16/8                 256          128         38.8          65.1   84.0
-#     16/8                 256      256-768        141.9         140.6  157.9
-#     16/8                 256    2048-6144       1093.3         959.3  943.9
-#     32/8                   1         1024         17.0          11.3   11.1
-#     32/8                   8         1024         29.1          18.4   15.7
-#     32/8                  64         1024        100.5          74.4   70.7
-#     32/8                 256          128         47.7          66.1   83.4
-#     32/8                 256      256-768        199.3         142.0  155.3
-#     32/8                 256    2048-6144       1545.6         963.1  948.4
-XQA_PAGE_SIZE = 64
-XQA_MAX_REQUESTS = 64
-_XQA_HEAD_DIM = 128
-_XQA_GROUPS = (2, 4)  # query heads a KV head
 
 # Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
 # SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
@@ -65,18 +41,10 @@ class PlanGroup:
         return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params)
 
 
-class DecodeKernel(Enum):
-    """What serves decodes; XQA reads page table and lengths on the device, the others are planned on the host."""
-
-    XQA = auto()
-    TENSOR_CORES = auto()
-    CUDA_CORES = auto()
-
-
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
     """Whether decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
 
-    The table above has why. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves no
+    docs/performance.md has why. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves no
     hole.)
     """
     if kv_cache_dtype in _FP8_DTYPES:
@@ -84,37 +52,16 @@ def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int
     return kv_cache_dtype in QUERY_DTYPES and num_attention_heads // num_kv_heads >= 4
 
 
-def decode_kernels(
-    group: PlanGroup, kv_cache_dtype: torch.dtype, page_size: int, is_hopper: bool, deterministic: bool = False
-) -> tuple[DecodeKernel, ...]:
-    """The kernels that decodes of the group may get: XQA where it was measured to win, or should_use_tensor_core's.
+def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype, deterministic: bool = False) -> bool:
+    """Whether a group's planned decodes run on tensor cores.
 
-    With a soft cap and in deterministic mode always tensor cores. There decode runs the prefill's kernel, so a
-    soft-capped model (few are) has one kernel to build, not two; and only that kernel can be told not to split a
-    request's keys by what else is in the batch.
+    With a soft cap and in deterministic mode always: decode then runs the prefill's kernel, so a soft-capped model (few
+    are) has one kernel to build, not two; and only that kernel can be told not to split a request's keys by what else
+    is in the batch.
     """
     if group.params.logits_soft_cap > 0 or deterministic:
-        return (DecodeKernel.TENSOR_CORES,)
-    is_measured = (
-        is_hopper
-        and page_size == XQA_PAGE_SIZE
-        and kv_cache_dtype in QUERY_DTYPES
-        and group.head_dim == _XQA_HEAD_DIM
-        and group.num_heads in [group.num_kv_heads * size for size in _XQA_GROUPS]
-        and group.params.window_left < 0
-    )
-    if is_measured:
-        return (DecodeKernel.XQA, DecodeKernel.TENSOR_CORES)
-    if should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads):
-        return (DecodeKernel.TENSOR_CORES,)
-    return (DecodeKernel.CUDA_CORES,)
-
-
-def choose_decode_kernel(kernels: tuple[DecodeKernel, ...], num_requests: int) -> DecodeKernel:
-    """Of a group's decode_kernels the one for so many requests; padding counts where the batch is captured."""
-    if DecodeKernel.XQA in kernels and num_requests <= XQA_MAX_REQUESTS:
-        return DecodeKernel.XQA
-    return kernels[-1]
+        return True
+    return should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads)
 
 
 def check_never_split(groups: Iterable[PlanGroup], num_rows: int, num_sms: int) -> None:

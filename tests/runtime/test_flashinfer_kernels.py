@@ -1,16 +1,16 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, should_use_tensor_core
 from mllm_compile.runtime.attention.flashinfer_kernels import (
-    DecodeKernel,
     PlanGroup,
     check_never_split,
     check_supported,
-    choose_decode_kernel,
     choose_prefill_kernel,
-    decode_kernels,
+    decodes_on_tensor_cores,
     prefills_new_tokens_alone,
     workspace_bytes,
 )
@@ -37,42 +37,11 @@ def test_tensor_cores_decode_fp8_caches_and_groups_of_four_or_more(dtype, heads,
     assert should_use_tensor_core(dtype, heads, kv_heads) is expected
 
 
-XQA_FOR_FEW = (DecodeKernel.XQA, DecodeKernel.TENSOR_CORES)
-
-
-@pytest.mark.parametrize(
-    ("group", "expected"),
-    [
-        (PLAIN, XQA_FOR_FEW),
-        (PlanGroup(16, 8, 128, PLAIN.params), XQA_FOR_FEW),
-        (PlanGroup(8, 8, 128, PLAIN.params), (DecodeKernel.CUDA_CORES,)),
-        (PlanGroup(64, 8, 128, PLAIN.params), (DecodeKernel.TENSOR_CORES,)),
-        (PlanGroup(16, 8, 64, PLAIN.params), (DecodeKernel.CUDA_CORES,)),
-        (PlanGroup(16, 8, 128, PerLayerParameters(63, 0.0, 0.1)), (DecodeKernel.CUDA_CORES,)),
-        (PlanGroup(16, 8, 128, PerLayerParameters(-1, 30.0, 0.1)), (DecodeKernel.TENSOR_CORES,)),
-    ],
-)
-def test_xqa_decodes_what_it_was_measured_to_win(group, expected):
-    assert decode_kernels(group, BF16, page_size=64, is_hopper=True) == expected
-
-
-@pytest.mark.parametrize(
-    ("dtype", "page_size", "is_hopper"), [(BF16, 16, True), (BF16, 64, False), (torch.float8_e4m3fn, 64, True)]
-)
-def test_where_xqa_was_not_measured_the_tensor_core_rule_holds(dtype, page_size, is_hopper):
-    assert decode_kernels(PLAIN, dtype, page_size, is_hopper) == (DecodeKernel.TENSOR_CORES,)
-
-
-def test_many_requests_decode_on_tensor_cores():
-    chosen = [choose_decode_kernel(XQA_FOR_FEW, num_requests) for num_requests in (1, 64, 65, 256)]
-    assert chosen == [DecodeKernel.XQA, DecodeKernel.XQA, DecodeKernel.TENSOR_CORES, DecodeKernel.TENSOR_CORES]
-    assert choose_decode_kernel((DecodeKernel.CUDA_CORES,), 1) is DecodeKernel.CUDA_CORES
-
-
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_a_soft_cap_decodes_on_tensor_cores_whatever_the_group(page_size):
-    capped = PlanGroup(16, 8, 128, PerLayerParameters(-1, 30.0, 0.1))
-    assert decode_kernels(capped, BF16, page_size, is_hopper=True) == (DecodeKernel.TENSOR_CORES,)
+def test_a_soft_cap_decodes_on_tensor_cores_whatever_the_group():
+    for group, expected in ((PlanGroup(16, 8, 128, PLAIN.params), False), (PLAIN, True)):
+        capped = replace(group, params=PerLayerParameters(-1, 30.0, 0.1))
+        assert decodes_on_tensor_cores(group, BF16) is expected
+        assert decodes_on_tensor_cores(capped, BF16)
 
 
 def test_fa3_prefills_when_its_blocks_fill_the_gpu_and_fa2_otherwise():
@@ -93,8 +62,8 @@ def test_an_fp8_cache_is_prefilled_by_fa2_from_the_pages_always():
 
 def test_deterministic_decodes_run_on_tensor_cores_with_more_rows_than_flashinfer_would_split_for():
     few_heads = PlanGroup(16, 8, 128, PLAIN.params)
-    assert decode_kernels(few_heads, BF16, 16, is_hopper=True) == (DecodeKernel.CUDA_CORES,)
-    assert decode_kernels(few_heads, BF16, 64, True, deterministic=True) == (DecodeKernel.TENSOR_CORES,)
+    assert not decodes_on_tensor_cores(few_heads, BF16)
+    assert decodes_on_tensor_cores(few_heads, BF16, deterministic=True)
     check_never_split([PLAIN, few_heads], num_rows=34, num_sms=132)  # 2 * 132 // 8 = 33 blocks a KV head
     with pytest.raises(ConfigError, match=r"more than 33 rows.*max_num_batched_tokens to 34.*piecewise"):
         check_never_split([PLAIN], num_rows=33, num_sms=132)

@@ -1,0 +1,128 @@
+"""Decode attention as pieces of the program: the kernel of runtime/split_decode_ops.py, for the model's layers.
+
+Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
+for many, where it is bandwidth. FlashInfer's kernels serve what this one does not, and every prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mllm_compile.piece_compiler import PieceInput
+from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
+from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
+
+_DTYPES = ("bfloat16", "float16")
+_HEAD_DIMS = (64, 128, 256)
+_MAX_GROUP = 64  # query heads a KV head; all of them are rows of one product
+
+_SOURCE = '''"""{name}"""
+
+import torch
+
+
+class Piece(torch.nn.Module):
+    # R requests, N splits, W pages of the page table, P slots
+    # q, out: [R, {heads}, {dim}] {dtype}; keys, values: [P, {kv_heads}, {dim}] {dtype}
+    # page_table: [R, W] int32; seq_lens: [R] int32; partial: [R, N, {heads}, {dim}] float32
+    # tops, totals: [R, N, {heads}] float32; done: [R, {kv_heads}] int32
+
+    def forward(self, q, keys, values, page_table, seq_lens, out, partial, tops, totals, done):
+        torch.ops.mllm.split_decode(
+            q, keys, values, page_table, seq_lens, out, partial, tops, totals, done, page_size={page_size},
+            max_splits={max_splits}, sm_scale={sm_scale!r}, soft_cap={soft_cap!r}, window_left={window_left},
+            fetch_first={fetch_first}
+        )
+        return ()
+'''
+
+
+@dataclass(frozen=True)
+class DecodePiece:
+    """A piece that no graph was traced for: its source is written here."""
+
+    name: str
+    source: str
+    inputs: tuple[PieceInput, ...]
+
+
+def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[DecodePiece, ...]]:
+    """The program with decode pieces for the layers that the kernel serves, and those pieces."""
+    if not _has_kernel(config):
+        return program, ()
+    forms: dict[str, DecodeForms] = {}
+    pieces: dict[LayerSpec, tuple[DecodePiece, DecodePiece]] = {}
+    for layer in program.layers:
+        if _is_served(layer):
+            kind = replace(layer, name="", layer_id=0)
+            if kind not in pieces:
+                pieces[kind] = _pieces(config, kind, len(pieces))
+            few, many = pieces[kind]
+            forms[layer.name] = DecodeForms(few.name, many.name)
+    written = [piece for pair in pieces.values() for piece in pair]
+    return replace(program, decode_attention=forms), tuple({piece.name: piece for piece in written}.values())
+
+
+def _has_kernel(config: ResolvedConfig) -> bool:
+    runtime = config.runtime
+    return (
+        config.compile.split_decode
+        and runtime.device.startswith("cuda")
+        and runtime.attention_backend == "flashinfer"
+        and config.compile.backend != "eager"
+        and config.model.dtype in _DTYPES
+        and runtime.kv_cache_dtype == config.model.dtype
+    )
+
+
+def _is_served(layer: LayerSpec) -> bool:
+    return (
+        layer.sinks is None
+        and layer.head_dim == layer.v_head_dim
+        and layer.head_dim in _HEAD_DIMS
+        and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
+    )
+
+
+def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[DecodePiece, DecodePiece]:
+    """(for few requests, for many); the same one twice in deterministic mode.
+
+    There a step may hold many tokens of one request, so that no key can be fetched before the kernel ahead has ended;
+    and a request's numbers must not depend on how many others there are.
+    """
+    many = _piece(config, layer, f"decode_{index}_many", MAX_SPLITS_OF_MANY, fetch_first=False)
+    if config.runtime.deterministic:
+        return many, many
+    return _piece(config, layer, f"decode_{index}_few", MAX_SPLITS_OF_FEW, fetch_first=True), many
+
+
+def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, max_splits: int, fetch_first: bool) -> DecodePiece:
+    dtype, heads, kv_heads, dim = config.model.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim
+    source = _SOURCE.format(
+        name=name,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=dtype,
+        page_size=config.runtime.page_size,
+        max_splits=max_splits,
+        sm_scale=layer.sm_scale,
+        soft_cap=layer.logits_soft_cap,
+        window_left=layer.window_left,
+        fetch_first=fetch_first,
+    )
+    shapes: Sequence[tuple[tuple[int | str, ...], str]] = (
+        (("T", heads, dim), dtype),
+        (("P", kv_heads, dim), dtype),
+        (("P", kv_heads, dim), dtype),
+        (("T", "W"), "int32"),
+        (("T",), "int32"),
+        (("T", heads, dim), dtype),
+        (("T", "N", heads, dim), "float32"),
+        (("T", "N", heads), "float32"),
+        (("T", "N", heads), "float32"),
+        (("T", kv_heads), "int32"),
+    )
+    return DecodePiece(name, source, tuple(PieceInput.contiguous(shape, kind) for shape, kind in shapes))

@@ -1,0 +1,139 @@
+"""Decode by the program's own pieces (split_decode_ops.py): they read table and lengths on the device, without a plan.
+
+A step costs the host two small launches, for any number of requests and whatever the model's depth.
+
+Shape legend: R requests, N blocks that a request's keys are split among, H query heads, Hk kv heads, D head dim,
+W pages of a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
+
+# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments
+DecodePiece = Callable[[list[torch.Tensor]], Any]
+
+# About as many blocks as an H200 has at work at once: of the piece for few requests two fit on an SM, of the other four.
+# It is for few where it was measured to be the faster (examples/decode_attention_speed.py).
+_BLOCKS_OF_FEW = 256
+_BLOCKS_OF_MANY = 512
+_FEW_SEQUENCES = 64  # requests x kv heads
+MAX_SPLITS_OF_FEW = 32
+MAX_SPLITS_OF_MANY = 8
+
+
+@dataclass(frozen=True)
+class DecodePieces:
+    """A layer's decode attention, for few requests and for many."""
+
+    few: DecodePiece
+    many: DecodePiece
+
+    def choose(self, num_requests: int, num_kv_heads: int) -> tuple[DecodePiece, int]:
+        """The piece for so many requests, and among how many blocks it splits the keys of each."""
+        is_few, splits = choose_splits(num_requests, num_kv_heads, has_few=self.few is not self.many)
+        return self.few if is_few else self.many, splits
+
+
+def choose_splits(num_requests: int, num_kv_heads: int, has_few: bool = True) -> tuple[bool, int]:
+    """(whether the piece for few requests, number of splits)."""
+    sequences = num_requests * num_kv_heads
+    if has_few and sequences <= _FEW_SEQUENCES:
+        return True, min(_BLOCKS_OF_FEW // sequences, MAX_SPLITS_OF_FEW)
+    return False, max(1, min(_BLOCKS_OF_MANY // sequences, MAX_SPLITS_OF_MANY))
+
+
+class SplitDecodeSpace:
+    """What the decodes of one backend share: the page table of the present batch, scratch memory, counters."""
+
+    def __init__(
+        self,
+        groups: Iterable[tuple[PlanGroup, DecodePieces]],
+        req_to_token: torch.Tensor,
+        max_requests: int,
+        page_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            groups: those that are served so, and by what.
+            req_to_token: [rows, columns] int32: the slot of each position.
+            dtype: of queries and cache.
+        """
+        self._dtype = dtype
+        self._page_size = page_size
+        device = req_to_token.device
+        self._first_slots = req_to_token[:, ::page_size]  # [rows, W]: of each page
+        self._page_table = torch.zeros(max_requests, self._first_slots.shape[1], dtype=torch.int32, device=device)
+        sizes = [_scratch_sizes(group, pieces, max_requests) for group, pieces in groups]
+        num_partial, num_heads, num_sequences = (max(size) for size in zip(*sizes, strict=True))
+        # Nothing of it lives from one kernel to the next; a kernel leaves the counters at zero again.
+        self.partial = torch.empty(num_partial, dtype=torch.float32, device=device)
+        self.tops = torch.empty(num_heads, dtype=torch.float32, device=device)
+        self.totals = torch.empty_like(self.tops)
+        self.done = torch.zeros(num_sequences, dtype=torch.int32, device=device)
+
+    def load(self, group: PlanGroup, pieces: DecodePieces) -> None:
+        """Decode one token of the dummy page with both pieces, which loads their kernels."""
+        q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self._page_table.device)
+        page = q.new_zeros(1, self._page_size, group.num_kv_heads, group.head_dim)
+        one = torch.ones(1, dtype=torch.int32, device=q.device)
+        self.list_pages(one.long() - 1)
+        for piece in {pieces.few, pieces.many}:
+            self.decoder(group, DecodePieces(piece, piece), one).run(q, (page, page), torch.empty_like(q))
+
+    def list_pages(self, rows: torch.Tensor) -> None:
+        """Make the page table that of the requests in `rows` [R] int64; two launches, nobody waits."""
+        table = self._page_table[: rows.shape[0]]
+        torch.index_select(self._first_slots, 0, rows, out=table)
+        table.div_(self._page_size, rounding_mode="floor")
+
+    def decoder(self, group: PlanGroup, pieces: DecodePieces, seq_lens: torch.Tensor) -> SplitDecode:
+        """Decodes of the first len(seq_lens) listed requests.
+
+        Args:
+            seq_lens: [R] int32, read by the kernel when it runs: at each replay anew if it is captured.
+        """
+        num_requests = seq_lens.shape[0]
+        piece, splits = pieces.choose(num_requests, group.num_kv_heads)
+        heads = (num_requests, splits, group.num_heads)
+        scratch = [
+            self.partial[: math.prod(heads) * group.head_dim].view(*heads, group.head_dim),
+            self.tops[: math.prod(heads)].view(heads),
+            self.totals[: math.prod(heads)].view(heads),
+            self.done[: num_requests * group.num_kv_heads].view(num_requests, group.num_kv_heads),
+        ]
+        return SplitDecode(piece, self._page_table[:num_requests], seq_lens, scratch)
+
+
+class SplitDecode:
+    """Runs as FlashInfer's decode wrappers do, without their plan."""
+
+    def __init__(
+        self, piece: DecodePiece, page_table: torch.Tensor, seq_lens: torch.Tensor, scratch: list[torch.Tensor]
+    ) -> None:
+        self._piece = piece
+        self._batch = [page_table, seq_lens]
+        self._scratch = scratch
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]. Writes and returns out."""
+        keys, values = (page.flatten(0, 1) for page in pages)
+        self._piece([q.contiguous(), keys, values, *self._batch, out, *self._scratch])
+        return out
+
+
+def _scratch_sizes(group: PlanGroup, pieces: DecodePieces, max_requests: int) -> tuple[int, int, int]:
+    """Numbers of any batch at most: partial results, heads that have some, counters."""
+    kv_heads = group.num_kv_heads
+    rows = max(count * pieces.choose(count, kv_heads)[1] for count in range(1, max_requests + 1))
+    # load() runs either piece with one request.
+    rows = max(rows, MAX_SPLITS_OF_FEW)
+    return rows * group.num_heads * group.head_dim, rows * group.num_heads, max_requests * kv_heads
