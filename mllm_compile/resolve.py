@@ -263,9 +263,13 @@ def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: 
     if asked.deterministic:
         auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
     budget = asked.max_num_batched_tokens
-    most_requests = min(MAX_RUNNING_REQUESTS[kind], auto_tokens if budget == "auto" else budget)
+    most_requests, why_requests = auto_tokens if budget == "auto" else budget, f"for {kind}"
+    if asked.deterministic and most_requests > 1:
+        most_requests, why_requests = most_requests // 2, "deterministic: half of a step, so that prompts get on"
     requests = choices.settle(
-        "runtime.max_running_requests", asked.max_running_requests, lambda: (most_requests, f"for {kind}")
+        "runtime.max_running_requests",
+        asked.max_running_requests,
+        lambda: (min(MAX_RUNNING_REQUESTS[kind], most_requests), why_requests),
     )
     tokens = choices.settle("runtime.max_num_batched_tokens", budget, lambda: (max(auto_tokens, requests), why))
     if requests > tokens:

@@ -20,7 +20,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 # (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments
 DecodePiece = Callable[[list[torch.Tensor]], Any]
 
-# About as many blocks as an H200 has at work at once: of the piece for few requests two fit on an SM, of the other four.
+# About as many blocks as an H200 has at work at once: of the piece for few requests two fit on an SM, of the other 4.
 # It is for few where it was measured to be the faster (examples/decode_attention_speed.py).
 _BLOCKS_OF_FEW = 256
 _BLOCKS_OF_MANY = 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.forward_context import set_forward_context
-from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, ProgramExecutor
+from mllm_compile.runtime.program import AttentionStep, DecodeForms, LayerSpec, PieceStep, Program, ProgramExecutor
 
 LAYER = LayerSpec("layers.0.attn", 0, 2, 1, 4, 3, 0.5, 0.0, -1, None)
 # embed; attend; close the layer; head. "spare" is made and never read.
@@ -144,6 +145,10 @@ def test_distinct_pieces_are_listed_in_order_of_first_use():
 
 
 def test_json_and_back_is_the_same_program():
+    with_kernels = replace(PROGRAM, decode_attention={LAYER.name: DecodeForms("few", "many")})
+    assert Program.from_json(json.loads(json.dumps(with_kernels.to_json()))) == with_kernels
+    assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many"]
+    assert with_kernels.step_pieces() == PROGRAM.piece_ids()
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
 
 
@@ -188,3 +193,9 @@ def test_json_of_another_kind_is_refused():
 def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(program, missing):
     with pytest.raises(ArtifactError, match=rf"the program needs .*{missing}"):
         executor_of(program)
+
+
+def test_decode_kernels_of_a_layer_that_is_not_there_are_missed():
+    program = replace(PROGRAM, decode_attention={"layers.9.attn": DecodeForms("few", "many")})
+    with pytest.raises(ArtifactError, match=r"needs layers\.9\.attn"):
+        ProgramExecutor(program, Pieces().functions, {"embed": EMBED})

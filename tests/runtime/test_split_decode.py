@@ -1,0 +1,111 @@
+"""What the decode pieces are given: pages, scratch and splits, for any batch. The kernel itself is tested on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm_compile.runtime.attention.base import PerLayerParameters
+from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
+from mllm_compile.runtime.attention.split_decode import (
+    MAX_SPLITS_OF_FEW,
+    MAX_SPLITS_OF_MANY,
+    DecodePieces,
+    SplitDecodeSpace,
+    choose_splits,
+)
+
+MAX_REQUESTS, PAGE_SIZE, CONTEXT = 40, 5, 60  # a page size that is no power of two
+GROUPS = [
+    PlanGroup(8, 2, 16, PerLayerParameters(-1, 0.0, 0.25)),
+    PlanGroup(3, 3, 32, PerLayerParameters(7, 0.0, 0.25)),
+]
+
+
+class Piece:
+    """The op in plain torch, which splits nothing but looks at what it is given to split with."""
+
+    def __init__(self, max_splits: int) -> None:
+        self.max_splits = max_splits
+        self.calls: list[tuple[int, int]] = []  # (requests, splits)
+
+    def __call__(self, inputs: list[torch.Tensor]) -> None:
+        q, keys, values, table, seq_lens, out, partial, tops, totals, done = inputs
+        (count, heads, dim), kv_heads = q.shape, keys.shape[1]
+        splits = partial.shape[1]
+        self.calls.append((count, splits))
+        assert 1 <= splits <= self.max_splits
+        assert partial.shape == (count, splits, heads, dim)
+        assert tops.shape == totals.shape == (count, splits, heads)
+        assert done.shape == (count, kv_heads)
+        assert not done.any()
+        assert all(tensor.is_contiguous() for tensor in inputs)
+        for row in range(count):
+            positions = torch.arange(int(seq_lens[row]))
+            slots = table[row][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+            k, v = (x[slots].repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
+            weights = torch.einsum("hd,lhd->hl", q[row], k).mul(0.25).softmax(-1)
+            out[row] = torch.einsum("hl,lhd->hd", weights, v)
+
+
+@pytest.fixture
+def space_and_pieces():
+    pieces = DecodePieces(Piece(MAX_SPLITS_OF_FEW), Piece(MAX_SPLITS_OF_MANY))
+    # Row r has the pages r, r + rows, r + 2 rows, …
+    rows, width = MAX_REQUESTS + 1, CONTEXT // PAGE_SIZE
+    pages = torch.arange(rows)[:, None] + rows * torch.arange(width)
+    slots = pages.repeat_interleave(PAGE_SIZE, 1) * PAGE_SIZE + torch.arange(CONTEXT) % PAGE_SIZE
+    groups = [(group, pieces) for group in GROUPS]
+    space = SplitDecodeSpace(groups, slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
+    return space, pieces, slots
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, MAX_REQUESTS])
+@pytest.mark.parametrize("group", GROUPS, ids=["grouped", "plain"])
+def test_requests_attend_over_their_own_pages(space_and_pieces, group, count):
+    space, pieces, slots = space_and_pieces
+    torch.manual_seed(count)
+    shape = (slots.numel() // PAGE_SIZE, PAGE_SIZE, group.num_kv_heads, group.head_dim)
+    pages = torch.randn(shape), torch.randn(shape)
+    rows = torch.randperm(MAX_REQUESTS)[:count] + 1
+    seq_lens = torch.randint(1, CONTEXT + 1, (count,), dtype=torch.int32)
+    q = torch.randn(group.num_heads, count, group.head_dim).transpose(0, 1)  # of any stride
+    out = torch.empty(count, group.num_heads, group.head_dim)
+    space.list_pages(rows)
+    assert space.decoder(group, pieces, seq_lens).run(q, pages, out) is out
+    for row, length, heads, got in zip(rows.tolist(), seq_lens.tolist(), q, out, strict=True):
+        of_row = slots[row, :length]
+        k, v = (x.flatten(0, 1)[of_row].repeat_interleave(group.num_heads // group.num_kv_heads, 1) for x in pages)
+        weights = torch.einsum("hd,lhd->hl", heads, k).mul(0.25).softmax(-1)
+        torch.testing.assert_close(got, torch.einsum("hl,lhd->hd", weights, v))
+
+
+def test_both_pieces_are_loaded_before_a_request_needs_them(space_and_pieces):
+    space, pieces, _ = space_and_pieces
+    for group in GROUPS:
+        space.load(group, pieces)
+    assert [count for count, _ in pieces.few.calls] == [count for count, _ in pieces.many.calls] == [1, 1]
+
+
+def test_the_one_piece_of_the_deterministic_mode_is_loaded_once(space_and_pieces):
+    space, *_ = space_and_pieces
+    piece = Piece(MAX_SPLITS_OF_MANY)
+    space.load(GROUPS[0], DecodePieces(piece, piece))
+    assert piece.calls == [(1, MAX_SPLITS_OF_MANY)]
+
+
+@given(st.integers(1, 8192), st.integers(1, 128), st.booleans())
+def test_every_batch_has_a_piece_and_no_more_splits_than_that_piece_has(num_requests, kv_heads, has_few):
+    is_few, splits = choose_splits(num_requests, kv_heads, has_few)
+    assert has_few or not is_few
+    assert 1 <= splits <= (MAX_SPLITS_OF_FEW if is_few else MAX_SPLITS_OF_MANY)
+    if num_requests > 1 and kv_heads * num_requests >= 512:
+        assert (is_few, splits) == (False, 1)
+
+
+def test_the_kernels_bound_of_splits_is_a_power_of_two():
+    assert all(math.log2(splits).is_integer() for splits in (MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY))

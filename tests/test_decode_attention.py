@@ -1,0 +1,89 @@
+"""Which layers decode by a piece of the program, and what those pieces are."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+import pytest
+
+from mllm_compile.decode_attention import add_decode_attention
+from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
+from tests.test_resolve import CPU, H200, resolved
+
+LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
+WINDOWED = replace(LAYER, name="layers.1.attn", layer_id=1, window_left=511)
+
+
+def program(*layers: LayerSpec) -> Program:
+    return Program(steps=(), layers=layers, weights=(), output="logits")
+
+
+def test_layers_that_are_alike_share_two_pieces():
+    same = replace(LAYER, name="layers.2.attn", layer_id=2)
+    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, WINDOWED, same))
+    assert with_forms.decode_attention == {
+        LAYER.name: DecodeForms("decode_0_few", "decode_0_many"),
+        WINDOWED.name: DecodeForms("decode_1_few", "decode_1_many"),
+        same.name: DecodeForms("decode_0_few", "decode_0_many"),
+    }
+    assert [piece.name for piece in pieces] == with_forms.piece_ids()
+    assert all(ast.parse(piece.source) for piece in pieces)
+    assert "window_left=511" in pieces[2].source
+    assert "window_left=-1" in pieces[0].source
+
+
+def test_inputs_are_contiguous_with_sizes_by_name():
+    _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
+    q, keys, _, table, *_, partial, tops, _, done = few.inputs
+    assert (q.shape, q.stride, q.dtype) == (("T", 32, 128), (4096, 128, 1), "bfloat16")
+    assert (keys.shape, keys.stride) == (("P", 8, 128), (1024, 128, 1))
+    assert (table.shape, table.stride, table.dtype) == (("T", "W"), ("W", 1), "int32")
+    assert (partial.shape, partial.stride, partial.dtype) == (
+        ("T", "N", 32, 128),
+        ("N*4096", 4096, 128, 1),
+        "float32",
+    )
+    assert (tops.shape, tops.stride) == (("T", "N", 32), ("N*32", 32, 1))
+    assert done.shape == ("T", 8)
+
+
+def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_written_it():
+    config = resolved(H200, runtime={"deterministic": True})
+    with_forms, (only,) = add_decode_attention(config, program(LAYER))
+    assert with_forms.decode_attention == {LAYER.name: DecodeForms("decode_0_many", "decode_0_many")}
+    assert "fetch_first=False" in only.source
+    _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
+    assert "fetch_first=True" in few.source
+
+
+@pytest.mark.parametrize(
+    ("device", "sections"),
+    [
+        (CPU, {}),
+        (H200, {"compile": {"backend": "eager"}}),
+        (H200, {"compile": {"split_decode": False}}),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}),
+        (H200, {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "none"}}),
+    ],
+    ids=["cpu", "eager", "switched off", "fp8", "torch"],
+)
+def test_otherwise_flashinfer_decodes_or_plain_torch(device, sections):
+    assert add_decode_attention(resolved(device, **sections), program(LAYER)) == (program(LAYER), ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sinks": "layers.0.sinks"},
+        {"head_dim": 96, "v_head_dim": 96},
+        {"v_head_dim": 64},
+        {"num_heads": 128, "num_kv_heads": 1},
+    ],
+    ids=["sinks", "head dim", "other values", "too many query heads"],
+)
+def test_a_layer_that_the_kernel_does_not_serve_is_left_to_the_backend(change):
+    odd = replace(LAYER, name="odd", **change)
+    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, odd))
+    assert set(with_forms.decode_attention) == {LAYER.name}
+    assert len(pieces) == 2
