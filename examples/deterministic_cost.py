@@ -1,6 +1,6 @@
 """What `runtime.deterministic` costs: tokens a second of decoding with it and without, by number of requests.
 
-    python examples/deterministic_cost.py configs/qwen-8b-shape.yaml [--requests 1 64 128] [--prompt 512] [--tokens 256]
+    python examples/deterministic_cost.py configs/qwen-8b-shape.yaml [--requests 1 64 100] [--prompt 512] [--tokens 256]
 
 Prompts are token ids, so a model without a tokenizer will do. Decoding is timed while every request decodes, from the
 moment when the last has its first token; the prompts' time is shown beside it.
@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import time
+from typing import Any
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
@@ -21,7 +22,7 @@ WARM_UP_TOKENS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 128])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 100])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="decode steps that are timed")
     args = parser.parse_args()
@@ -38,7 +39,9 @@ def main() -> None:
 def measure(args: argparse.Namespace, deterministic: bool) -> list[tuple[float, float]]:
     """(decode, prompt) tokens a second for each number of requests."""
     config = EngineConfig.from_yaml(args.config)
-    changes = {"deterministic": deterministic, "enable_prefix_cache": False}
+    changes: dict[str, Any] = {"deterministic": deterministic, "enable_prefix_cache": False}
+    if deterministic:  # by default half of a step's rows are kept for prompts
+        changes["max_running_requests"] = max(args.requests)
     with Engine(config.model_copy(update={"runtime": config.runtime.model_copy(update=changes)})) as engine:
         run(engine, 1, args.prompt, WARM_UP_TOKENS)
         return [run(engine, count, args.prompt, args.tokens) for count in args.requests]
