@@ -16,7 +16,7 @@ from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
 
 _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
-_MAX_GROUP = 64  # query heads a KV head; all of them are rows of one product
+_MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
 _SOURCE = '''"""{name}"""
 

@@ -26,6 +26,7 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
 
 _MIN_DOT_ROWS = 16  # of tl.dot; query heads of a KV head are padded to as many
+_MAX_COMBINED = 16384  # numbers that _combine has in registers, 128 a thread
 _LOG2_E = math.log2(math.e)
 
 
@@ -65,24 +66,31 @@ def _combine(
     PADDED_GROUP: tl.constexpr,
     D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
 ):
     """Adds up what the blocks of one kv head left: not from this SM's own cache (.cg), they may be of other SMs."""
-    splits = tl.arange(0, MAX_SPLITS)
     members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, D)
     is_member = members < GROUP
+    splits = tl.arange(0, MAX_SPLITS)
     parts = splits[:, None] * GROUP + members[None, :]
     is_part = (splits < num_active)[:, None] & is_member[None, :]
     tops = tl.load(tops_ptr + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(totals_ptr + parts, mask=is_part, other=0.0, cache_modifier=".cg")
-    sums_ptr = partial_ptr + parts[:, :, None] * D + dims[None, None, :]
-    sums = tl.load(sums_ptr, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
     largest = tl.max(tl.where(is_member[None, :], tops, 0.0), 0)
-    factors = tl.exp2(tops - largest[None, :])
-    divisor = tl.where(is_member, tl.sum(factors * totals, 0), 1.0)
-    out = tl.sum(sums * factors[:, :, None], 0) / divisor[:, None]
+    divisor = tl.where(is_member, tl.sum(tl.exp2(tops - largest[None, :]) * totals, 0), 1.0)
+    acc = tl.zeros((PADDED_GROUP, D), tl.float32)
+    for first in tl.static_range(0, MAX_SPLITS, SPLITS_AT_ONCE):
+        if first < num_active:
+            some = first + tl.arange(0, SPLITS_AT_ONCE)
+            some_parts = some[:, None] * GROUP + members[None, :]
+            is_some = (some < num_active)[:, None] & is_member[None, :]
+            some_tops = tl.load(tops_ptr + some_parts, mask=is_some, other=float("-inf"), cache_modifier=".cg")
+            sums_ptr = partial_ptr + some_parts[:, :, None] * D + dims[None, None, :]
+            sums = tl.load(sums_ptr, mask=is_some[:, :, None], other=0.0, cache_modifier=".cg")
+            acc += tl.sum(sums * tl.exp2(some_tops - largest[None, :])[:, :, None], 0)
     places = members[:, None] * D + dims[None, :]
-    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+    tl.store(out_ptr + places, (acc / divisor[:, None]).to(out_ptr.dtype.element_ty), mask=is_member[:, None])
 
 
 @triton.jit
@@ -110,6 +118,7 @@ def _split_decode_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
@@ -199,6 +208,7 @@ def _split_decode_kernel(
                     PADDED_GROUP,
                     D,
                     MAX_SPLITS,
+                    SPLITS_AT_ONCE,
                 )
 
 
@@ -239,6 +249,7 @@ def split_decode(
     num_kv_heads = keys.shape[1]
     num_splits = partial.shape[1]
     group = num_heads // num_kv_heads
+    padded_group = triton.next_power_of_2(group)
     wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, num_splits)](
         q,
         keys,
@@ -256,13 +267,14 @@ def split_decode(
         SCALE=sm_scale * _LOG2_E,
         SOFT_CAP=soft_cap * _LOG2_E,
         GROUP=group,
-        PADDED_GROUP=triton.next_power_of_2(group),
-        DOT_ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        PADDED_GROUP=padded_group,
+        DOT_ROWS=max(_MIN_DOT_ROWS, padded_group),
         HK=num_kv_heads,
         D=head_dim,
         PAGE=page_size,
         BLOCK=32 if head_dim > 128 else 64,
         MAX_SPLITS=max_splits,
+        SPLITS_AT_ONCE=min(max_splits, _MAX_COMBINED // (padded_group * head_dim)),
         HAS_WINDOW=window_left >= 0,
         FETCH_FIRST=fetch_first,
         STAGES=3,

@@ -78,7 +78,7 @@ def test_otherwise_flashinfer_decodes_or_plain_torch(device, sections):
         {"sinks": "layers.0.sinks"},
         {"head_dim": 96, "v_head_dim": 96},
         {"v_head_dim": 64},
-        {"num_heads": 128, "num_kv_heads": 1},
+        {"num_heads": 17, "num_kv_heads": 1},
     ],
     ids=["sinks", "head dim", "other values", "too many query heads"],
 )

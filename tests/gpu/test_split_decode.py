@@ -87,7 +87,7 @@ def in_float32(cache: Cache, q: torch.Tensor, soft_cap: float = 0.0, window_left
         (32, 8, 128, 16, torch.bfloat16, 0.0, -1),
         (8, 8, 64, 64, torch.float16, 0.0, -1),
         (14, 2, 64, 5, torch.bfloat16, 0.0, -1),
-        (20, 1, 128, 64, torch.bfloat16, 0.0, -1),
+        (16, 1, 128, 64, torch.bfloat16, 0.0, -1),
         (8, 4, 256, 64, torch.bfloat16, 50.0, -1),
         (8, 4, 256, 64, torch.bfloat16, 2.0, 100),
         (16, 8, 128, 64, torch.bfloat16, 0.0, 0),
