@@ -4,8 +4,9 @@
 
 That decodes are the program's own kernel's, in its form for few requests or for many, stands on this table. Each graph
 runs several layers with KV of their own, more than the L2 cache holds, over random page tables, and before each of them
-a kernel that does nearly nothing, as a model has one there. The time of these kernels alone is taken off. The last
-column is the split and the form that would be the fastest, in place of those that are chosen.
+a kernel that does nearly nothing, as a model has one there. The time of these kernels alone is taken off. XQA splits as
+FlashInfer does by default. The last column is the split and the form that would be the fastest, in place of those that
+are chosen.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ _SHAPING_SOURCES = (
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",
+    "runtime/attention/split_decode.py",  # most splits
     "runtime/trace_ops.py",
     "runtime/weight_loader.py",
     "runtime/program.py",
@@ -143,7 +144,8 @@ def _attention(config: ResolvedConfig) -> str:
     if runtime.attention_backend == "torch":
         return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
     mode = ["deterministic"] if runtime.deterministic else []
-    mode += [] if config.compile.split_decode else ["decodes by FlashInfer"]
+    if not config.compile.split_decode and config.compile.backend != "eager":  # with eager it decodes anyway
+        mode.append("decodes by FlashInfer")
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.attention.flashinfer_kernels import HEAD_DIMS
 from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
 
 _DTYPES = ("bfloat16", "float16")
-_HEAD_DIMS = (64, 128, 256)
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
 _SOURCE = '''"""{name}"""
@@ -24,7 +24,7 @@ import torch
 
 
 class Piece(torch.nn.Module):
-    # R requests, N splits, W pages of the page table, P slots
+    # R requests (the dynamic size T), N splits, W pages of the page table, P slots
     # q, out: [R, {heads}, {dim}] {dtype}; keys, values: [P, {kv_heads}, {dim}] {dtype}
     # page_table: [R, W] int32; seq_lens: [R] int32; partial: [R, N, {heads}, {dim}] float32
     # tops, totals: [R, N, {heads}] float32; done: [R, {kv_heads}] int32
@@ -81,7 +81,7 @@ def _is_served(layer: LayerSpec) -> bool:
     return (
         layer.sinks is None
         and layer.head_dim == layer.v_head_dim
-        and layer.head_dim in _HEAD_DIMS
+        and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
     )
 

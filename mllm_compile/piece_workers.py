@@ -44,7 +44,7 @@ class PieceWorkers:
         """
         Args:
             device: what is compiled for.
-            max_sizes: the largest T and S.
+            max_sizes: the largest of each dynamic size, by its name in piece_compiler.EXAMPLE_SIZES.
             cache: a folder for what Inductor and Triton keep between compiles; it becomes this user's alone.
             count: of processes; None: by the number of CPU cores.
 

@@ -27,8 +27,8 @@ PAGE_SIZE = {"flashinfer": 64, "torch": 16}
 MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 # deterministic: tokens of every step, padding included. A GPU multiplies 128 rows about as fast as one. 512 rows times
-# KV heads are more blocks than twice a GPU's processors, from which on captured attention never splits a request's
-# keys (see FlashInferAttnBackend.init_cuda_graph_state).
+# KV heads are more blocks than twice a GPU's processors, from which on FlashInfer's captured attention never splits a
+# request's keys (see FlashInferAttnBackend.init_cuda_graph_state). Which layers it decodes is known after the trace.
 DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 DETERMINISTIC_ATTENTION_BLOCKS = 512
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
@@ -263,13 +263,14 @@ def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: 
     if asked.deterministic:
         auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
     budget = asked.max_num_batched_tokens
-    most_requests, why_requests = auto_tokens if budget == "auto" else budget, f"for {kind}"
-    if asked.deterministic and most_requests > 1:
-        most_requests, why_requests = most_requests // 2, "deterministic: half of a step, so that prompts get on"
+    most_requests, why_requests = min(MAX_RUNNING_REQUESTS[kind], auto_tokens if budget == "auto" else budget), ""
+    half = max(1, (auto_tokens if budget == "auto" else budget) // 2)
+    if asked.deterministic and half < most_requests:
+        most_requests, why_requests = half, "deterministic: half of a step, so that prompts get on"
     requests = choices.settle(
         "runtime.max_running_requests",
         asked.max_running_requests,
-        lambda: (min(MAX_RUNNING_REQUESTS[kind], most_requests), why_requests),
+        lambda: (most_requests, why_requests or f"for {kind}"),
     )
     tokens = choices.settle("runtime.max_num_batched_tokens", budget, lambda: (max(auto_tokens, requests), why))
     if requests > tokens:

@@ -320,7 +320,9 @@ def _missing_names(
     layers = {layer.name for layer in program.layers}
     known = {*BATCH_INPUTS, *program.weights}
     missing = [name for name in program.weights if name not in weights]
-    missing += [layer for layer in program.decode_attention if layer not in layers]
+    for layer, forms in program.decode_attention.items():
+        missing += [layer] if layer not in layers else []
+        missing += [piece for piece in (forms.few, forms.many) if piece not in pieces]
     for step in program.steps:
         if isinstance(step, PieceStep):
             missing += [step.piece] if step.piece not in pieces else []

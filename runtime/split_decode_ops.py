@@ -5,8 +5,8 @@ of the program (mllm_compile/decode_attention.py). Only the piece compiler impor
 neither Triton nor this op.
 
 How many blocks a request gets is the caller's choice by the number of requests alone; a block without keys ends at
-once. The last block of a head to end adds up what the others left, always in the same order. So a request's numbers do
-not depend on the other requests.
+once. The last block of a head to end adds up what the others left, always in the same order. So of the other requests
+only how many they are changes a request's numbers, and the deterministic mode holds that fixed.
 
 Figures, and those of FlashInfer's kernels, are in docs/performance.md.
 

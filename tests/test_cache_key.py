@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mllm_compile.cache_key import changed_parts, key_of
+from mllm_compile.cache_key import _attention, _sources, changed_parts, key_of
 from mllm_compile.compile import find_target
 from mllm_compile.explain import Change, changes, miss_note
+from tests.test_resolve import H200, resolved
 from tests.tiny_model import TINY, tiny_config
 
 CACHE = Path("/nonexistent")
@@ -119,3 +120,16 @@ def test_a_miss_says_what_changed_from_what_to_what():
         "since the nearest runtime changed torch: 2.12 -> 2.13"
     )
     assert miss_note({"torch": "2.13"}, None) == "nothing was compiled for this model yet"
+
+
+def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
+    def attention_of(**compile_section) -> str:
+        return _attention(resolved(H200, compile=compile_section))
+
+    assert attention_of(split_decode=False) == attention_of() + ", decodes by FlashInfer"
+    assert attention_of(backend="eager", split_decode=False) == attention_of(backend="eager")
+
+
+def test_what_a_decode_piece_is_made_of_shapes_the_runtime():
+    sources = {part.split(" ")[0] for part in _sources().split(", ")}
+    assert {"decode_attention.py", "runtime/split_decode_ops.py", "runtime/attention/split_decode.py"} <= sources

@@ -174,6 +174,16 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
         assert config.cudagraph.model_dump() == {"mode": "full_decode_only"} | sizes
 
 
+def test_the_reason_of_a_number_of_requests_is_the_bound_that_holds():
+    why = {}
+    for tokens in (64, 2048):
+        config = resolved(H200, runtime={"deterministic": True, "max_num_batched_tokens": tokens})
+        why[tokens] = next(c for c in config.choices if c.key == "runtime.max_running_requests")
+    assert why[64].value == "32"
+    assert "half of a step" in why[64].why
+    assert (why[2048].value, why[2048].why) == ("256", "for cuda")
+
+
 def test_deterministic_steps_can_be_captured_piece_by_piece():
     sections = {"runtime": {"deterministic": True, "max_num_batched_tokens": 64}, "cudagraph": {"mode": "piecewise"}}
     graphs = resolved(H200, **sections).cudagraph

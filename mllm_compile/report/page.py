@@ -60,7 +60,7 @@ def _overview(artifact: Artifact) -> str:
         [
             ("attention layers", str(len(program.layers))),
             ("steps that are pieces", str(num_pieces)),
-            ("distinct pieces", str(len(program.piece_ids()))),
+            ("distinct pieces", str(len(program.step_pieces()))),
             ("weights", format_bytes(sum(spec.num_bytes for spec in artifact.weights))),
             ("dtype", str(manifest.config["model"]["dtype"])),
             ("device", str(manifest.config["runtime"]["device"])),
@@ -114,7 +114,7 @@ def _role(program: Program, piece: str) -> str:
     if any(form.piece == piece for form in program.single_token.values()):
         return "in place of another for one token"
     layers = [forms for forms in program.decode_attention.values() if piece in (forms.few, forms.many)]
-    return f"decode attention of {len(layers)} layers"
+    return f"decode attention of {len(layers)} layer{'s' * (len(layers) != 1)}"
 
 
 def _places(artifact: Artifact) -> dict[str, list[str]]:
@@ -218,7 +218,12 @@ _SECTIONS = (
     _Section(
         "pipeline", "Pipeline", "What each pass did. Open one for the graph before and after it, as a diff.", _pipeline
     ),
-    _Section("pieces", "Pieces", "What runs between two attentions. Equal stretches are one piece.", _pieces),
+    _Section(
+        "pieces",
+        "Pieces",
+        "What runs between two attentions, equal stretches as one piece; and the attention of decodes.",
+        _pieces,
+    ),
     _Section("memory", "Memory", "What the device holds while an engine serves.", _memory),
     _Section("captured", "Captured shapes", "Batch sizes that are replayed as CUDA graphs.", _captured),
     _Section("start", "Start", "The last start of an engine.", _start),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,6 +99,19 @@ def test_graphs_agree_with_the_unpadded_model(runner):
         captured = runner.forward(batch).next_token_logits.float()
         eager = runner.run_eager(batch).next_token_logits.float()
         assert (captured - eager).norm() / eager.norm() < 2e-2
+
+
+def test_a_steps_own_keys_and_values_are_read_after_they_were_written(runner):
+    for seed in range(24):
+        batch = decode_batch(runner, 1 + seed % DECODE_REQUESTS[-1], seed)
+        results = []
+        for _ in range(3):
+            for layer in runner.model.layers:
+                for pages in runner.token_to_kv_pool.get_pages(layer.layer_id):
+                    pages.flatten(0, 1)[batch.out_cache_loc] = math.nan
+            results.append(runner.forward(batch).next_token_logits.clone())
+        assert results[0].isfinite().all()
+        assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_a_graph_replayed_over_pages_that_were_freed_and_given_to_others_reads_the_new_owners(runner):

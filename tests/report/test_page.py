@@ -14,7 +14,8 @@ from mllm_compile.artifact import open_artifact
 from mllm_compile.cli import run
 from mllm_compile.compile import load_or_compile
 from mllm_compile.report import html_parts
-from mllm_compile.report.page import _runs, write_page
+from mllm_compile.report.page import _role, _runs, write_page
+from mllm_compile.runtime.program import DecodeForms, Program, SingleTokenForm
 from tests.report.chromium import Chromium, find_chromium
 from tests.tiny_model import tiny_config
 
@@ -50,6 +51,24 @@ def test_it_shows_passes_pieces_memory_and_times(page):
         "model config",
     ):
         assert text in html, text
+
+
+def test_pieces_that_no_step_calls_have_a_role():
+    program = Program(
+        steps=(),
+        layers=(),
+        weights=(),
+        output="logits",
+        single_token={"p": SingleTokenForm("p_one", 0, 1)},
+        decode_attention={"a": DecodeForms("few", "many"), "b": DecodeForms("few", "many"), "c": DecodeForms("d", "d")},
+    )
+    roles = {piece: _role(program, piece) for piece in ("p_one", "few", "many", "d")}
+    assert roles == {
+        "p_one": "in place of another for one token",
+        "few": "decode attention of 2 layers",
+        "many": "decode attention of 2 layers",
+        "d": "decode attention of 1 layer",
+    }
 
 
 def test_it_needs_nothing_from_elsewhere(page):

@@ -195,7 +195,16 @@ def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(pro
         executor_of(program)
 
 
-def test_decode_kernels_of_a_layer_that_is_not_there_are_missed():
-    program = replace(PROGRAM, decode_attention={"layers.9.attn": DecodeForms("few", "many")})
-    with pytest.raises(ArtifactError, match=r"needs layers\.9\.attn"):
-        ProgramExecutor(program, Pieces().functions, {"embed": EMBED})
+@pytest.mark.parametrize(
+    ("layer", "functions", "missed"),
+    [
+        ("layers.9.attn", ("few", "many"), r"needs layers\.9\.attn,"),
+        (LAYER.name, ("few",), "needs many,"),
+        (LAYER.name, (), "needs few, many,"),
+    ],
+)
+def test_decode_kernels_that_are_not_there_are_missed(layer, functions, missed):
+    program = replace(PROGRAM, decode_attention={layer: DecodeForms("few", "many")})
+    pieces = Pieces().functions | dict.fromkeys(functions, list)
+    with pytest.raises(ArtifactError, match=missed):
+        ProgramExecutor(program, pieces, {"embed": EMBED})
