@@ -144,8 +144,7 @@ def _attention(config: ResolvedConfig) -> str:
     if runtime.attention_backend == "torch":
         return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
     mode = ["deterministic"] if runtime.deterministic else []
-    if not config.compile.split_decode and config.compile.backend != "eager":  # with eager it decodes anyway
-        mode.append("decodes by FlashInfer")
+    mode += [] if config.compile.split_decode else ["decodes by FlashInfer"]
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

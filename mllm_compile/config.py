@@ -64,8 +64,9 @@ class CompileConfig(Section):
     disable_passes: NameList = ()
     """Names of optional graph passes to leave out, as `mllm-compile inspect` prints them."""
 
-    split_decode: bool = True
-    """On a GPU decode by a kernel that is compiled with the model, where it serves a layer; false: by FlashInfer's."""
+    split_decode: Auto | bool = "auto"
+    """Decode by a kernel that is compiled with the model, where it serves a layer. auto: with FlashInfer and a KV cache
+    of the model's dtype; false: FlashInfer decodes."""
 
     @field_validator("disable_passes")
     @classmethod

@@ -15,7 +15,6 @@ from mllm_compile.runtime.attention.flashinfer_kernels import HEAD_DIMS
 from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
 
-_DTYPES = ("bfloat16", "float16")
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
 _SOURCE = '''"""{name}"""
@@ -50,7 +49,7 @@ class DecodePiece:
 
 def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[DecodePiece, ...]]:
     """The program with decode pieces for the layers that the kernel serves, and those pieces."""
-    if not _has_kernel(config):
+    if not config.compile.split_decode:
         return program, ()
     forms: dict[str, DecodeForms] = {}
     pieces: dict[LayerSpec, tuple[DecodePiece, DecodePiece]] = {}
@@ -63,18 +62,6 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
             forms[layer.name] = DecodeForms(few.name, many.name)
     written = [piece for pair in pieces.values() for piece in pair]
     return replace(program, decode_attention=forms), tuple({piece.name: piece for piece in written}.values())
-
-
-def _has_kernel(config: ResolvedConfig) -> bool:
-    runtime = config.runtime
-    return (
-        config.compile.split_decode
-        and runtime.device.startswith("cuda")
-        and runtime.attention_backend == "flashinfer"
-        and config.compile.backend != "eager"
-        and config.model.dtype in _DTYPES
-        and runtime.kv_cache_dtype == config.model.dtype
-    )
 
 
 def _is_served(layer: LayerSpec) -> bool:

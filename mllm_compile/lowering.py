@@ -124,13 +124,15 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
 
     program = lowered.program
     one_token = [form.piece for form in program.single_token.values()]
-    sources = [(piece.name, piece.source, piece.inputs) for piece in lowered.decode_pieces]
+    sources = []
     for piece in (*program.step_pieces(), *one_token):
         graph: Any = lowered.graph.get_submodule(piece)
         inputs = piece_inputs(graph, lowered.symbols)
         if piece in one_token:
             inputs = tuple(spec.of_one_token() for spec in inputs)
         sources.append((piece, piece_source(graph, piece, lowered.symbols), inputs))
+    # The smallest last: with few workers the others begin first.
+    sources += [(piece.name, piece.source, piece.inputs) for piece in lowered.decode_pieces]
     jobs = []
     for piece, source, inputs in sources:
         source_path = folder / (piece + SOURCE_SUFFIX)

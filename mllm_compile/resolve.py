@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mllm_compile.config import CudaGraphConfig, DtypeName, EngineConfig, GraphMode, RuntimeConfig
+from mllm_compile.config import CompileConfig, CudaGraphConfig, DtypeName, EngineConfig, GraphMode, RuntimeConfig
 from mllm_compile.device_info import DeviceInfo
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.model_folder import ModelFolder
@@ -150,7 +150,11 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             ),
             trust_remote_code=config.model.trust_remote_code,
         ),
-        compile=ResolvedCompile.model_validate(config.compile.model_dump()),
+        compile=ResolvedCompile(
+            backend=config.compile.backend,
+            disable_passes=config.compile.disable_passes,
+            split_decode=_split_decode(config.compile, runtime, dtype, choices),
+        ),
         cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
         runtime=runtime,
         cache=ResolvedCache(
@@ -255,6 +259,24 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: _Choices) -> KVDt
             "fp8_e4m3. Set runtime.kv_cache_dtype: auto."
         )
     return kv_dtype
+
+
+def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, choices: _Choices) -> bool:
+    """Whether decodes are computed by the kernel that is compiled with the model (decode_attention.py)."""
+    obstacle = None
+    if runtime.attention_backend != "flashinfer":
+        obstacle = (
+            f"runtime.attention_backend is {runtime.attention_backend}, and the kernel stands beside FlashInfer's"
+        )
+    elif asked.backend == "eager":
+        obstacle = "compile.backend is eager, which compiles no kernels"
+    elif runtime.kv_cache_dtype != dtype:
+        obstacle = f"the KV cache is {runtime.kv_cache_dtype}, and the kernel reads the model's dtype, {dtype}"
+    if obstacle is None:
+        return choices.settle("compile.split_decode", asked.split_decode, lambda: (True, "faster than FlashInfer's"))
+    if asked.split_decode is True:
+        raise ConfigError(f"compile.split_decode is true, but {obstacle}. Set it to auto or false.")
+    return False
 
 
 def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: _Choices) -> tuple[int, int]:

@@ -127,7 +127,11 @@ def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
         return _attention(resolved(H200, compile=compile_section))
 
     assert attention_of(split_decode=False) == attention_of() + ", decodes by FlashInfer"
-    assert attention_of(backend="eager", split_decode=False) == attention_of(backend="eager")
+    assert (
+        attention_of(backend="eager", split_decode=False)
+        == attention_of(backend="eager")
+        == attention_of(split_decode=False)
+    )
 
 
 def test_what_a_decode_piece_is_made_of_shapes_the_runtime():

@@ -174,6 +174,28 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
         assert config.cudagraph.model_dump() == {"mode": "full_decode_only"} | sizes
 
 
+@pytest.mark.parametrize(
+    ("device", "sections", "obstacle"),
+    [
+        (CPU, {}, "attention_backend is torch"),
+        (H200, {"compile": {"backend": "eager"}}, "backend is eager"),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+    ],
+)
+def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
+    assert not resolved(device, **sections).compile.split_decode
+    asked = sections | {"compile": sections.get("compile", {}) | {"split_decode": True}}
+    with pytest.raises(ConfigError, match=f"split_decode is true, but .*{obstacle}.* Set it to auto or false"):
+        resolved(device, **asked)
+
+
+def test_the_decode_kernel_is_taken_with_flashinfer_unless_it_is_switched_off():
+    config = resolved(H200)
+    assert config.compile.split_decode
+    assert "compile.split_decode" in [choice.key for choice in config.choices]
+    assert not resolved(H200, compile={"split_decode": False}).compile.split_decode
+
+
 def test_the_reason_of_a_number_of_requests_is_the_bound_that_holds():
     why = {}
     for tokens in (64, 2048):
