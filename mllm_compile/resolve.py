@@ -285,14 +285,14 @@ def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: 
     if asked.deterministic:
         auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
     budget = asked.max_num_batched_tokens
-    most_requests, why_requests = min(MAX_RUNNING_REQUESTS[kind], auto_tokens if budget == "auto" else budget), ""
-    half = max(1, (auto_tokens if budget == "auto" else budget) // 2)
-    if asked.deterministic and half < most_requests:
-        most_requests, why_requests = half, "deterministic: half of a step, so that prompts get on"
+    step = auto_tokens if budget == "auto" else budget
+    most_requests, why_requests = min(MAX_RUNNING_REQUESTS[kind], step), f"for {kind}"
+    if asked.deterministic and 1 < step < 2 * most_requests:
+        most_requests, why_requests = step // 2, "deterministic: half of a step, so that prompts get on"
     requests = choices.settle(
         "runtime.max_running_requests",
         asked.max_running_requests,
-        lambda: (most_requests, why_requests or f"for {kind}"),
+        lambda: (most_requests, why_requests),
     )
     tokens = choices.settle("runtime.max_num_batched_tokens", budget, lambda: (max(auto_tokens, requests), why))
     if requests > tokens:

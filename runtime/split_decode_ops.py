@@ -72,25 +72,27 @@ def _combine(
     members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, D)
     is_member = members < GROUP
-    splits = tl.arange(0, MAX_SPLITS)
-    parts = splits[:, None] * GROUP + members[None, :]
-    is_part = (splits < num_active)[:, None] & is_member[None, :]
-    tops = tl.load(tops_ptr + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(totals_ptr + parts, mask=is_part, other=0.0, cache_modifier=".cg")
-    largest = tl.max(tl.where(is_member[None, :], tops, 0.0), 0)
-    divisor = tl.where(is_member, tl.sum(tl.exp2(tops - largest[None, :]) * totals, 0), 1.0)
+    top = tl.full((PADDED_GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED_GROUP,), tl.float32)
     acc = tl.zeros((PADDED_GROUP, D), tl.float32)
     for first in tl.static_range(0, MAX_SPLITS, SPLITS_AT_ONCE):
         if first < num_active:
-            some = first + tl.arange(0, SPLITS_AT_ONCE)
-            some_parts = some[:, None] * GROUP + members[None, :]
-            is_some = (some < num_active)[:, None] & is_member[None, :]
-            some_tops = tl.load(tops_ptr + some_parts, mask=is_some, other=float("-inf"), cache_modifier=".cg")
-            sums_ptr = partial_ptr + some_parts[:, :, None] * D + dims[None, None, :]
-            sums = tl.load(sums_ptr, mask=is_some[:, :, None], other=0.0, cache_modifier=".cg")
-            acc += tl.sum(sums * tl.exp2(some_tops - largest[None, :])[:, :, None], 0)
+            splits = first + tl.arange(0, SPLITS_AT_ONCE)
+            parts = splits[:, None] * GROUP + members[None, :]
+            is_part = (splits < num_active)[:, None] & is_member[None, :]
+            tops = tl.load(tops_ptr + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            totals = tl.load(totals_ptr + parts, mask=is_part, other=0.0, cache_modifier=".cg")
+            sums_ptr = partial_ptr + parts[:, :, None] * D + dims[None, None, :]
+            sums = tl.load(sums_ptr, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+            new_top = tl.where(is_member, tl.maximum(top, tl.max(tops, 0)), 0.0)
+            factors = tl.exp2(tops - new_top[None, :])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(factors * totals, 0)
+            acc = acc * shrink[:, None] + tl.sum(sums * factors[:, :, None], 0)
+            top = new_top
+    out = acc / tl.where(is_member, total, 1.0)[:, None]
     places = members[:, None] * D + dims[None, :]
-    tl.store(out_ptr + places, (acc / divisor[:, None]).to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
 
 
 @triton.jit

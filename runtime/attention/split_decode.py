@@ -75,10 +75,10 @@ class SplitDecodeSpace:
         sizes = [_scratch_sizes(group, pieces, max_requests) for group, pieces in groups]
         num_partial, num_heads, num_sequences = (max(size) for size in zip(*sizes, strict=True))
         # Nothing of it lives from one kernel to the next; a kernel leaves the counters at zero again.
-        self.partial = torch.empty(num_partial, dtype=torch.float32, device=device)
-        self.tops = torch.empty(num_heads, dtype=torch.float32, device=device)
-        self.totals = torch.empty_like(self.tops)
-        self.done = torch.zeros(num_sequences, dtype=torch.int32, device=device)
+        self._partial = torch.empty(num_partial, dtype=torch.float32, device=device)
+        self._tops = torch.empty(num_heads, dtype=torch.float32, device=device)
+        self._totals = torch.empty_like(self._tops)
+        self._done = torch.zeros(num_sequences, dtype=torch.int32, device=device)
 
     def load(self, group: PlanGroup, pieces: DecodePieces) -> None:
         """Decode one token of the dummy page with both pieces, which loads their kernels."""
@@ -105,10 +105,10 @@ class SplitDecodeSpace:
         piece, splits = pieces.choose(num_requests, group.num_kv_heads)
         heads = (num_requests, splits, group.num_heads)
         scratch = [
-            self.partial[: math.prod(heads) * group.head_dim].view(*heads, group.head_dim),
-            self.tops[: math.prod(heads)].view(heads),
-            self.totals[: math.prod(heads)].view(heads),
-            self.done[: num_requests * group.num_kv_heads].view(num_requests, group.num_kv_heads),
+            self._partial[: math.prod(heads) * group.head_dim].view(*heads, group.head_dim),
+            self._tops[: math.prod(heads)].view(heads),
+            self._totals[: math.prod(heads)].view(heads),
+            self._done[: num_requests * group.num_kv_heads].view(num_requests, group.num_kv_heads),
         ]
         return SplitDecode(piece, self._page_table[:num_requests], seq_lens, scratch)
 
