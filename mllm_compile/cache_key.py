@@ -24,7 +24,7 @@ from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -45,6 +45,9 @@ _SHAPING_SOURCES = (
     "dependent_launcher.py",
     "runtime/dependent_launch.py",
     "runtime/rope_cache_ops.py",
+    "runtime/few_token_ops.py",
+    "runtime/few_token_shapes.py",
+    "runtime/silu_mul_ops.py",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",

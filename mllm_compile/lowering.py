@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.weight_loader import WeightSpec
     from mllm_compile.trace import Trace
 
+# Passes that put kernels of ours into pieces.
+_KERNEL_PASSES = ("fuse_rope_cache", "fuse_single_token", "fuse_few_tokens", "fuse_silu_mul")
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -123,12 +126,12 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
     from mllm_compile.program_builder import piece_inputs
 
     program = lowered.program
-    one_token = [form.piece for form in program.single_token.values()]
+    forms = {form.piece: form for form in program.all_small_forms()}
     sources = []
-    for piece in (*program.step_pieces(), *one_token):
+    for piece in (*program.step_pieces(), *forms):
         graph: Any = lowered.graph.get_submodule(piece)
         inputs = piece_inputs(graph, lowered.symbols)
-        if piece in one_token:
+        if piece in forms and forms[piece].max_size == 1:
             inputs = tuple(spec.of_one_token() for spec in inputs)
         sources.append((piece, piece_source(graph, piece, lowered.symbols), inputs))
     # The smallest last: with few workers the others begin first.
@@ -144,7 +147,7 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
 def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
     """With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the
     model's is written by the runtime, which knows how to round to it."""
-    kernels = ("fuse_rope_cache", "fuse_single_token") if config.compile.backend == "eager" else ()
+    kernels = _KERNEL_PASSES if config.compile.backend == "eager" else ()
     converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
     return (*config.compile.disable_passes, *kernels, *converts)
 

@@ -114,7 +114,9 @@ def compile_piece(
     """
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:
+        import mllm_compile.runtime.few_token_ops
         import mllm_compile.runtime.rope_cache_ops
+        import mllm_compile.runtime.silu_mul_ops
         import mllm_compile.runtime.single_token_ops
         import mllm_compile.runtime.split_decode_ops  # noqa: F401  (these define ops; they need Triton)
         from mllm_compile.dependent_launcher import hide_waits_from_analysis

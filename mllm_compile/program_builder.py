@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from mllm_compile.errors import CompileError
-from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SINGLE_TOKEN_PIECES
+from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
 from mllm_compile.passes.fx_match import is_attention_with_output, is_symbolic, is_weight
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.piece_source import size_of
-from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, SingleTokenForm, Step
+from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, SmallForm, Step
 
 _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P"}
 
@@ -45,12 +45,12 @@ def build_program(graph: fx.GraphModule) -> Program:
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]
     weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
-    return Program(tuple(steps), layers, weights, _value_name(logits), _single_token_forms(graph))
+    return Program(tuple(steps), layers, weights, _value_name(logits), _small_forms(graph))
 
 
-def _single_token_forms(graph: fx.GraphModule) -> dict[str, SingleTokenForm]:
-    forms = {}
-    for piece, form in graph.meta.get(SINGLE_TOKEN_PIECES, {}).items():
+def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:
+    all_forms = {}
+    for piece, forms in graph.meta.get(SMALL_FORMS, {}).items():
         module: Any = graph.get_submodule(piece)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         index, dim = next(
@@ -59,8 +59,8 @@ def _single_token_forms(graph: fx.GraphModule) -> dict[str, SingleTokenForm]:
             for dim, size in enumerate(node.meta["val"].shape)
             if is_symbolic(size)
         )
-        forms[piece] = SingleTokenForm(form, index, dim)
-    return forms
+        all_forms[piece] = tuple(SmallForm(form, index, dim, size) for size, form in sorted(forms.items()))
+    return all_forms
 
 
 def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

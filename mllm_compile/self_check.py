@@ -62,8 +62,8 @@ def self_check(
     executor = ProgramExecutor(program, pieces, bound)
     model_type = hf_model.model.config.model_type
     ids, positions = _requests(hf_model.sizes(program.layers), device)
-    batches = [(ids, positions)]
-    if program.single_token:
+    batches = [(ids * count, positions * count) for count in _request_counts(program)]
+    if any(form.max_size == 1 for form in program.all_small_forms()):
         batches.append(([ids[0][:1]], [positions[0][:1]]))
     error, limit = 0.0, 0.0
     for batch_ids, batch_positions in batches:
@@ -96,14 +96,20 @@ def _requests(sizes: ModelSizes, device: str) -> tuple[list[torch.Tensor], list[
     ]
 
 
+def _request_counts(program: Program) -> list[int]:
+    """How many times the two requests stand in a batch: so that the forms for few tokens run, and those for any."""
+    num_tokens = sum(REQUEST_LENGTHS)
+    most = max((form.max_size for form in program.all_small_forms()), default=1)
+    return [1] if most == 1 else [1, most // num_tokens + 1]
+
+
 def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
     """Each request alone, with the model's own attention and masks.
 
     Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
-    Transformers 5.17. The first request, which begins at 0, is not told its positions: some models count them from
-    elsewhere.
+    Transformers 5.17. A request that begins at 0 is not told its positions: some models count them from elsewhere.
     """
-    told = ({}, *({"position_ids": position[None]} for position in positions[1:]))
+    told = [{} if position[0] == 0 else {"position_ids": position[None]} for position in positions]
 
     def run(implementation: str) -> torch.Tensor:
         with torch.no_grad(), attention_implementation(model, implementation):

@@ -6,7 +6,9 @@
 4. fuse_rope_cache     on CUDA, norms and rotation of q and k and the write into the KV cache as one kernel
 5. split_at_attention  one submodule per stretch between attentions, and one for the head
 6. deduplicate_pieces  equal stretches share one module
-7. fuse_single_token   on CUDA, a second form of each piece for steps of one token
+7. fuse_single_token   on CUDA, a form of each piece for steps of one token
+8. fuse_few_tokens     and one for steps of few tokens
+9. fuse_silu_mul       on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
 
 To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
 """
@@ -22,7 +24,9 @@ from torch import fx
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
+from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
+from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.pack_projections import PackProjections
@@ -37,6 +41,8 @@ PASSES: tuple[type[GraphPass], ...] = (
     SplitAtAttention,
     DeduplicatePieces,
     FuseSingleToken,
+    FuseFewTokens,
+    FuseSiluMul,
 )
 # What the program cannot do without; the others may be named in compile.disable_passes.
 REQUIRED = frozenset({"canonicalise", "lower_attention", "split_at_attention", "deduplicate_pieces"})

@@ -86,12 +86,16 @@ Step = PieceStep | AttentionStep
 
 
 @dataclass(frozen=True)
-class SingleTokenForm:
-    """A second form of a piece, for steps of one token: `piece` is its id, T is dimension `dim` of input `input`."""
+class SmallForm:
+    """A further form of a piece, for steps of at most `max_size` tokens (or rows, of the head).
+
+    `piece` is its id; how many there are is the size of dimension `dim` of input `input`.
+    """
 
     piece: str
     input: int
     dim: int
+    max_size: int
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,17 @@ class Program:
     layers: tuple[LayerSpec, ...]
     weights: tuple[str, ...]
     output: str
-    single_token: Mapping[str, SingleTokenForm] = field(default_factory=dict)  # piece → its form for one token
+    small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, DecodeForms] = field(default_factory=dict)  # layer → pieces, where it has some
 
     def piece_ids(self) -> list[str]:
-        """Everything that is compiled: the steps' pieces, their single-token forms, those of attention."""
+        """Everything that is compiled: the steps' pieces, their forms for few tokens, those of attention."""
         attention = dict.fromkeys(piece for form in self.decode_attention.values() for piece in (form.few, form.many))
-        return [*self.step_pieces(), *(form.piece for form in self.single_token.values()), *attention]
+        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention]
+
+    def all_small_forms(self) -> list[SmallForm]:
+        """Those of every piece."""
+        return [form for forms in self.small_forms.values() for form in forms]
 
     def step_pieces(self) -> list[str]:
         """Distinct pieces that steps call, in order of first use."""
@@ -130,7 +138,7 @@ class Program:
             "layers": [asdict(layer) for layer in self.layers],
             "weights": list(self.weights),
             "output": self.output,
-            "single_token": {piece: asdict(form) for piece, form in self.single_token.items()},
+            "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
             "decode_attention": {layer: asdict(forms) for layer, forms in self.decode_attention.items()},
         }
 
@@ -143,7 +151,9 @@ class Program:
                 layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
                 weights=tuple(data["weights"]),
                 output=data["output"],
-                single_token={piece: SingleTokenForm(**form) for piece, form in data["single_token"].items()},
+                small_forms={
+                    piece: tuple(SmallForm(**form) for form in forms) for piece, forms in data["small_forms"].items()
+                },
                 decode_attention={layer: DecodeForms(**forms) for layer, forms in data["decode_attention"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -285,10 +295,11 @@ class ProgramExecutor:
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
-        form = self.program.single_token.get(piece)
-        if form is None:
+        forms = self.program.small_forms.get(piece)
+        if not forms:
             return pieces[piece]
-        return _BySize(pieces[piece], pieces[form.piece], form.input, form.dim)
+        small = [(form.max_size, pieces[form.piece]) for form in forms]
+        return _BySize(pieces[piece], small, forms[0].input, forms[0].dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
         """Attention output → the lowest index whose last owner is dead; nearly always 0."""
@@ -323,6 +334,7 @@ def _missing_names(
     for layer, forms in program.decode_attention.items():
         missing += [layer] if layer not in layers else []
         missing += [piece for piece in (forms.few, forms.many) if piece not in pieces]
+    missing += [form.piece for form in program.all_small_forms() if form.piece not in pieces]
     for step in program.steps:
         if isinstance(step, PieceStep):
             missing += [step.piece] if step.piece not in pieces else []
@@ -342,15 +354,19 @@ def _new_output(index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Te
 
 @dataclass(slots=True)
 class _BySize:
-    """A piece with a form of its own for one token."""
+    """A piece with forms of its own for few tokens, smallest first."""
 
     any_size: PieceFunction
-    one_token: PieceFunction
+    small: list[tuple[int, PieceFunction]]
     input: int
     dim: int
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self.one_token(inputs) if inputs[self.input].shape[self.dim] == 1 else self.any_size(inputs)
+        size = inputs[self.input].shape[self.dim]
+        for max_size, function in self.small:
+            if size <= max_size:
+                return function(inputs)
+        return self.any_size(inputs)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from mllm_compile.config import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.passes import pack_projections
 from mllm_compile.runtime.attention.base import PerLayerParameters
+from mllm_compile.runtime.program import Program, SmallForm
 from tests.models.tiny_configs import save_tiny_model, tiny_config
 
 
@@ -75,6 +76,17 @@ def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, t
     with pytest.raises(UnsupportedModelError, match="logits are off by"):
         compile_tiny(tmp_path, dtype)
     assert errors[0] > 2 * self_check.TOLERANCE[getattr(torch, dtype)]
+
+
+def test_every_form_of_a_piece_is_run():
+    def counts(*max_sizes):
+        forms = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in max_sizes)
+        return self_check._request_counts(Program((), (), (), "logits", {"piece": forms}))
+
+    num_tokens = sum(self_check.REQUEST_LENGTHS)
+    assert counts() == counts(1) == [1]
+    few, any_size = (num_tokens * count for count in counts(1, 16))
+    assert 1 < few <= 16 < any_size
 
 
 def test_the_worst_token_counts():

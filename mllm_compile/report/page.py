@@ -111,8 +111,9 @@ def _pieces(artifact: Artifact) -> str:
 
 def _role(program: Program, piece: str) -> str:
     """What a piece is for that no step calls."""
-    if any(form.piece == piece for form in program.single_token.values()):
-        return "in place of another for one token"
+    for form in program.all_small_forms():
+        if form.piece == piece:
+            return f"in place of another for {'one token' if form.max_size == 1 else f'up to {form.max_size} tokens'}"
     layers = [forms for forms in program.decode_attention.values() if piece in (forms.few, forms.many)]
     return f"decode attention of {len(layers)} layer{'s' * (len(layers) != 1)}"
 

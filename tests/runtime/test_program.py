@@ -12,7 +12,15 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.forward_context import set_forward_context
-from mllm_compile.runtime.program import AttentionStep, DecodeForms, LayerSpec, PieceStep, Program, ProgramExecutor
+from mllm_compile.runtime.program import (
+    AttentionStep,
+    DecodeForms,
+    LayerSpec,
+    PieceStep,
+    Program,
+    ProgramExecutor,
+    SmallForm,
+)
 
 LAYER = LayerSpec("layers.0.attn", 0, 2, 1, 4, 3, 0.5, 0.0, -1, None)
 # embed; attend; close the layer; head. "spare" is made and never read.
@@ -152,6 +160,29 @@ def test_json_and_back_is_the_same_program():
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
 
 
+def test_a_form_for_few_tokens_is_called_up_to_its_size(context):
+    forms = (SmallForm("close_one", 0, 0, 1), SmallForm("close_few", 0, 0, 3))
+    program = replace(PROGRAM, small_forms={"close": forms})
+    assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+    assert program.piece_ids() == [*PROGRAM.piece_ids(), "close_one", "close_few"]
+    called = []
+
+    def pieces_for(num_tokens):
+        def named(name):
+            return lambda inputs: called.append((num_tokens, name)) or [inputs[0]]
+
+        q = torch.zeros(num_tokens, 2, 4)
+        first = [torch.zeros(num_tokens, 4), q, q[:, :1], torch.zeros(num_tokens, 1, 3), q]
+        names = ("close", "close_one", "close_few")
+        return {"first": lambda inputs: first, "head": lambda inputs: inputs[:1]} | {
+            name: named(name) for name in names
+        }
+
+    for num_tokens in (1, 2, 3, 4):
+        ProgramExecutor(program, pieces_for(num_tokens), {"embed": EMBED})(INPUTS)
+    assert called == [(1, "close_one"), (2, "close_few"), (3, "close_few"), (4, "close")]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -188,6 +219,7 @@ def test_json_of_another_kind_is_refused():
         (changed(steps=PROGRAM.steps[1:]), "q, k, v, x"),
         (changed(steps=PROGRAM.steps[:-1]), "logits"),
         (changed(layers=()), r"layers\.0\.attn"),
+        (changed(small_forms={"close": (SmallForm("close_one", 0, 0, 1),)}), "close_one"),
     ],
 )
 def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(program, missing):

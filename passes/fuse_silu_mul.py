@@ -1,0 +1,61 @@
+"""silu(gate) * up as one kernel, in pieces for any number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.fx_match import drop_dead_nodes
+from mllm_compile.passes.linear_match import is_on_device, match_silu_mul
+
+_COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the columns; smaller ones would not pay
+
+
+class FuseSiluMul:
+    """The activation between the two linears of a feed-forward, by a kernel as fast as the memory.
+
+    Why: Inductor's kernel takes 61 µs for 8192 tokens of Qwen3-0.6B and 243 for those of 8B, where the bytes take 34
+        and 134 (figures in runtime/silu_mul_ops.py).
+
+    Before::
+
+        gate, up = split(x, [n, n], dim=-1); y = silu(gate) * up
+
+    After::
+
+        y = mllm.silu_mul(x)
+
+    Requires: deduplicated pieces on CUDA in bfloat16 or float16.
+    Preserves: silu is rounded, as in the model, then the product.
+    """
+
+    name: ClassVar[str] = "fuse_silu_mul"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        matches = 0
+        for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"):
+            piece: Any = gm.get_submodule(name)
+            found = sum(_fuse(piece.graph, node) for node in list(piece.graph.nodes))
+            if found:
+                drop_dead_nodes(piece)
+                piece.recompile()
+            matches += found
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
+    source = match_silu_mul(node)
+    if source is None or not is_on_device(source) or source.meta["val"].shape[-1] % (2 * _COLUMNS_UNIT):
+        return False
+    if not hasattr(torch.ops.mllm, "silu_mul"):
+        import mllm_compile.runtime.silu_mul_ops  # noqa: F401  (defines the op; needs Triton)
+    with graph.inserting_before(node):
+        fused = graph.call_function(torch.ops.mllm.silu_mul.default, (source,))
+    fused.meta.update(node.meta)
+    node.replace_all_uses_with(fused)
+    graph.erase_node(node)
+    return True

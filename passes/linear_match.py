@@ -1,0 +1,116 @@
+"""Recognises the linears of a piece that kernels of ours take, with what stands around them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.fx_match import LINEAR, is_call
+from mllm_compile.passes.rms_norm_match import match_rms_norm
+
+DEVICE_TYPE = "cuda"  # where the kernels run
+_DTYPES = (torch.bfloat16, torch.float16)
+_SPLIT = (torch.split, torch.functional.split)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """source · weightᵀ, without a bias."""
+
+    node: fx.Node
+    source: fx.Node
+    weight: fx.Node
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the weight."""
+        rows, columns = self.weight.meta["val"].shape
+        return int(rows), int(columns)
+
+
+def is_on_device(node: fx.Node) -> bool:
+    """Whether the kernels take a value of this device and type."""
+    val = node.meta["val"]
+    return val.device.type == DEVICE_TYPE and val.dtype in _DTYPES
+
+
+def match_linear(node: object) -> Linear | None:
+    """A linear without bias, in a type that the kernels take."""
+    if not is_call(node, LINEAR, torch.nn.functional.linear):
+        return None
+    operands: Any = node.args
+    source, weight, *rest = operands
+    bias = rest[0] if rest else node.kwargs.get("bias")
+    if bias is not None or weight.op != "placeholder" or not is_on_device(weight):
+        return None
+    return Linear(node, source, weight)
+
+
+def match_silu_mul(node: fx.Node) -> fx.Node | None:
+    """silu(gate) * up over the two halves of one value, gate first: that value."""
+    if not is_call(node, operator.mul, torch.mul):
+        return None
+    silu, up = node.args[:2]
+    if not is_call(silu, torch.nn.functional.silu):
+        silu, up = up, silu
+    if not is_call(silu, torch.nn.functional.silu) or len(silu.users) != 1:
+        return None
+    gate: Any = silu.args[0]
+    if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem) and gate.args[0] is up.args[0]):
+        return None
+    split: Any = gate.args[0]
+    if (gate.args[1], up.args[1]) != (0, 1) or not is_call(split, *_SPLIT) or len(split.users) != 2:
+        return None
+    sizes: Any = split.args[1]
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or sizes[0] != sizes[1]:
+        return None
+    source: Any = split.args[0]
+    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    return source if dim in (-1, source.meta["val"].dim() - 1) else None
+
+
+def match_residual(node: fx.Node) -> Iterator[tuple[Linear, fx.Node]]:
+    """residual + linear, where nothing else reads the linear: (the linear, the residual), for either operand."""
+    if not is_call(node, operator.add, torch.add) or len(node.args) != 2:
+        return
+    for residual, product in (node.args, node.args[::-1]):
+        linear = match_linear(product)
+        if linear is None or len(linear.node.users) != 1 or not isinstance(residual, fx.Node):
+            continue
+        if residual.meta["val"].shape == linear.node.meta["val"].shape and match_rms_norm(linear.source) is None:
+            yield linear, residual
+
+
+def copy_of(piece: fx.GraphModule) -> fx.GraphModule:
+    """The piece again, for another form of it."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(piece.graph, values)
+    graph.output(output)
+    for old, new in values.items():
+        new.meta.update(old.meta)
+    return fx.GraphModule(piece, graph)
+
+
+def add_forms(
+    gm: fx.GraphModule,
+    forms: dict[str, dict[int, str]],
+    size: int,
+    suffix: str,
+    make: Callable[[fx.GraphModule], fx.GraphModule | None],
+) -> int:
+    """Adds to every piece that is called its form for up to `size` tokens, where `make` has one; returns how many."""
+    matches = 0
+    for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"):
+        piece: Any = gm.get_submodule(name)
+        form = None if size in forms.get(name, {}) else make(piece)
+        if form is not None:
+            forms.setdefault(name, {})[size] = name + suffix
+            gm.add_module(name + suffix, form)
+            matches += 1
+    return matches

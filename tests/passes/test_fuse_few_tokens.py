@@ -1,0 +1,134 @@
+"""passes/fuse_few_tokens.py: which linears are fused, which norms go, and that the form computes what the piece does.
+
+The kernels need CUDA and Triton; here their ops are stand-ins in plain torch.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+from mllm_compile.passes import linear_match
+from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
+from mllm_compile.passes.fx_match import LINEAR
+from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, num_norm_blocks
+from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+
+
+def _few_linear(x, weight, squares, eps, gated):
+    product = linear(x.float(), weight.float())
+    if squares is not None:
+        product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
+    product = product.to(x.dtype)
+    if not gated:
+        return product
+    gate, up = product.chunk(2, -1)
+    return silu(gate) * up
+
+
+def _few_linear_residual_norm(x, weight, residual, norm_weight):
+    out = residual + linear(x, weight)
+    blocks = out.float().pow(2).unflatten(-1, (num_norm_blocks(*weight.shape), -1))
+    return out, out * norm_weight, blocks.sum(-1)
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    if torch.cuda.is_available():
+        pytest.skip("the real ops are defined where there is a GPU")
+    library = torch.library.Library("mllm", "FRAGMENT")
+    library.define("few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor")
+    library.define("few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor")
+    operands = "Tensor x, Tensor weight, Tensor residual, Tensor norm_weight"
+    library.define(f"few_linear_residual_norm({operands}) -> (Tensor, Tensor, Tensor)")
+    library.impl("few_linear", _few_linear, "CPU")
+    library.impl("few_linear_residual", lambda x, w, r: r + linear(x, w), "CPU")
+    library.impl("few_linear_residual_norm", _few_linear_residual_norm, "CPU")
+    yield
+    del library
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(stand_ins, monkeypatch):
+    monkeypatch.setattr(linear_match, "DEVICE_TYPE", "cpu")
+
+
+def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+
+
+def test_a_decoder_piece_becomes_four_kernels_without_a_norm():
+    piece, _ = decoder_piece(4)
+    form = few_token_form(piece)
+    assert form is not None
+    form.graph.lint()
+    assert fused_ops(form) == ["few_linear_residual_norm", "few_linear"] * 2
+    assert [node.args[4] for node in form.graph.nodes if "few_linear.default" in str(node.target)] == [True, False]
+    assert all(node.target is operator.getitem or "mllm" in str(node.target) for node in calls(form))
+
+
+def test_the_form_computes_what_the_piece_does_and_the_piece_stays():
+    piece, inputs = decoder_piece(4)
+    before, text = piece(*inputs), str(piece.graph)
+    form = few_token_form(piece)
+    assert form is not None
+    assert str(piece.graph) == text
+    for ours, theirs in zip(form(*inputs), before, strict=True):
+        assert off_by(ours, theirs) < 8e-3
+
+
+def test_in_float16_norms_stay():
+    piece, inputs = decoder_piece(4, torch.float16)
+    form = few_token_form(piece)
+    assert form is not None
+    assert fused_ops(form) == ["few_linear_residual", "few_linear"] * 2
+    for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
+        assert off_by(ours, theirs) < 2e-3
+
+
+def test_a_norm_that_something_else_reads_too_stays():
+    block = Block()
+    x, residual = block.input("x", 1, 4, FFN), block.input("residual", 1, 4, HIDDEN)
+    out = block.call(operator.add, residual, block.call(LINEAR, x, block.input("w", HIDDEN, FFN), None))
+    hidden = block.norm(out, block.input("norm", HIDDEN))
+    product = block.call(LINEAR, hidden, block.input("w2", HIDDEN, HIDDEN), None)
+    piece = block.module(hidden, product)
+    form = few_token_form(piece)
+    assert form is not None
+    assert fused_ops(form) == ["few_linear_residual", "few_linear"]
+    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+        assert off_by(ours, theirs) < 8e-3
+
+
+def test_a_norm_with_two_readers_of_ours_goes():
+    block = Block()
+    x, residual = block.input("x", 1, 4, FFN), block.input("residual", 1, 4, HIDDEN)
+    out = block.call(operator.add, block.call(LINEAR, x, block.input("w", HIDDEN, FFN), None), residual)
+    hidden = block.norm(out, block.input("norm", HIDDEN))
+    readers = [block.call(LINEAR, hidden, block.input(name, HIDDEN, HIDDEN), None) for name in ("q", "k")]
+    form = few_token_form(block.module(*readers))
+    assert form is not None
+    assert fused_ops(form) == ["few_linear_residual_norm", "few_linear", "few_linear"]
+
+
+def test_a_linear_with_a_bias_or_odd_sizes_is_left_alone():
+    block = Block()
+    x, residual = block.input("x", 1, 1, HIDDEN), block.input("residual", 1, 1, HIDDEN)
+    biased = block.call(LINEAR, x, block.input("w", HIDDEN, HIDDEN), block.input("b", HIDDEN))
+    odd = block.call(LINEAR, x, block.input("w_odd", HIDDEN + 4, HIDDEN), None)
+    assert few_token_form(block.module(block.call(operator.add, residual, biased), odd)) is None
+
+
+def test_the_pass_adds_one_form_a_distinct_piece_and_a_second_run_changes_nothing():
+    gm = graph_of_one_piece(decoder_piece(4)[0])
+    assert FuseFewTokens()(gm).matches == 1
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_FEW_TOKENS: "piece_a_few_tokens"}}
+    assert FuseFewTokens()(gm).matches == 0
+
+
+def calls(gm):
+    return [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
