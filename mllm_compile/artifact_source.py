@@ -19,7 +19,8 @@ from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParamete
 from mllm_compile.runtime.attention.split_decode import DecodePieces
 from mllm_compile.runtime.model_source import LoadedModel
 from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
-from mllm_compile.runtime.program import LayerSpec, ProgramExecutor
+from mllm_compile.runtime.program import DrawForms, LayerSpec, ProgramExecutor
+from mllm_compile.runtime.sampler import DrawPieces
 from mllm_compile.runtime.weight_loader import allocate_weights, fill_random, load_weights
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ArtifactSource:
                 layer: DecodePieces(loaded[forms.few], loaded[forms.many])
                 for layer, forms in artifact.program.decode_attention.items()
             },
+            draw=_draw_pieces(artifact.program.draw, loaded),
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
@@ -117,6 +119,10 @@ def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> Att
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The device as this thread's current one: a package is loaded onto that."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _draw_pieces(forms: DrawForms | None, loaded: Mapping[str, PackagedPiece | SourcePiece]) -> DrawPieces | None:
+    return None if forms is None else DrawPieces(loaded[forms.from_logits], loaded[forms.from_scores])
 
 
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

@@ -7,13 +7,14 @@ for many, where it is bandwidth. FlashInfer's kernels serve what this one does n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.attention.flashinfer_kernels import HEAD_DIMS
 from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
+from mllm_compile.written_piece import WrittenPiece
 
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
@@ -38,21 +39,12 @@ class Piece(torch.nn.Module):
 '''
 
 
-@dataclass(frozen=True)
-class DecodePiece:
-    """A piece that no graph was traced for: its source is written here."""
-
-    name: str
-    source: str
-    inputs: tuple[PieceInput, ...]
-
-
-def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[DecodePiece, ...]]:
+def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """The program with decode pieces for the layers that the kernel serves, and those pieces."""
     if not config.compile.split_decode:
         return program, ()
     forms: dict[str, DecodeForms] = {}
-    pieces: dict[LayerSpec, tuple[DecodePiece, DecodePiece]] = {}
+    pieces: dict[LayerSpec, tuple[WrittenPiece, WrittenPiece]] = {}
     for layer in program.layers:
         if _is_served(layer):
             kind = replace(layer, name="", layer_id=0)
@@ -73,7 +65,7 @@ def _is_served(layer: LayerSpec) -> bool:
     )
 
 
-def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[DecodePiece, DecodePiece]:
+def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, WrittenPiece]:
     """(for few requests, for many); the same one twice in deterministic mode.
 
     There a step may hold many tokens of one request, so that no key can be fetched before the kernel ahead has ended;
@@ -85,7 +77,7 @@ def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[Decod
     return _piece(config, layer, f"decode_{index}_few", MAX_SPLITS_OF_FEW, fetch_first=True), many
 
 
-def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, max_splits: int, fetch_first: bool) -> DecodePiece:
+def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, max_splits: int, fetch_first: bool) -> WrittenPiece:
     dtype, heads, kv_heads, dim = config.model.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim
     source = _SOURCE.format(
         name=name,
@@ -112,4 +104,4 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, max_splits: int,
         (("T", "N", heads), "float32"),
         (("T", kv_heads), "int32"),
     )
-    return DecodePiece(name, source, tuple(PieceInput.contiguous(shape, kind) for shape, kind in shapes))
+    return WrittenPiece(name, source, tuple(PieceInput.contiguous(shape, kind) for shape, kind in shapes))

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.cache_key import max_traced_tokens
-from mllm_compile.decode_attention import DecodePiece, add_decode_attention
+from mllm_compile.decode_attention import add_decode_attention
+from mllm_compile.draw_pieces import add_draw_pieces
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.program import Program
+from mllm_compile.written_piece import WrittenPiece
 
 if TYPE_CHECKING:
     from torch import fx
@@ -44,7 +46,7 @@ class Lowered:
         program: the same as steps.
         reports: one a pass.
         symbols: the graph's size symbols → T, S, P.
-        decode_pieces: those of the program that compute attention.
+        written_pieces: those of the program that are no part of the graph: attention of decodes, and draws.
     """
 
     hf_model: HFModel
@@ -52,7 +54,7 @@ class Lowered:
     program: Program
     reports: list[PassReport]
     symbols: dict[str, str]
-    decode_pieces: tuple[DecodePiece, ...]
+    written_pieces: tuple[WrittenPiece, ...]
 
     @property
     def packed(self) -> dict[str, tuple[PackedPart, ...]]:
@@ -116,7 +118,8 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
 
     graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
-    return Lowered(hf_model, graph, program, reports, size_symbols(graph), decode_pieces)
+    program, draw_pieces = add_draw_pieces(config, program, hf_model.sizes(program.layers).vocab_size)
+    return Lowered(hf_model, graph, program, reports, size_symbols(graph), (*decode_pieces, *draw_pieces))
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
@@ -135,7 +138,7 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
             inputs = tuple(spec.of_one_token() for spec in inputs)
         sources.append((piece, piece_source(graph, piece, lowered.symbols), inputs))
     # The smallest last: with few workers the others begin first.
-    sources += [(piece.name, piece.source, piece.inputs) for piece in lowered.decode_pieces]
+    sources += [(piece.name, piece.source, piece.inputs) for piece in lowered.written_pieces]
     jobs = []
     for piece, source, inputs in sources:
         source_path = folder / (piece + SOURCE_SUFFIX)

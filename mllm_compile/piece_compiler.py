@@ -114,6 +114,7 @@ def compile_piece(
     """
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:
+        import mllm_compile.runtime.draw_ops
         import mllm_compile.runtime.few_token_ops
         import mllm_compile.runtime.rope_cache_ops
         import mllm_compile.runtime.silu_mul_ops

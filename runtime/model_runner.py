@@ -323,7 +323,9 @@ class ModelRunner:
         """
         logits = logits_output.next_token_logits
         positions = forward_batch.seq_lens.long()
-        return sample_tokens(logits, temperatures, top_ps, top_ks, penalty_params, positions=positions)
+        return sample_tokens(
+            logits, temperatures, top_ps, top_ks, penalty_params, positions=positions, draw=self.model.draw
+        )
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """The program piece by piece, no graph."""

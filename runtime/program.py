@@ -107,6 +107,14 @@ class DecodeForms:
 
 
 @dataclass(frozen=True)
+class DrawForms:
+    """The pieces that draw tokens, from the model's logits and from float32 scores; see draw_ops.py."""
+
+    from_logits: str
+    from_scores: str
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
 
@@ -116,11 +124,13 @@ class Program:
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, DecodeForms] = field(default_factory=dict)  # layer → pieces, where it has some
+    draw: DrawForms | None = None
 
     def piece_ids(self) -> list[str]:
-        """Everything that is compiled: the steps' pieces, their forms for few tokens, those of attention."""
+        """Everything that is compiled: the steps' pieces, their forms for few tokens, those of attention and draws."""
         attention = dict.fromkeys(piece for form in self.decode_attention.values() for piece in (form.few, form.many))
-        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention]
+        draws = () if self.draw is None else (self.draw.from_logits, self.draw.from_scores)
+        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *draws]
 
     def all_small_forms(self) -> list[SmallForm]:
         """Those of every piece."""
@@ -140,6 +150,7 @@ class Program:
             "output": self.output,
             "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
             "decode_attention": {layer: asdict(forms) for layer, forms in self.decode_attention.items()},
+            "draw": None if self.draw is None else asdict(self.draw),
         }
 
     @classmethod
@@ -155,6 +166,7 @@ class Program:
                     piece: tuple(SmallForm(**form) for form in forms) for piece, forms in data["small_forms"].items()
                 },
                 decode_attention={layer: DecodeForms(**forms) for layer, forms in data["decode_attention"].items()},
+                draw=None if data["draw"] is None else DrawForms(**data["draw"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(
@@ -331,13 +343,11 @@ def _missing_names(
     layers = {layer.name for layer in program.layers}
     known = {*BATCH_INPUTS, *program.weights}
     missing = [name for name in program.weights if name not in weights]
-    for layer, forms in program.decode_attention.items():
+    for layer in program.decode_attention:
         missing += [layer] if layer not in layers else []
-        missing += [piece for piece in (forms.few, forms.many) if piece not in pieces]
-    missing += [form.piece for form in program.all_small_forms() if form.piece not in pieces]
+    missing += [piece for piece in program.piece_ids() if piece not in pieces]
     for step in program.steps:
         if isinstance(step, PieceStep):
-            missing += [step.piece] if step.piece not in pieces else []
             missing += [step.writes_kv_of] if step.writes_kv_of not in {None, *layers} else []  # type: ignore[list-item]
         elif step.layer not in layers:
             missing.append(step.layer)

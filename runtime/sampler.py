@@ -11,6 +11,7 @@ Shape legend: S rows to sample (rows of a prefill chunk are not passed in), V vo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,33 @@ class SamplerOutput:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True)
+class DrawPieces:
+    """The draw as kernels of the program, for its logits' width and type; see draw_ops.py.
+
+    Attributes:
+        from_logits: (logits [S, V] in the model's type, temperatures [S], seeds [S], positions [S]) → ([S] int64,).
+        from_scores: (float32 scores [S, padded V], seeds, positions) → the same.
+    """
+
+    from_logits: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    from_scores: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """The scores of a row: a multiple of BLOCK."""
+    return -(-vocab_size // BLOCK) * BLOCK
+
+
 class Sampler:
-    """Chooses the tokens of a step; all it remembers is in the SamplingState that it is given."""
+    """Chooses the tokens of a step; all it remembers is in the SamplingState that it is given.
+
+    Args:
+        draw: the program's own kernels; None: torch's.
+    """
+
+    def __init__(self, draw: DrawPieces | None = None) -> None:
+        self._pieces = draw
 
     def __call__(
         self,
@@ -85,7 +111,10 @@ class Sampler:
             token_ids = logits.argmax(dim=-1)
         else:
             token_ids = _draw(
+                self._pieces,
                 logits,
+                # What penalties or biases were at is float32, whatever the model's type is.
+                not flags.changes_logits,
                 params.temperature,
                 params.top_k if flags.needs_top_k else None,
                 params.top_p if flags.needs_top_p else None,
@@ -109,6 +138,7 @@ def sample_tokens(
     *,
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    draw: DrawPieces | None = None,
 ) -> torch.Tensor:
     """The same kernels on parameters given as tensors: what ModelRunner.sample is made of. It counts no tokens.
 
@@ -119,6 +149,7 @@ def sample_tokens(
         top_ks: [S] int, 0: off; None: off for all.
         penalty_params: Penalties and token counts of the rows; None: none.
         seeds, positions: [S] int; None: seeds from torch's default generator of the device, position 0.
+        draw: the program's own kernels; None: torch's.
 
     Returns:
         [S] int32.
@@ -131,7 +162,17 @@ def sample_tokens(
     if positions is None:
         positions = torch.zeros_like(seeds)
     is_greedy = temperatures < GREEDY_TEMPERATURE
-    drawn = _draw(logits, torch.where(is_greedy, 1.0, temperatures), top_ks, top_ps, None, seeds, positions)
+    drawn = _draw(
+        draw,
+        logits,
+        penalty_params is None,
+        torch.where(is_greedy, 1.0, temperatures),
+        top_ks,
+        top_ps,
+        None,
+        seeds,
+        positions,
+    )
     return torch.where(is_greedy, logits.argmax(dim=-1), drawn).to(torch.int32)
 
 
@@ -163,7 +204,9 @@ def _penalise(logits: torch.Tensor, state: SamplingState, params: RowParams, par
 
 
 def _draw(
+    pieces: DrawPieces | None,
     logits: torch.Tensor,
+    is_models_own: bool,
     temperatures: torch.Tensor,
     top_ks: torch.Tensor | None,
     top_ps: torch.Tensor | None,
@@ -173,10 +216,15 @@ def _draw(
 ) -> torch.Tensor:
     """One token a row from what temperature and filters leave. [S, V] → [S] int64."""
     num_rows, vocab_size = logits.shape
-    num_blocks = -(-vocab_size // BLOCK)
-    scores = torch.empty(num_rows, num_blocks * BLOCK, dtype=torch.float32, device=logits.device)
+    if pieces is not None and is_models_own and top_ks is None and top_ps is None and log_min_ps is None:
+        return pieces.from_logits([logits, temperatures, seeds, positions.long()])[0]
+    scores = torch.empty(num_rows, padded_vocab_size(vocab_size), dtype=torch.float32, device=logits.device)
     torch.div(logits, temperatures[:, None], out=scores[:, :vocab_size])
     scores[:, vocab_size:] = -torch.inf
     scores = filter_scores(scores, top_ks, top_ps, log_min_ps)
+    if pieces is None:
+        drawn = draw_tokens(scores, seeds, positions)
+    else:
+        drawn = pieces.from_scores([scores, seeds, positions.long()])[0]
     # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would then crash the embedding.
-    return draw_tokens(scores, seeds, positions).clamp_(max=vocab_size - 1)
+    return drawn.clamp_(max=vocab_size - 1)

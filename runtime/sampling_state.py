@@ -108,8 +108,9 @@ class SamplingState:
         self.counts = TokenCounts(vocab_size, self.device)
         self._host_floats = np.tile(np.array(list(_NEUTRAL_FLOATS.values()), np.float32), (max_reqs, 1))
         self._host_ints = np.tile(np.array(list(_NEUTRAL_INTS.values()), np.int64), (max_reqs, 1))
-        self._floats = upload(self._host_floats, self.device)
-        self._ints = upload(self._host_ints, self.device)
+        # [parameters, slots]: what is gathered of one parameter is contiguous, as kernels want it.
+        self._floats = upload(_transposed(self._host_floats), self.device)
+        self._ints = upload(_transposed(self._host_ints), self.device)
         self._is_stale = False  # the host tables have changed since the last flush
         self._active: dict[int, SamplingParams] = {}
         self._uses: Counter[str] = Counter()  # feature → active slots that use it
@@ -177,14 +178,14 @@ class SamplingState:
                 "sampling state: expected no changed requests while a CUDA graph is captured, got some; "
                 "call SamplingState.flush() before the capture."
             )
-        self._floats.copy_(upload(self._host_floats, self.device))
-        self._ints.copy_(upload(self._host_ints, self.device))
+        self._floats.copy_(upload(_transposed(self._host_floats), self.device))
+        self._ints.copy_(upload(_transposed(self._host_ints), self.device))
         self._is_stale = False
 
     def gather(self, slots: torch.Tensor) -> RowParams:
         """Parameters of these slots, as the last flush left them. slots: [S] int64."""
-        floats = dict(zip(_NEUTRAL_FLOATS, self._floats[slots].unbind(1), strict=True))
-        ints = dict(zip(_NEUTRAL_INTS, self._ints[slots].unbind(1), strict=True))
+        floats = dict(zip(_NEUTRAL_FLOATS, self._floats[:, slots].unbind(0), strict=True))
+        ints = dict(zip(_NEUTRAL_INTS, self._ints[:, slots].unbind(0), strict=True))
         return RowParams(slots=slots, **floats, **ints)
 
     def _release(self, slot: int) -> None:
@@ -218,6 +219,10 @@ class SamplingState:
 
 def _logprobs_feature(num_top: int) -> str:
     return f"logprobs {num_top}"
+
+
+def _transposed(table: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(table.T)
 
 
 def _features(params: SamplingParams) -> list[str]:

@@ -15,6 +15,7 @@ from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.program import (
     AttentionStep,
     DecodeForms,
+    DrawForms,
     LayerSpec,
     PieceStep,
     Program,
@@ -153,9 +154,10 @@ def test_distinct_pieces_are_listed_in_order_of_first_use():
 
 
 def test_json_and_back_is_the_same_program():
-    with_kernels = replace(PROGRAM, decode_attention={LAYER.name: DecodeForms("few", "many")})
+    kernels = {"decode_attention": {LAYER.name: DecodeForms("few", "many")}, "draw": DrawForms("logits", "scores")}
+    with_kernels = replace(PROGRAM, **kernels)
     assert Program.from_json(json.loads(json.dumps(with_kernels.to_json()))) == with_kernels
-    assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many"]
+    assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many", "logits", "scores"]
     assert with_kernels.step_pieces() == PROGRAM.piece_ids()
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
 
@@ -219,6 +221,7 @@ def test_json_of_another_kind_is_refused():
         (changed(steps=PROGRAM.steps[1:]), "q, k, v, x"),
         (changed(steps=PROGRAM.steps[:-1]), "logits"),
         (changed(layers=()), r"layers\.0\.attn"),
+        (changed(draw=DrawForms("first", "scores")), "scores"),
         (changed(small_forms={"close": (SmallForm("close_one", 0, 0, 1),)}), "close_one"),
     ],
 )

@@ -13,8 +13,9 @@ from transformers import (
 )
 
 from mllm_compile.runtime import sampler
+from mllm_compile.runtime.counter_rng import draw_tokens
 from mllm_compile.runtime.penalties import PenaltyParams, TokenHistories
-from mllm_compile.runtime.sampler import Sampler, sample_tokens
+from mllm_compile.runtime.sampler import DrawPieces, Sampler, sample_tokens
 from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.runtime.sampling_state import SamplingFlags, SamplingState
 from tests.runtime.sampling_cases import PROMPT, VOCAB, assert_drawn_from, draws, make_state, random_logits, sample
@@ -117,6 +118,51 @@ def test_a_greedy_step_is_one_operation():
     with CountOps() as ops:
         Sampler()(logits, state, rows, state.flags, positions)
     assert ops.names == ["aten.argmax.default"]
+
+
+class CountedDraws:
+    """The program's kernels, by torch's operations; `calls` says which were called, with how many rows."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.pieces = DrawPieces(self.from_logits, self.from_scores)
+
+    def from_logits(self, inputs):
+        logits, temperatures, seeds, positions = inputs
+        self.calls.append(("from_logits", logits.shape[0]))
+        assert logits.dtype == torch.bfloat16
+        assert all(one.is_contiguous() for one in inputs)
+        scores = torch.full((logits.shape[0], sampler.padded_vocab_size(VOCAB)), -torch.inf)
+        scores[:, :VOCAB] = logits / temperatures[:, None]
+        return [draw_tokens(scores, seeds, positions)]
+
+    def from_scores(self, inputs):
+        self.calls.append(("from_scores", inputs[0].shape[0]))
+        assert inputs[0].shape[1] == sampler.padded_vocab_size(VOCAB)
+        assert all(one.is_contiguous() for one in inputs)
+        return [draw_tokens(*inputs)]
+
+
+@pytest.mark.parametrize(
+    ("crowd", "calls"),
+    [
+        ([SamplingParams(temperature=0.6), SamplingParams(seed=3)], [("from_logits", 2)]),
+        ([SamplingParams(temperature=0.6), GREEDY], [("from_logits", 2)]),
+        ([SamplingParams(), SamplingParams(top_k=5)], [("from_scores", 2)]),
+        ([SamplingParams(), SamplingParams(presence_penalty=1.0)], [("from_scores", 2)]),
+        ([GREEDY, GREEDY], []),
+    ],
+)
+def test_the_programs_kernels_draw_where_there_are_some(crowd, calls):
+    logits = random_logits(len(crowd)).bfloat16()
+    rows, positions = torch.arange(len(crowd)) + 1, torch.tensor([9, 9])
+    counted = CountedDraws()
+    tokens = []
+    for draw in (None, counted.pieces):
+        state = make_state(*crowd)
+        tokens.append(Sampler(draw)(logits, state, rows, state.flags, positions).token_ids)
+    assert torch.equal(*tokens)
+    assert counted.calls == calls
 
 
 def test_a_very_small_temperature_is_greedy():

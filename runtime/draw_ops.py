@@ -1,0 +1,147 @@
+"""Drawing a token a row from logits, in two kernels: what counter_rng.draw_tokens does, in one pass over the logits.
+
+Triton by hand, as `torch.library.triton_op`: it is a piece of the program (mllm_compile/draw_pieces.py). Only the piece
+compiler imports this module: a loaded package needs neither Triton nor this op.
+
+A row's draw depends on its own logits, temperature, seed and position alone, and a score is what torch makes of a logit
+and a temperature to the last bit: so a row draws the same token from its logits here as from scores that were computed
+before, which is what rows get whose neighbours filter theirs.
+
+Shape legend: S rows, V vocab, B blocks of BLOCK logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+from triton.language.extra import libdevice
+
+from mllm_compile.runtime.counter_rng import BLOCK
+from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+
+_BLOCKS_AT_ONCE = 8  # of one program
+
+
+@triton.jit
+def _mix64(bits):
+    """counter_rng._mix64; Triton shifts int64 arithmetically, the masks make the shifts logical ones."""
+    bits = bits ^ ((bits >> 30) & 0x3FFFFFFFF)
+    bits = bits * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    bits = bits ^ ((bits >> 27) & 0x1FFFFFFFFF)
+    bits = bits * -7723592293110705685  # 0x94D049BB133111EB
+    return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _negative_gumbel(seed, position, counters):
+    """counter_rng.negative_gumbel at these counters (int64, from 1) of a draw."""
+    key = _mix64(seed * -7046029254386353131 + position)  # 0x9E3779B97F4A7C15
+    bits = _mix64(key + counters * -7046029254386353131)
+    # (1 - 2**-24) / 2**63 and 2**-64, as there
+    uniform = tl.maximum(tl.abs(bits.to(tl.float32)) * 1.0842021078620191e-19, 5.421010862427522e-20)
+    return libdevice.log(-libdevice.log1p(-uniform))
+
+
+@triton.jit
+def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
+    """Of columns of a row, -inf past the vocabulary."""
+    scores = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+    if HAS_TEMPERATURE:
+        scores = tl.div_rn(scores, tl.load(temperature_ptr + row))
+    return scores
+
+
+@triton.jit
+def _block_scores_kernel(
+    logits_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    block_scores_ptr,
+    V: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """logsumexp of each block, plus its Gumbel value: the largest is the block that is drawn."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * BLOCKS_AT_ONCE + tl.arange(0, BLOCKS_AT_ONCE)
+    columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    scores = _scores(logits_ptr, temperature_ptr, row, columns, V, HAS_TEMPERATURE)
+    largest = tl.max(scores, 1)
+    largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+    sums = largest + tl.log(tl.sum(tl.exp(scores - largest[:, None]), 1))
+    noise = _negative_gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), blocks.to(tl.int64) + 1)
+    tl.store(block_scores_ptr + row * B + blocks, sums - noise, mask=blocks < B)
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    block_scores_ptr,
+    tokens_ptr,
+    V: tl.constexpr,
+    B: tl.constexpr,
+    PADDED_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The block of a row, and the token in it."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, PADDED_B)
+    block_scores = tl.load(block_scores_ptr + row * B + blocks, mask=blocks < B, other=float("-inf"))
+    chosen = tl.argmax(block_scores, 0)
+    within = tl.arange(0, BLOCK)
+    scores = _scores(logits_ptr, temperature_ptr, row, chosen * BLOCK + within, V, HAS_TEMPERATURE)
+    noise = _negative_gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), within.to(tl.int64) + B + 1)
+    token = chosen * BLOCK + tl.argmax(scores - noise, 0)
+    # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would crash the embedding.
+    tl.store(tokens_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
+
+
+@triton_op("mllm::draw_tokens", mutates_args={})
+def draw_tokens(
+    logits: torch.Tensor, temperatures: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """One token a row with probability softmax(logits / temperature).
+
+    Args:
+        logits: [S, V], contiguous, any float dtype; computed with in float32.
+        temperatures: [S] float32; None: 1.
+        seeds, positions: [S] int64.
+
+    Returns:
+        [S] int64, each under V.
+    """
+    num_rows, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    block_scores = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
+    tokens = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
+    operands = (logits, seeds if temperatures is None else temperatures, seeds, positions, block_scores)
+    constants = {
+        "V": vocab_size,
+        "B": num_blocks,
+        "BLOCK": BLOCK,
+        "HAS_TEMPERATURE": temperatures is not None,
+        "EARLY": STARTS_EARLY,
+    }
+    grid = (num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))
+    wrap_triton(_block_scores_kernel)[grid](*operands, BLOCKS_AT_ONCE=_BLOCKS_AT_ONCE, num_warps=4, **constants)
+    wrap_triton(_draw_kernel)[(num_rows,)](
+        *operands, tokens, PADDED_B=triton.next_power_of_2(num_blocks), num_warps=4, **constants
+    )
+    return tokens

@@ -1,0 +1,101 @@
+"""The draw's kernels, in packages as pieces are compiled: the tokens that torch's operations draw, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mllm_compile.draw_pieces import draw_pieces
+from mllm_compile.piece_compiler import compile_piece
+from mllm_compile.runtime.counter_rng import draw_tokens
+from mllm_compile.runtime.pieces import load_piece
+from mllm_compile.runtime.sampler import DrawPieces, Sampler, padded_vocab_size
+from mllm_compile.runtime.sampling_params import SamplingParams
+from tests.runtime.sampling_cases import assert_drawn_from, make_state, random_logits
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+VOCABS = [151_936, 1000]  # the second: small, and no multiple of a block
+
+
+@pytest.fixture(scope="module", params=VOCABS)
+def vocab(request) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pieces(vocab, tmp_path_factory) -> DrawPieces:
+    folder = tmp_path_factory.mktemp("draw")
+    loaded = []
+    for piece in draw_pieces("bfloat16", vocab):
+        (folder / "piece.py").write_text(piece.source)
+        sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
+        compile_piece(folder / "piece.py", list(piece.inputs), "cuda:0", sizes, folder / f"{piece.name}.pt2")
+        loaded.append(load_piece(f"{piece.name}.pt2", (folder / f"{piece.name}.pt2").read_bytes()))
+    return DrawPieces(*loaded)
+
+
+def rows_of(count: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, temperatures, seeds and positions."""
+    generator = torch.Generator().manual_seed(count)
+    logits = random_logits(count, seed=count, spread=3.0, vocab_size=vocab).bfloat16()
+    temperatures = torch.rand(count, generator=generator) + 0.3
+    seeds = torch.randint(0, 2**62, (count,), generator=generator)
+    positions = torch.randint(0, 4096, (count,), generator=generator)
+    return logits.cuda(), temperatures.cuda(), seeds.cuda(), positions.cuda()
+
+
+def scores_of(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    scores = logits.new_full((logits.shape[0], padded_vocab_size(logits.shape[1])), -torch.inf, dtype=torch.float32)
+    scores[:, : logits.shape[1]] = logits / temperatures[:, None]
+    return scores
+
+
+@pytest.mark.parametrize("count", [1, 3, 256, 600])
+def test_tokens_are_those_of_torchs_operations_from_logits_and_from_scores(pieces, vocab, count):
+    logits, temperatures, seeds, positions = rows_of(count, vocab)
+    scores = scores_of(logits, temperatures)
+    expected = draw_tokens(scores, seeds, positions)
+    from_logits = pieces.from_logits([logits, temperatures, seeds, positions])[0]
+    assert from_logits.dtype == torch.int64
+    assert torch.equal(from_logits, pieces.from_scores([scores, seeds, positions])[0])
+    # Sums of a block's 256 exponentials differ in their last digits, which may decide between two near blocks.
+    assert (from_logits != expected).sum() <= count // 500
+
+
+def test_a_row_is_the_same_alone_and_a_row_without_numbers_gives_an_id(pieces, vocab):
+    logits, temperatures, seeds, positions = rows_of(64, vocab)
+    together = pieces.from_logits([logits, temperatures, seeds, positions])[0]
+    one = slice(17, 18)
+    alone = pieces.from_logits([x[one].clone() for x in (logits, temperatures, seeds, positions)])[0]
+    assert together[one].equal(alone)
+    logits[:8] = torch.nan
+    tokens = pieces.from_logits([logits, temperatures, seeds, positions])[0]
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+    assert torch.equal(tokens[8:], together[8:])
+
+
+def test_tokens_that_are_ruled_out_are_never_drawn_and_the_others_by_their_probability(pieces, vocab):
+    count = 8192
+    probs = torch.zeros(vocab)
+    probs[[3, 255, 256, vocab - 1]] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    logits = probs.log().bfloat16().cuda().expand(count, -1).contiguous()
+    seeds = torch.full((count,), 11, device="cuda")
+    ones = torch.ones(count, device="cuda")
+    tokens = pieces.from_logits([logits, ones, seeds, torch.arange(count, device="cuda")])[0]
+    assert_drawn_from(tokens, logits[0].float().softmax(-1))
+
+
+def test_the_sampler_draws_the_same_with_them_and_without(pieces, vocab):
+    crowds = [
+        [SamplingParams(temperature=0.6), SamplingParams(seed=5), SamplingParams(temperature=0)],
+        [SamplingParams(temperature=0.6), SamplingParams(top_k=5), SamplingParams(presence_penalty=1.0)],
+    ]
+    for crowd in crowds:
+        logits = rows_of(len(crowd), vocab)[0]
+        rows = torch.arange(len(crowd), device="cuda") + 1
+        tokens = []
+        for draw in (None, pieces):
+            state = make_state(*crowd, device="cuda", vocab_size=vocab)
+            tokens.append(Sampler(draw)(logits, state, rows, state.flags, rows + 8).token_ids)
+        assert torch.equal(*tokens)
