@@ -23,7 +23,7 @@ from typing import IO, Any
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import PieceInput
 
-_MAX_WORKERS = 8
+_MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
 _END_S = 5.0  # between a process's last word and its end
 
 
