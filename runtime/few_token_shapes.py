@@ -48,7 +48,7 @@ def choose_few_token_blocks(rows: int, columns: int, *, is_gated: bool = False) 
 
 def is_taken(rows: int, columns: int) -> bool:
     """Whether a weight [rows, columns] divides into the kernels' blocks."""
-    return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0
+    return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0 and rows * columns < 2**31  # offsets are int32
 
 
 def num_norm_blocks(rows: int, columns: int) -> int | None:

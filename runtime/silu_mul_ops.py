@@ -29,8 +29,10 @@ def _silu_mul_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EARLY
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    token = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # One dimension: CUDA's second one ends at 65535, and a step may have more tokens.
+    blocks: tl.constexpr = N // BLOCK
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + token * 2 * N + columns).to(tl.float32)
     up = tl.load(x_ptr + token * 2 * N + N + columns)
     silu = gate / (1.0 + tl.exp(-gate))
@@ -44,7 +46,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     columns = x.shape[-1] // 2
     block = math.gcd(columns, _MAX_BLOCK)
     out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
-    wrap_triton(_silu_mul_kernel)[(columns // block, math.prod(x.shape[:-1]))](
+    wrap_triton(_silu_mul_kernel)[(columns // block * math.prod(x.shape[:-1]),)](
         x, out, N=columns, BLOCK=block, EARLY=STARTS_EARLY, num_warps=max(1, block // 256)
     )
     return out

@@ -32,4 +32,5 @@ def choose_blocks(columns: int, *, is_normed: bool = False, is_gated: bool = Fal
 
 def is_taken(rows: int, columns: int) -> bool:
     """Whether a weight [rows, columns] divides into the kernels' blocks."""
-    return rows % _MAX_BLOCK_ROWS == 0 and columns & -columns >= _MIN_BLOCK_COLUMNS
+    divides = rows % _MAX_BLOCK_ROWS == 0 and columns & -columns >= _MIN_BLOCK_COLUMNS
+    return divides and rows * columns < 2**31  # offsets are int32

@@ -375,7 +375,15 @@ def test_many_threads_share_one_engine(engine):
         assert [output.token_ids for output in results[0]] == [expected_tokens(prompt, 8) for prompt in batch]
 
 
-def test_ctrl_c_aborts_the_call_and_the_engine_goes_on(engine, runner):
+@pytest.fixture
+def python_handles_ctrl_c():
+    """A shell's background jobs ignore it, and so would the test that is one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_aborts_the_call_and_the_engine_goes_on(engine, runner, python_handles_ctrl_c):
     runner.gate.clear()
 
     def interrupt():

@@ -23,7 +23,7 @@ def test_a_weight_that_is_taken_divides_into_blocks_that_fit(rows, columns, is_g
     assert blocks.groups * width * blocks.columns * 2 * blocks.stages <= _SHARED_MEMORY
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000)])
+@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000), (2**18, 2**13)])
 def test_what_does_not_divide_is_left_to_the_library(rows, columns):
     assert not is_taken(rows, columns)
 

@@ -17,6 +17,6 @@ def test_a_weight_that_is_taken_divides_into_blocks_of_powers_of_two(columns, ki
     assert blocks.rows * blocks.columns >= 32 * blocks.num_warps, "every thread has something to load"
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(6, 1024), (1024, 128), (1024, 1000)])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 1024), (1024, 128), (1024, 1000), (2**18, 2**13)])
 def test_what_does_not_divide_is_left_to_the_library(rows, columns):
     assert not is_taken(rows, columns)
