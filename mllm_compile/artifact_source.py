@@ -122,7 +122,11 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _draw_pieces(forms: DrawForms | None, loaded: Mapping[str, PackagedPiece | SourcePiece]) -> DrawPieces | None:
-    return None if forms is None else DrawPieces(loaded[forms.from_logits], loaded[forms.from_scores])
+    return (
+        None
+        if forms is None
+        else DrawPieces(getattr(torch, forms.dtype), loaded[forms.from_logits], loaded[forms.from_scores])
+    )
 
 
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

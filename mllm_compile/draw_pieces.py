@@ -1,16 +1,18 @@
 """The draw of tokens as pieces of the program: the kernels of runtime/draw_ops.py, for the model's vocabulary.
 
-Two: from the model's logits and a temperature, and from scores that filters or penalties have been at.
+Two: from the program's logits and a temperature, and from scores that filters or penalties have been at.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.counter_rng import padded_vocab_size
 from mllm_compile.runtime.program import DrawForms, Program
-from mllm_compile.runtime.sampler import padded_vocab_size
 from mllm_compile.written_piece import WrittenPiece
 
 _SOURCE = '''"""{name}"""
@@ -27,17 +29,22 @@ class Piece(torch.nn.Module):
 
 
 def add_draw_pieces(
-    config: ResolvedConfig, program: Program, vocab_size: int
+    config: ResolvedConfig, program: Program, logits: torch.Tensor
 ) -> tuple[Program, tuple[WrittenPiece, ...]]:
-    """The program with pieces that draw tokens, and those pieces; on CUDA, where the kernels run."""
+    """The program with pieces that draw tokens, and those pieces; on CUDA, where the kernels run.
+
+    Args:
+        logits: [S, V], as the graph gives them: not every model's are of the model's own dtype.
+    """
     if config.compile.backend == "eager" or not config.runtime.device.startswith("cuda"):
         return program, ()
-    from_logits, from_scores = draw_pieces(config.model.dtype, vocab_size)
-    return replace(program, draw=DrawForms(from_logits.name, from_scores.name)), (from_logits, from_scores)
+    dtype = str(logits.dtype).removeprefix("torch.")
+    from_logits, from_scores = draw_pieces(dtype, int(logits.shape[1]))
+    return replace(program, draw=DrawForms(dtype, from_logits.name, from_scores.name)), (from_logits, from_scores)
 
 
 def draw_pieces(dtype: str, vocab_size: int) -> tuple[WrittenPiece, WrittenPiece]:
-    """(from the model's logits, from scores)."""
+    """(from logits [S, vocab_size] of that type, from scores)."""
     from_scores = _piece("draw_from_scores", "float32", padded_vocab_size(vocab_size), has_temperature=False)
     return _piece("draw_from_logits", dtype, vocab_size, has_temperature=True), from_scores
 

@@ -118,7 +118,8 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
 
     graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
-    program, draw_pieces = add_draw_pieces(config, program, hf_model.sizes(program.layers).vocab_size)
+    output: Any = next(node for node in graph.graph.nodes if node.op == "output")
+    program, draw_pieces = add_draw_pieces(config, program, output.args[0][0].meta["val"])
     return Lowered(hf_model, graph, program, reports, size_symbols(graph), (*decode_pieces, *draw_pieces))
 
 

@@ -28,6 +28,12 @@ def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def linear_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Input, weight and bias of a call of LINEAR, by place or by name."""
+    values = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    return values["input"], values["weight"], values.get("bias")  # type: ignore[return-value]
+
+
 def is_attention(node: object) -> TypeGuard[fx.Node]:
     """True for the trace-time attention op."""
     return is_call(node, torch.ops.mllm.attention, torch.ops.mllm.attention.default)

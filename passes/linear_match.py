@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mllm_compile.passes.fx_match import LINEAR, is_call
+from mllm_compile.passes.fx_match import LINEAR, is_call, linear_operands, writes_in_place
 from mllm_compile.passes.rms_norm_match import match_rms_norm
 
 DEVICE_TYPE = "cuda"  # where the kernels run
@@ -43,9 +43,7 @@ def match_linear(node: object) -> Linear | None:
     """A linear without bias, in a type that the kernels take."""
     if not is_call(node, LINEAR, torch.nn.functional.linear):
         return None
-    operands: Any = node.args
-    source, weight, *rest = operands
-    bias = rest[0] if rest else node.kwargs.get("bias")
+    source, weight, bias = linear_operands(node)
     if bias is not None or weight.op != "placeholder" or not is_on_device(weight):
         return None
     return Linear(node, source, weight)
@@ -53,12 +51,13 @@ def match_linear(node: object) -> Linear | None:
 
 def match_silu_mul(node: fx.Node) -> fx.Node | None:
     """silu(gate) * up over the two halves of one value, gate first: that value."""
-    if not is_call(node, operator.mul, torch.mul):
+    if not is_call(node, operator.mul, torch.mul) or node.kwargs or len(node.args) != 2:
         return None
-    silu, up = node.args[:2]
+    silu, up = node.args
     if not is_call(silu, torch.nn.functional.silu):
         silu, up = up, silu
-    if not is_call(silu, torch.nn.functional.silu) or len(silu.users) != 1:
+    # In place it would change the very halves that a kernel of ours reads.
+    if not is_call(silu, torch.nn.functional.silu) or len(silu.users) != 1 or writes_in_place(silu) or silu.args[1:]:
         return None
     gate: Any = silu.args[0]
     if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem) and gate.args[0] is up.args[0]):
@@ -66,7 +65,7 @@ def match_silu_mul(node: fx.Node) -> fx.Node | None:
     split: Any = gate.args[0]
     if (gate.args[1], up.args[1]) != (0, 1) or not is_call(split, *_SPLIT) or len(split.users) != 2:
         return None
-    sizes: Any = split.args[1]
+    sizes: Any = split.args[1] if len(split.args) > 1 else None
     if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or sizes[0] != sizes[1]:
         return None
     source: Any = split.args[0]
@@ -76,13 +75,14 @@ def match_silu_mul(node: fx.Node) -> fx.Node | None:
 
 def match_residual(node: fx.Node) -> Iterator[tuple[Linear, fx.Node]]:
     """residual + linear, where nothing else reads the linear: (the linear, the residual), for either operand."""
-    if not is_call(node, operator.add, torch.add) or len(node.args) != 2:
+    if not is_call(node, operator.add, torch.add) or len(node.args) != 2 or node.kwargs:  # alpha, out
         return
     for residual, product in (node.args, node.args[::-1]):
         linear = match_linear(product)
         if linear is None or len(linear.node.users) != 1 or not isinstance(residual, fx.Node):
             continue
-        if residual.meta["val"].shape == linear.node.meta["val"].shape and match_rms_norm(linear.source) is None:
+        ours, theirs = linear.node.meta["val"], residual.meta["val"]
+        if ours.shape == theirs.shape and ours.dtype == theirs.dtype and match_rms_norm(linear.source) is None:
             yield linear, residual
 
 

@@ -10,7 +10,16 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PACKED_WEIGHTS, PackedPart, PassResult
-from mllm_compile.passes.fx_match import LINEAR, call, drop_dead_nodes, identifier, is_attention, is_call, is_weight
+from mllm_compile.passes.fx_match import (
+    LINEAR,
+    call,
+    drop_dead_nodes,
+    identifier,
+    is_attention,
+    is_call,
+    is_weight,
+    linear_operands,
+)
 
 _MIN_ROWS = 8  # one-row gates gain nothing and their sums change order when joined (seen: 6e-6)
 
@@ -54,25 +63,25 @@ class PackProjections:
         for node in gm.graph.nodes:
             stretch += is_attention(node)
             if _is_packable(node):
-                source, weight, bias = _operands(node)
+                source, weight, bias = linear_operands(node)
                 groups[source, stretch, weight.meta["val"].dtype, bias is None].append(node)
         return [linears for linears in groups.values() if len(linears) > 1]
 
     @staticmethod
     def _pack(gm: fx.GraphModule, linears: list[fx.Node], packed: dict[str, tuple[PackedPart, ...]]) -> None:
-        source, first_weight, first_bias = _operands(linears[0])
-        rows = [_operands(node)[1].meta["val"].shape[0] for node in linears]
-        weight = _packed_placeholder(gm, [_operands(node)[1] for node in linears], first_weight, packed)
+        source, first_weight, first_bias = linear_operands(linears[0])
+        rows = [linear_operands(node)[1].meta["val"].shape[0] for node in linears]
+        weight = _packed_placeholder(gm, [linear_operands(node)[1] for node in linears], first_weight, packed)
         bias = None
         if first_bias is not None:
-            bias = _packed_placeholder(gm, [_operands(node)[2] for node in linears], first_bias, packed)
+            bias = _packed_placeholder(gm, [linear_operands(node)[2] for node in linears], first_bias, packed)
         with gm.graph.inserting_before(linears[0]):
             joined = call(gm.graph, LINEAR, source, weight, bias)
             parts = call(gm.graph, torch.split, joined, rows, dim=-1)
             joined.meta["nn_module_stack"] = parts.meta["nn_module_stack"] = linears[0].meta.get("nn_module_stack", {})
             outputs = [call(gm.graph, operator.getitem, parts, index) for index in range(len(rows))]
         for node, output in zip(linears, outputs, strict=True):
-            _, old_weight, old_bias = _operands(node)
+            _, old_weight, old_bias = linear_operands(node)
             node.replace_all_uses_with(output)
             gm.graph.erase_node(node)
             for old in (old_weight, old_bias):
@@ -83,15 +92,10 @@ class PackProjections:
 def _is_packable(node: fx.Node) -> bool:
     if not is_call(node, LINEAR, torch.nn.functional.linear):
         return False
-    _, weight, bias = _operands(node)
+    _, weight, bias = linear_operands(node)
     if not (is_weight(weight) and len(weight.users) == 1 and weight.meta["val"].shape[0] >= _MIN_ROWS):
         return False
     return bias is None or (is_weight(bias) and len(bias.users) == 1)
-
-
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    values = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    return values["input"], values["weight"], values.get("bias")  # type: ignore[return-value]
 
 
 def _packed_placeholder(

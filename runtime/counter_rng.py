@@ -20,6 +20,11 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
 
+def padded_vocab_size(vocab_size: int) -> int:
+    """The scores of a row of a draw: a multiple of BLOCK."""
+    return -(-vocab_size // BLOCK) * BLOCK
+
+
 def _signed(value: int) -> int:
     """The int64 with the same 64 bits."""
     return value - 2**64 if value >= 2**63 else value

@@ -3,9 +3,9 @@
 Triton by hand, as `torch.library.triton_op`: it is a piece of the program (mllm_compile/draw_pieces.py). Only the piece
 compiler imports this module: a loaded package needs neither Triton nor this op.
 
-A row's draw depends on its own logits, temperature, seed and position alone, and a score is what torch makes of a logit
-and a temperature to the last bit: so a row draws the same token from its logits here as from scores that were computed
-before, which is what rows get whose neighbours filter theirs.
+A row's draw depends on its own logits, temperature, seed and position alone. A score is what torch makes of a logit and
+a temperature to the last bit, and a block's sum does not depend on its order: so a row draws the same token from its
+logits here as from scores that were computed before, which is what rows get whose neighbours filter theirs.
 
 Shape legend: S rows, V vocab, B blocks of BLOCK logits.
 """
@@ -77,7 +77,9 @@ def _block_scores_kernel(
     scores = _scores(logits_ptr, temperature_ptr, row, columns, V, HAS_TEMPERATURE)
     largest = tl.max(scores, 1)
     largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
-    sums = largest + tl.log(tl.sum(tl.exp(scores - largest[:, None]), 1))
+    # Summed as integers, so that the sum is the same whatever order the compiler gives it for another type of logits.
+    parts = (tl.exp(scores - largest[:, None]) * 1099511627776.0 + 0.5).to(tl.int64)  # 2**40
+    sums = largest + tl.log(tl.sum(parts, 1).to(tl.float32) * 9.094947017729282e-13)  # 2**-40
     noise = _negative_gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), blocks.to(tl.int64) + 1)
     tl.store(block_scores_ptr + row * B + blocks, sums - noise, mask=blocks < B)
 

@@ -108,8 +108,9 @@ class DecodeForms:
 
 @dataclass(frozen=True)
 class DrawForms:
-    """The pieces that draw tokens, from the model's logits and from float32 scores; see draw_ops.py."""
+    """The pieces that draw tokens: from the program's logits, of type `dtype`, and from float32 scores."""
 
+    dtype: str
     from_logits: str
     from_scores: str
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mllm_compile.runtime.counter_rng import BLOCK, draw_tokens
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
 from mllm_compile.runtime.logit_filters import filter_scores
 from mllm_compile.runtime.logprobs import TokenLogprobs, token_logprobs
 from mllm_compile.runtime.penalties import PenaltyParams, apply_penalties
@@ -45,17 +45,14 @@ class DrawPieces:
     """The draw as kernels of the program, for its logits' width and type; see draw_ops.py.
 
     Attributes:
-        from_logits: (logits [S, V] in the model's type, temperatures [S], seeds [S], positions [S]) → ([S] int64,).
+        dtype: of the program's logits.
+        from_logits: (logits [S, V] of that type, temperatures [S], seeds [S], positions [S]) → ([S] int64,).
         from_scores: (float32 scores [S, padded V], seeds, positions) → the same.
     """
 
+    dtype: torch.dtype
     from_logits: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     from_scores: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """The scores of a row: a multiple of BLOCK."""
-    return -(-vocab_size // BLOCK) * BLOCK
 
 
 class Sampler:
@@ -113,8 +110,6 @@ class Sampler:
             token_ids = _draw(
                 self._pieces,
                 logits,
-                # What penalties or biases were at is float32, whatever the model's type is.
-                not flags.changes_logits,
                 params.temperature,
                 params.top_k if flags.needs_top_k else None,
                 params.top_p if flags.needs_top_p else None,
@@ -165,7 +160,6 @@ def sample_tokens(
     drawn = _draw(
         draw,
         logits,
-        penalty_params is None,
         torch.where(is_greedy, 1.0, temperatures),
         top_ks,
         top_ps,
@@ -206,7 +200,6 @@ def _penalise(logits: torch.Tensor, state: SamplingState, params: RowParams, par
 def _draw(
     pieces: DrawPieces | None,
     logits: torch.Tensor,
-    is_models_own: bool,
     temperatures: torch.Tensor,
     top_ks: torch.Tensor | None,
     top_ps: torch.Tensor | None,
@@ -216,8 +209,10 @@ def _draw(
 ) -> torch.Tensor:
     """One token a row from what temperature and filters leave. [S, V] → [S] int64."""
     num_rows, vocab_size = logits.shape
-    if pieces is not None and is_models_own and top_ks is None and top_ps is None and log_min_ps is None:
-        return pieces.from_logits([logits, temperatures, seeds, positions.long()])[0]
+    is_filtered = top_ks is not None or top_ps is not None or log_min_ps is not None
+    # What penalties or biases were at is float32, whatever the type of the program's own logits is.
+    if pieces is not None and not is_filtered and logits.dtype == pieces.dtype:
+        return pieces.from_logits([logits.contiguous(), temperatures.float(), seeds.long(), positions.long()])[0]
     scores = torch.empty(num_rows, padded_vocab_size(vocab_size), dtype=torch.float32, device=logits.device)
     torch.div(logits, temperatures[:, None], out=scores[:, :vocab_size])
     scores[:, vocab_size:] = -torch.inf
@@ -225,6 +220,6 @@ def _draw(
     if pieces is None:
         drawn = draw_tokens(scores, seeds, positions)
     else:
-        drawn = pieces.from_scores([scores, seeds, positions.long()])[0]
+        drawn = pieces.from_scores([scores, seeds.long(), positions.long()])[0]
     # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would then crash the embedding.
     return drawn.clamp_(max=vocab_size - 1)

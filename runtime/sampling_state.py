@@ -21,7 +21,8 @@ from mllm_compile.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 from mllm_compile.runtime.slot_additions import SlotAdditions
 from mllm_compile.runtime.upload import upload
 
-# Columns of the two parameter tables, and what they hold for a slot without a request: greedy, everything off.
+# Parameters in two tables, and what those hold for a slot without a request: greedy, everything off. Temperature and
+# seed are first: what is gathered of the first parameter is aligned as kernels of the program want it.
 _NEUTRAL_FLOATS = {
     "temperature": 1.0,
     "top_p": 1.0,

@@ -7,9 +7,9 @@ import torch
 
 from mllm_compile.draw_pieces import draw_pieces
 from mllm_compile.piece_compiler import compile_piece
-from mllm_compile.runtime.counter_rng import draw_tokens
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
 from mllm_compile.runtime.pieces import load_piece
-from mllm_compile.runtime.sampler import DrawPieces, Sampler, padded_vocab_size
+from mllm_compile.runtime.sampler import DrawPieces, Sampler
 from mllm_compile.runtime.sampling_params import SamplingParams
 from tests.runtime.sampling_cases import assert_drawn_from, make_state, random_logits
 
@@ -32,7 +32,7 @@ def pieces(vocab, tmp_path_factory) -> DrawPieces:
         sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
         compile_piece(folder / "piece.py", list(piece.inputs), "cuda:0", sizes, folder / f"{piece.name}.pt2")
         loaded.append(load_piece(f"{piece.name}.pt2", (folder / f"{piece.name}.pt2").read_bytes()))
-    return DrawPieces(*loaded)
+    return DrawPieces(torch.bfloat16, *loaded)
 
 
 def rows_of(count: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -123,6 +123,30 @@ def test_a_linear_with_a_bias_or_odd_sizes_is_left_alone():
     assert few_token_form(block.module(block.call(operator.add, residual, biased), odd)) is None
 
 
+@pytest.mark.parametrize("kind", ["scaled", "float32"])
+def test_a_sum_that_is_no_plain_residual_keeps_its_linear(kind):
+    block = Block()
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    x, residual = block.input("x", 1, 4, FFN), block.input("residual", 1, 4, HIDDEN, dtype=dtype)
+    product = block.call(LINEAR, x, block.input("w", HIDDEN, FFN), None)
+    scale = {"alpha": 0.25} if kind == "scaled" else {}
+    piece = block.module(block.call(torch.add, residual, product, **scale))
+    form = few_token_form(piece)
+    assert form is not None
+    assert fused_ops(form) == ["few_linear"]
+    assert off_by(form(*block.inputs)[0], piece(*block.inputs)[0]) < 8e-3
+
+
+def test_operands_may_be_named():
+    block = Block()
+    x, weight = block.input("x", 1, 4, HIDDEN), block.input("w", HIDDEN, HIDDEN)
+    product = block.graph.call_function(LINEAR, (x,), {"weight": weight})
+    product.meta["val"] = linear(x.meta["val"], weight.meta["val"])
+    form = few_token_form(block.module(product))
+    assert form is not None
+    assert fused_ops(form) == ["few_linear"]
+
+
 def test_the_pass_adds_one_form_a_distinct_piece_and_a_second_run_changes_nothing():
     gm = graph_of_one_piece(decoder_piece(4)[0])
     assert FuseFewTokens()(gm).matches == 1

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from mllm_compile.runtime import sampler
-from mllm_compile.runtime.counter_rng import draw_tokens
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
 from mllm_compile.runtime.penalties import PenaltyParams, TokenHistories
 from mllm_compile.runtime.sampler import DrawPieces, Sampler, sample_tokens
 from mllm_compile.runtime.sampling_params import SamplingParams
@@ -125,20 +125,20 @@ class CountedDraws:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-        self.pieces = DrawPieces(self.from_logits, self.from_scores)
+        self.pieces = DrawPieces(torch.bfloat16, self.from_logits, self.from_scores)
 
     def from_logits(self, inputs):
         logits, temperatures, seeds, positions = inputs
         self.calls.append(("from_logits", logits.shape[0]))
         assert logits.dtype == torch.bfloat16
         assert all(one.is_contiguous() for one in inputs)
-        scores = torch.full((logits.shape[0], sampler.padded_vocab_size(VOCAB)), -torch.inf)
+        scores = torch.full((logits.shape[0], padded_vocab_size(VOCAB)), -torch.inf)
         scores[:, :VOCAB] = logits / temperatures[:, None]
         return [draw_tokens(scores, seeds, positions)]
 
     def from_scores(self, inputs):
         self.calls.append(("from_scores", inputs[0].shape[0]))
-        assert inputs[0].shape[1] == sampler.padded_vocab_size(VOCAB)
+        assert inputs[0].shape[1] == padded_vocab_size(VOCAB)
         assert all(one.is_contiguous() for one in inputs)
         return [draw_tokens(*inputs)]
 
