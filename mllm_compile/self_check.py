@@ -73,11 +73,22 @@ def self_check(
         error, limit = relative_error(ours, theirs), TOLERANCE[ours.dtype]
         if not error <= limit:
             raise UnsupportedModelError(
-                f"{model_type!r} would not be served right: with {len(batch_ids)} requests of together {len(ours)} "
-                f"tokens in one batch its logits are off by {error:.2g} from Transformers' (limit {limit:g}). Causes: "
-                "layers that carry state from token to token, or that read positions other than position_ids. If it is "
-                "a form of its pieces for few tokens: compile.disable_passes: [fuse_single_token, fuse_few_tokens]."
+                f"{model_type!r} would not be served right: with {_crowd(len(batch_ids))} its logits are off by "
+                f"{error:.2g} from Transformers' (limit {limit:g}). Usual causes: layers that carry state from token "
+                f"to token, or that read positions other than position_ids.{_hint(program)}"
             )
+
+
+def _crowd(num_requests: int) -> str:
+    return {1: "one token alone", 2: "two requests in one batch"}.get(
+        num_requests, f"{num_requests} requests in one batch"
+    )
+
+
+def _hint(program: Program) -> str:
+    if not program.small_forms:
+        return ""
+    return " Or a form of its pieces for few tokens: compile.disable_passes: [fuse_single_token, fuse_few_tokens]."
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
