@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mllm_compile.trace import Trace
 
 # Passes that put kernels of ours into pieces.
-_KERNEL_PASSES = ("fuse_rope_cache", "fuse_single_token", "fuse_few_tokens", "fuse_silu_mul")
+KERNEL_PASSES = ("fuse_rope_cache", "fuse_single_token", "fuse_few_tokens", "fuse_silu_mul")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
 def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
     """With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the
     model's is written by the runtime, which knows how to round to it."""
-    kernels = _KERNEL_PASSES if config.compile.backend == "eager" else ()
+    kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
     converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
     return (*config.compile.disable_passes, *kernels, *converts)
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS, PassResult
-from mllm_compile.passes.linear_match import Linear, add_forms, copy_of, match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.linear_match import Linear, match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.rms_norm_match import RMSNorm, match_rms_norm
+from mllm_compile.passes.small_forms import add_forms, copy_of
 from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
 
 
@@ -46,8 +47,7 @@ class FuseFewTokens:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        forms = gm.meta.setdefault(SMALL_FORMS, {})
-        matches = add_forms(gm, forms, MAX_FEW_TOKENS, "_few_tokens", few_token_form)
+        matches = add_forms(gm, MAX_FEW_TOKENS, "_few_tokens", few_token_form)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

@@ -10,11 +10,8 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, AttentionSpec, PassResult
-from mllm_compile.passes.fx_match import drop_dead_nodes, is_attention_with_output, is_call
+from mllm_compile.passes.fx_match import drop_dead_nodes, is_attention_with_output, is_call, takes_kernels
 from mllm_compile.passes.rms_norm_match import RMSNorm, match_rms_norm
-
-DEVICE_TYPE = "cuda"  # where the kernel runs
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FuseRopeCache:
@@ -71,7 +68,7 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: AttentionSpec) -> bool:
     if q_rotation is None or k_rotation is None or not _go_together(q_rotation, k_rotation):
         return False
     val = v.meta["val"]
-    if val.device.type != DEVICE_TYPE or val.dtype not in _DTYPES or layer.head_dim != layer.v_head_dim:
+    if not takes_kernels(v) or layer.head_dim != layer.v_head_dim:
         return False
     if layer.head_dim & (layer.head_dim - 1):  # the kernel's blocks are powers of two
         return False

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import drop_dead_nodes
-from mllm_compile.passes.linear_match import is_on_device, match_silu_mul
+from mllm_compile.passes.fx_match import drop_dead_nodes, takes_kernels
+from mllm_compile.passes.linear_match import match_silu_mul
 
 _COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the columns; smaller ones would not pay
 
@@ -49,7 +49,7 @@ class FuseSiluMul:
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     source = match_silu_mul(node)
-    if source is None or not is_on_device(source) or source.meta["val"].shape[-1] % (2 * _COLUMNS_UNIT):
+    if source is None or not takes_kernels(source) or source.meta["val"].shape[-1] % (2 * _COLUMNS_UNIT):
         return False
     if not hasattr(torch.ops.mllm, "silu_mul"):
         import mllm_compile.runtime.silu_mul_ops  # noqa: F401  (defines the op; needs Triton)

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS, PassResult
-from mllm_compile.passes.linear_match import add_forms, copy_of, match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.linear_match import match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.rms_norm_match import match_rms_norm
+from mllm_compile.passes.small_forms import add_forms, copy_of
 from mllm_compile.runtime.single_token_shapes import is_taken
 
 
@@ -39,8 +40,7 @@ class FuseSingleToken:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        forms = gm.meta.setdefault(SMALL_FORMS, {})
-        matches = add_forms(gm, forms, 1, "_one_token", single_token_form)
+        matches = add_forms(gm, 1, "_one_token", single_token_form)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

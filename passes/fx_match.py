@@ -17,6 +17,9 @@ import mllm_compile.runtime.ops
 import mllm_compile.runtime.trace_ops  # noqa: F401  (with runtime.ops: the ops that are asked about here)
 
 LINEAR = torch._C._nn.linear
+# Where the kernels run that passes put into pieces, and on what.
+KERNEL_DEVICE_TYPE = "cuda"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")
     for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")
@@ -32,6 +35,12 @@ def linear_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """Input, weight and bias of a call of LINEAR, by place or by name."""
     values = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
     return values["input"], values["weight"], values.get("bias")  # type: ignore[return-value]
+
+
+def takes_kernels(node: fx.Node) -> bool:
+    """Whether kernels of ours take a value of this device and type."""
+    val = node.meta["val"]
+    return val.device.type == KERNEL_DEVICE_TYPE and val.dtype in KERNEL_DTYPES
 
 
 def is_attention(node: object) -> TypeGuard[fx.Node]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from mllm_compile.passes.fx_match import LINEAR, is_call, linear_operands, writes_in_place
+from mllm_compile.passes.fx_match import LINEAR, is_call, linear_operands, takes_kernels, writes_in_place
 from mllm_compile.passes.rms_norm_match import match_rms_norm
 
-DEVICE_TYPE = "cuda"  # where the kernels run
-_DTYPES = (torch.bfloat16, torch.float16)
 _SPLIT = (torch.split, torch.functional.split)
 
 
@@ -33,18 +31,12 @@ class Linear:
         return int(rows), int(columns)
 
 
-def is_on_device(node: fx.Node) -> bool:
-    """Whether the kernels take a value of this device and type."""
-    val = node.meta["val"]
-    return val.device.type == DEVICE_TYPE and val.dtype in _DTYPES
-
-
 def match_linear(node: object) -> Linear | None:
     """A linear without bias, in a type that the kernels take."""
     if not is_call(node, LINEAR, torch.nn.functional.linear):
         return None
     source, weight, bias = linear_operands(node)
-    if bias is not None or weight.op != "placeholder" or not is_on_device(weight):
+    if bias is not None or weight.op != "placeholder" or not takes_kernels(weight):
         return None
     return Linear(node, source, weight)
 
@@ -84,33 +76,3 @@ def match_residual(node: fx.Node) -> Iterator[tuple[Linear, fx.Node]]:
         ours, theirs = linear.node.meta["val"], residual.meta["val"]
         if ours.shape == theirs.shape and ours.dtype == theirs.dtype and match_rms_norm(linear.source) is None:
             yield linear, residual
-
-
-def copy_of(piece: fx.GraphModule) -> fx.GraphModule:
-    """The piece again, for another form of it."""
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(piece.graph, values)
-    graph.output(output)
-    for old, new in values.items():
-        new.meta.update(old.meta)
-    return fx.GraphModule(piece, graph)
-
-
-def add_forms(
-    gm: fx.GraphModule,
-    forms: dict[str, dict[int, str]],
-    size: int,
-    suffix: str,
-    make: Callable[[fx.GraphModule], fx.GraphModule | None],
-) -> int:
-    """Adds to every piece that is called its form for up to `size` tokens, where `make` has one; returns how many."""
-    matches = 0
-    for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"):
-        piece: Any = gm.get_submodule(name)
-        form = None if size in forms.get(name, {}) else make(piece)
-        if form is not None:
-            forms.setdefault(name, {})[size] = name + suffix
-            gm.add_module(name + suffix, form)
-            matches += 1
-    return matches

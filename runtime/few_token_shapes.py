@@ -25,8 +25,9 @@ class FewTokenBlocks:
     stages: int
 
 
-# (most outputs, blocks): the fastest, or within 4 %, of some 50 for the linears of Qwen3-0.6B and 8B at 8 tokens on an
-# H200. A linear with few outputs has few blocks, so each has more warps at its inputs.
+# (most outputs, blocks): the fastest, or within 1 %, of some 50 for the linears of Qwen3-0.6B and 8B at 8 tokens on an
+# H200; but q, k, v of 0.6B (4096 x 1024) takes what is the fastest for 4096 x 4096, and for it at least 6 % slower than
+# the best. A linear with few outputs has few blocks, so each has more warps at its inputs.
 _PLAIN = (
     (2048, FewTokenBlocks(8, 128, 4, 4, 4)),
     (4096, FewTokenBlocks(16, 256, 2, 2, 3)),

@@ -99,6 +99,8 @@ class ModelRunner:
         """
         with stage("open device"):
             self.device = _open_device(self.config.device)
+        if self.device.type == "cuda":
+            _prefer_cublaslt()
         with self.on_device():
             try:
                 self.load_model()
@@ -464,7 +466,10 @@ def _open_device(name: str) -> torch.device:
     index = device.index or 0
     if index >= torch.cuda.device_count():
         raise DeviceError(f"runtime.device is {name}, but there are {torch.cuda.device_count()} GPUs, cuda:0 onwards")
-    # For the process: cuBLASLt chooses better among the same kernels for steps of 17 to 256 tokens where weights are
-    # wide (Qwen3-8B, 64 requests: 6.37 -> 6.18 ms a step), and elsewhere no worse (docs/performance.md).
-    torch.backends.cuda.preferred_blas_library("cublaslt")
     return torch.device("cuda", index)
+
+
+def _prefer_cublaslt() -> None:
+    """For the whole process: cuBLASLt chooses better among the same kernels for steps of 17 to 256 tokens where weights
+    are wide (Qwen3-8B, 64 requests: 6.37 -> 6.18 ms a step), and elsewhere no worse (docs/performance.md)."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from mllm_compile.passes import linear_match
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, num_norm_blocks
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.stand_ins import stand_in_ops
 
 
 def _few_linear(x, weight, squares, eps, gated):
@@ -36,25 +36,18 @@ def _few_linear_residual_norm(x, weight, residual, norm_weight):
     return out, out * norm_weight, blocks.sum(-1)
 
 
-@pytest.fixture(scope="module")
+OPS = {
+    "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": _few_linear,
+    "few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": lambda x, w, r: r + linear(x, w),
+    "few_linear_residual_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight)"
+    " -> (Tensor, Tensor, Tensor)": _few_linear_residual_norm,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
 def stand_ins():
-    if torch.cuda.is_available():
-        pytest.skip("the real ops are defined where there is a GPU")
-    library = torch.library.Library("mllm", "FRAGMENT")
-    library.define("few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor")
-    library.define("few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor")
-    operands = "Tensor x, Tensor weight, Tensor residual, Tensor norm_weight"
-    library.define(f"few_linear_residual_norm({operands}) -> (Tensor, Tensor, Tensor)")
-    library.impl("few_linear", _few_linear, "CPU")
-    library.impl("few_linear_residual", lambda x, w, r: r + linear(x, w), "CPU")
-    library.impl("few_linear_residual_norm", _few_linear_residual_norm, "CPU")
-    yield
-    del library
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(stand_ins, monkeypatch):
-    monkeypatch.setattr(linear_match, "DEVICE_TYPE", "cpu")
+    with stand_in_ops(OPS):
+        yield
 
 
 def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:

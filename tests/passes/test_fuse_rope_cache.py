@@ -14,7 +14,7 @@ import torch
 from mllm_compile import Engine, EngineConfig, SamplingParams, lowering
 from mllm_compile.compile import load_or_compile
 from mllm_compile.hf_model import build_on_meta
-from mllm_compile.passes import fuse_rope_cache
+from mllm_compile.passes import fx_match
 from mllm_compile.passes.base import ATTENTION_LAYERS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
@@ -61,9 +61,10 @@ def stand_in() -> Iterator[None]:
 @pytest.fixture
 def on_cpu(stand_in, monkeypatch):
     """The pass runs for a CPU, in float32, on pieces that run as traced."""
-    monkeypatch.setattr(fuse_rope_cache, "DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(fuse_rope_cache, "_DTYPES", (torch.float32,))
-    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: ("fuse_single_token",))
+    monkeypatch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(fx_match, "KERNEL_DTYPES", (torch.float32,))
+    others = [name for name in lowering.KERNEL_PASSES if name != FuseRopeCache.name]
+    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)
 
 
 def compiled_program(folder: Path, model_type: str, **changes: object) -> Program:

@@ -8,30 +8,20 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from mllm_compile.passes import linear_match
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from tests.passes.piece_block import FFN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.stand_ins import stand_in_ops
 
 
-@pytest.fixture(scope="module")
+def _silu_mul(x):
+    gate, up = x.chunk(2, -1)
+    return silu(gate) * up
+
+
+@pytest.fixture(scope="module", autouse=True)
 def stand_in():
-    if torch.cuda.is_available():
-        pytest.skip("the real op is defined where there is a GPU")
-    library = torch.library.Library("mllm", "FRAGMENT")
-    library.define("silu_mul(Tensor x) -> Tensor")
-
-    def silu_mul(x):
-        gate, up = x.chunk(2, -1)
-        return silu(gate) * up
-
-    library.impl("silu_mul", silu_mul, "CPU")
-    yield
-    del library
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(stand_in, monkeypatch):
-    monkeypatch.setattr(linear_match, "DEVICE_TYPE", "cpu")
+    with stand_in_ops({"silu_mul(Tensor x) -> Tensor": _silu_mul}):
+        yield
 
 
 def rewritten(piece):

@@ -9,37 +9,35 @@ import operator
 
 import pytest
 import torch
+from torch.nn.functional import linear, silu
 
-from mllm_compile.passes import linear_match
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_single_token import FuseSingleToken, single_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from tests.passes.piece_block import HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece, rms
+from tests.passes.stand_ins import stand_in_ops
 
 
-@pytest.fixture(scope="module")
+def _gated(x, norm_weight, weight, eps):
+    gate, up = linear(rms(x, norm_weight, eps), weight).chunk(2, -1)
+    return silu(gate) * up
+
+
+OPS = {
+    "norm_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor": (
+        lambda x, norm_weight, weight, eps: linear(rms(x, norm_weight, eps), weight)
+    ),
+    "norm_gated_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor": _gated,
+    "linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": (
+        lambda x, weight, residual: residual + linear(x, weight)
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
 def stand_ins():
-    if torch.cuda.is_available():
-        pytest.skip("the real ops are defined where there is a GPU")
-    library = torch.library.Library("mllm", "FRAGMENT")
-    library.define("norm_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor")
-    library.define("norm_gated_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor")
-    library.define("linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor")
-
-    def gated(x, norm_weight, weight, eps):
-        gate, up = torch.nn.functional.linear(rms(x, norm_weight, eps), weight).chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-
-    library.impl("norm_linear", lambda x, n, w, eps: torch.nn.functional.linear(rms(x, n, eps), w), "CPU")
-    library.impl("norm_gated_linear", gated, "CPU")
-    library.impl("linear_residual", lambda x, w, r: r + torch.nn.functional.linear(x, w), "CPU")
-    yield
-    del library
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(stand_ins, monkeypatch):
-    monkeypatch.setattr(linear_match, "DEVICE_TYPE", "cpu")
+    with stand_in_ops(OPS):
+        yield
 
 
 def test_a_decoder_piece_becomes_four_kernels():

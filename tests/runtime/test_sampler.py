@@ -165,6 +165,14 @@ def test_the_programs_kernels_draw_where_there_are_some(crowd, calls):
     assert counted.calls == calls
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 7])
+def test_what_kernels_read_of_the_parameters_is_contiguous_and_aligned(num_rows):
+    params = make_state(*[SamplingParams(temperature=0.6)] * num_rows).gather(torch.arange(num_rows) + 1)
+    for column in (params.temperature, params.seed):
+        assert column.is_contiguous()
+        assert column.data_ptr() % 16 == 0, "a package copies what is not"
+
+
 def test_a_very_small_temperature_is_greedy():
     logits = random_logits(20)
     state = make_state(*[SamplingParams(temperature=1e-3)] * 20)

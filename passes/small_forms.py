@@ -1,0 +1,37 @@
+"""Further forms of pieces, for few tokens: how a pass makes them beside the pieces for any number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from mllm_compile.passes.base import SMALL_FORMS
+
+
+def copy_of(piece: fx.GraphModule) -> fx.GraphModule:
+    """The piece again, for another form of it."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(piece.graph, values)
+    graph.output(output)
+    for old, new in values.items():
+        new.meta.update(old.meta)
+    return fx.GraphModule(piece, graph)
+
+
+def add_forms(
+    gm: fx.GraphModule, size: int, suffix: str, make: Callable[[fx.GraphModule], fx.GraphModule | None]
+) -> int:
+    """Adds to every piece that is called its form for up to `size` tokens, where `make` has one; returns how many."""
+    forms: dict[str, dict[int, str]] = gm.meta.setdefault(SMALL_FORMS, {})
+    matches = 0
+    for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"):
+        piece: Any = gm.get_submodule(name)
+        form = None if size in forms.get(name, {}) else make(piece)
+        if form is not None:
+            forms.setdefault(name, {})[size] = name + suffix
+            gm.add_module(name + suffix, form)
+            matches += 1
+    return matches
