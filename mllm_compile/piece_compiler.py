@@ -1,4 +1,4 @@
-"""One piece from its source to an AOTInductor package. Runs in a worker process (piece_workers.py).
+"""One piece from its source to an AOTInductor package. Runs in a fork of the compiler process (compiler_process.py).
 
 The package is machine code with its kernels inside: weights are its inputs, T and S stay dynamic, and loading it needs
 no Python compiler.
@@ -83,25 +83,35 @@ def inductor_options(device: str) -> dict[str, Any]:
 
 
 def prepare_compiler(device: str) -> None:
-    """What every first compile on a machine needs, done while there is no piece yet: the model is being traced.
+    """What every compile needs and a fork of this process keeps, done while there is no piece yet: the model is being
+    traced.
 
-    Imports Inductor; finds out what the CPU can do, where pieces run on it; and builds Triton's launcher, where they
-    run on a GPU. Where something is missing, compiling a piece says so.
+    Imports Inductor; finds out what the CPU can do, where pieces run on it. Does not touch the GPU. Where something is
+    missing, compiling a piece says so.
     """
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._higher_order_ops.triton_kernel_wrap
+    import torch._inductor.compile_fx
+    import torch.export  # noqa: F401
     from torch._inductor import cpu_vec_isa
+    from torch._inductor.codegen.common import init_backend_registration
 
+    init_backend_registration()
     if device.startswith("cuda"):
         # The host part of a package only launches kernels. Inductor would compile half a dozen test programs to find
         # the vector instructions for it (28 s on a machine with an H200, 9 s on another).
         cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
+        return
+    with contextlib.suppress(Exception), _system_compiler():
+        cpu_vec_isa.pick_vec_isa()
+
+
+def prepare_device(device: str) -> None:
+    """Builds Triton's launcher, which stays in its cache, where pieces run on a GPU."""
+    if device.startswith("cuda"):
         with contextlib.suppress(Exception):
             from triton.runtime import driver
 
             driver.active.get_current_target()
-        return
-    with contextlib.suppress(Exception), _system_compiler():
-        cpu_vec_isa.pick_vec_isa()
 
 
 def compile_piece(

@@ -1,14 +1,16 @@
-"""Compiles distinct pieces side by side, each worker its own process that speaks JSON lines.
+"""Compiles distinct pieces side by side: jobs for the compiler process, and what became of them.
 
-Workers are started before tracing, so that importing Inductor (seconds) overlaps with it. What crosses the pipe is JSON
-naming files; nothing is pickled.
+That process is started before tracing, so that importing Inductor (seconds) overlaps with it. What crosses the pipe is
+JSON naming files; nothing is pickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -17,8 +19,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import PieceInput
@@ -38,7 +39,7 @@ class PieceJob:
 
 
 class PieceWorkers:
-    """A pool of compiler processes; a context manager that ends them."""
+    """Compiles pieces in forks of one process; a context manager that ends them all."""
 
     def __init__(self, device: str, max_sizes: dict[str, int], cache: Path, count: int | None = None) -> None:
         """
@@ -46,18 +47,15 @@ class PieceWorkers:
             device: what is compiled for.
             max_sizes: the largest of each dynamic size, by its name in piece_compiler.EXAMPLE_SIZES.
             cache: a folder for what Inductor and Triton keep between compiles; it becomes this user's alone.
-            count: of processes; None: by the number of CPU cores.
+            count: of pieces at a time; None: by the number of CPU cores.
 
         Raises:
             ConfigError: `cache` belongs to another user, or others can write to it.
         """
         self._device, self._max_sizes = device, max_sizes
         _make_private(cache)
-        self._workers = [_Worker(device, cache) for _ in range(count or min(_MAX_WORKERS, os.cpu_count() or 1))]
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="pieces")
+        self._compiler = _CompilerProcess(device, cache)
+        self._threads = ThreadPoolExecutor(count or min(_MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="pieces")
 
     def submit(self, job: PieceJob) -> Future[None]:
         """Compiles a job in the background; jobs are begun in the order in which they come.
@@ -69,24 +67,26 @@ class PieceWorkers:
         return self._threads.submit(self._run, job)
 
     def _run(self, job: PieceJob) -> None:
-        worker = self._idle.get()
-        try:
-            worker.compile(job, self._device, self._max_sizes)
-        finally:
-            # A process that has ended gets no more jobs while there is another one.
-            if worker.is_running or not any(other.is_running for other in self._workers):
-                self._idle.put(worker)
+        answer = self._compiler.ask(
+            {
+                "source": str(job.source_path),
+                "inputs": [spec.to_json() for spec in job.inputs],
+                "device": self._device,
+                "max_sizes": self._max_sizes,
+                "package": str(job.package_path),
+            }
+        ).result()
+        if answer.get("error"):
+            raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {job.source_path})")
 
     def __enter__(self) -> PieceWorkers:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.kill()
+        self._compiler.kill()
         self._threads.shutdown()  # a job that was running has failed
-        for worker in self._workers:
-            worker.close()
+        self._compiler.close()
 
 
 def _make_private(folder: Path) -> None:
@@ -99,7 +99,9 @@ def _make_private(folder: Path) -> None:
         )
 
 
-class _Worker:
+class _CompilerProcess:
+    """compiler_process.py, from outside: any number of threads ask it."""
+
     def __init__(self, device: str, cache: Path) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
         environment = os.environ | {
@@ -108,92 +110,72 @@ class _Worker:
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             # Its cache of graphs is made of pickles; every piece here is compiled once anyway.
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+            # Whether there is a GPU is asked without initialising CUDA, which would not survive a fork.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mllm_compile.piece_workers", device],
+            [sys.executable, "-m", "mllm_compile.compiler_process", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env=environment,
+            process_group=0,  # its own, with the forks and whatever they start
         )
-        self._lock = threading.Lock()
+        self._jobs = itertools.count()
+        self._writing, self._lock = threading.Lock(), threading.Lock()
+        self._asked: dict[int, Future[dict[str, Any]]] = {}
+        self._end: dict[str, Any] | None = None  # the answer to everything, once the process has ended
+        self._reader = threading.Thread(target=self._read, name="pieces-reader", daemon=True)
+        self._reader.start()
+        self.ask({"prepare": True, "device": device})  # nobody waits for that
 
-    def compile(self, job: PieceJob, device: str, max_sizes: dict[str, int]) -> None:
-        request = {
-            "source": str(job.source_path),
-            "inputs": [spec.to_json() for spec in job.inputs],
-            "device": device,
-            "max_sizes": max_sizes,
-            "package": str(job.package_path),
-        }
+    def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Ends with the answer, which has an "error" where something went wrong."""
+        future: Future[dict[str, Any]] = Future()
         with self._lock:
-            answer = self._ask(json.dumps(request))
-        if answer.get("error"):
-            raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {job.source_path})")
+            job = next(self._jobs)
+            if self._end is not None:
+                future.set_result(self._end)
+                return future
+            self._asked[job] = future
+        with self._writing, contextlib.suppress(BrokenPipeError):
+            print(json.dumps(request | {"job": job}), file=self._process.stdin, flush=True)
+        return future
 
-    def _ask(self, line: str) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        try:
-            print(line, file=stdin, flush=True)
-            answer = stdout.readline() if stdout else ""
-        except (BrokenPipeError, OSError):
-            answer = ""
-        if answer:
-            return json.loads(answer)
+    def _read(self) -> None:
+        """In a thread of its own, until the process ends."""
+        for line in self._process.stdout or ():
+            answer = json.loads(line)
+            with self._lock:
+                future = self._asked.pop(answer["job"])
+            future.set_result(answer)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._log.seek(0)
         last_lines = " | ".join(self._log.read().strip().splitlines()[-3:])
-        return {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}
+        end = {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}
+        with self._lock:
+            self._end = end
+            waiting, self._asked = self._asked, {}
+        for future in waiting.values():
+            future.set_result(end)
 
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends the process, which holds nothing that anybody needs; an interpreter with Inductor takes a second to end
-        by itself."""
-        self._process.kill()
+        """Ends the process and its forks, which hold nothing that anybody needs."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Waits for its end."""
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
             if pipe:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-        self._log.close()
-
-
-def _serve(device: str, requests: IO[str], answers: IO[str]) -> None:
-    """The worker's side: one JSON request a line, one answer each, until the pipe closes."""
-    from mllm_compile.piece_compiler import compile_piece, prepare_compiler
-
-    prepare_compiler(device)
-    for line in requests:
-        request = json.loads(line)
-        try:
-            compile_piece(
-                Path(request["source"]),
-                [PieceInput.from_json(spec) for spec in request["inputs"]],
-                request["device"],
-                request["max_sizes"],
-                Path(request["package"]),
-            )
-            answer = {}
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            answer = {"error": f"{message} ({Path(frame.filename).name}, line {frame.lineno})"}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    # Whatever Inductor or a compiler prints must not be taken for an answer.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    _serve(sys.argv[1], sys.stdin, answers)

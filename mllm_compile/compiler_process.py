@@ -1,0 +1,135 @@
+"""The compiler process: imports Inductor once, then compiles each piece in a fork of itself.
+
+Importing what a compile needs takes seconds of a core. A dense model has 15 pieces and forms of them: as many
+processes that each import it for themselves take the cores from the trace that runs meanwhile, and from one another.
+
+One JSON request a line comes in, one answer a job goes out; nothing is pickled. This process itself never touches the
+GPU, as CUDA does not survive a fork, and has no threads. Forks share nothing: one that dies costs its own job alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+_NICENESS = 5  # whoever waits for the pieces traces the model meanwhile, which nothing else can do
+_MAX_MESSAGE = 4096  # bytes of an error; a pipe holds them until they are read
+_CHUNK = 1 << 16
+
+Request = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """A process with one job. `answer` is the end of a pipe: its error, nothing where all went well; then the end."""
+
+    pid: int
+    job: int
+    answer: int
+    log: IO[bytes]
+
+    def result(self) -> dict[str, Any]:
+        """What to tell about the job; waits for the process, which has closed its end of the pipe."""
+        message = os.read(self.answer, _MAX_MESSAGE).decode(errors="replace")
+        os.close(self.answer)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with self.log:
+            if code != 0:
+                self.log.seek(0)
+                last_lines = " | ".join(self.log.read().decode(errors="replace").strip().splitlines()[-3:])
+                message = f"the process that compiled it ended (exit code {code}): {last_lines}"
+        return {"job": self.job} | ({"error": message} if message else {})
+
+
+def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> NoReturn:
+    """Runs every request in a fork until `requests`, a file descriptor, ends; then ends its process group.
+
+    Args:
+        run: does what a request says, in the fork; an exception is the job's error.
+    """
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(requests, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.data is not None:
+                    selector.unregister(key.fileobj)
+                    print(json.dumps(key.data.result()), file=answers, flush=True)
+                    continue
+                chunk = os.read(requests, _CHUNK)
+                if not chunk:
+                    os.killpg(0, signal.SIGKILL)  # nobody is there to take what the forks make
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    fork = _start(json.loads(line), run, answers)
+                    selector.register(fork.answer, selectors.EVENT_READ, fork)
+
+
+def _start(request: Request, run: Callable[[Request], None], answers: IO[str]) -> _Fork:
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by result()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(answers.fileno())  # which ends when the compiler process does
+        _work(request, run, log.fileno(), write_end)
+    os.close(write_end)
+    return _Fork(pid, request["job"], read_end, log)
+
+
+def _work(request: Request, run: Callable[[Request], None], log: int, answer: int) -> NoReturn:
+    """The fork's side."""
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        run(request)
+    except BaseException as error:
+        os.write(answer, _describe(error).encode()[:_MAX_MESSAGE])
+    finally:
+        os._exit(0)  # without what the parent process has registered to be done at its own exit
+
+
+def _describe(error: BaseException) -> str:
+    import traceback
+
+    traceback.print_exc()
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{message} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def _compile(request: Request) -> None:
+    from mllm_compile.piece_compiler import PieceInput, compile_piece, prepare_device
+
+    if request.get("prepare"):
+        prepare_device(request["device"])
+        return
+    compile_piece(
+        Path(request["source"]),
+        [PieceInput.from_json(spec) for spec in request["inputs"]],
+        request["device"],
+        request["max_sizes"],
+        Path(request["package"]),
+    )
+
+
+def main(device: str) -> NoReturn:
+    # Whatever Inductor or a compiler prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.nice(_NICENESS)
+    from mllm_compile.piece_compiler import prepare_compiler
+
+    prepare_compiler(device)
+    serve(0, answers, _compile)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
