@@ -173,7 +173,8 @@ class Scheduler:
         """All requests in decode with steps left: cached until the set changes."""
         decodes = self._decode_rows
         if decodes is None:
-            self._decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
+            decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
+            self._decoding = self._longest_first(decoding)
             decodes = self._decode_rows = DecodeRows.of(self._decoding)
         done = self._computed[decodes.rows] >= self._last_computed[decodes.rows]
         if done.any():
@@ -182,6 +183,15 @@ class Scheduler:
             self._decoding = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
             decodes = self._decode_rows = DecodeRows.of(self._decoding)
         return decodes
+
+    def _longest_first(self, requests: list[Request]) -> list[Request]:
+        """As attention wants them: its blocks begin in this order, and a long one that begins last is waited for alone.
+
+        All grow alike from then on.
+        """
+        slots = np.array([request.slot for request in requests], dtype=np.int32)
+        order = np.argsort(-self._computed[slots], kind="stable")
+        return [requests[index] for index in order.tolist()]
 
     def _first_prefill_need(self, num_decodes: int) -> int:
         """Pages that the most urgent unfinished prompt lacks for its next chunk."""

@@ -103,19 +103,24 @@ def _span(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _gpu_kernels(events: list[Mapping[str, Any]], pieces: _Pieces) -> list[tuple[float, TracedKernel]]:
-    """(when it was launched, kernel): kernels of a graph carry the correlation of the graph's launch."""
+    """(when it was launched, kernel): kernels of a graph carry the correlation of the graph's launch.
+
+    A kernel that starts before the one ahead of it in its stream has ended waits for that: its time counts from there.
+    """
     launches = {
         event["args"]["correlation"]: float(event["ts"])
         for event in events
         if event.get("cat") in _LAUNCH_KINDS and "correlation" in event.get("args", {})
     }
     found = []
-    for event in events:
-        if event.get("cat") not in _KERNEL_KINDS:
-            continue
+    ends: dict[Any, float] = {}  # by stream
+    for event in sorted((event for event in events if event.get("cat") in _KERNEL_KINDS), key=_span):
         start, end = _span(event)
-        launched = launches.get(event.get("args", {}).get("correlation"), start)
-        found.append((launched, TracedKernel(event["name"], start, end - start, *pieces.at(launched))))
+        args = event.get("args", {})
+        launched = launches.get(args.get("correlation"), start)
+        begin = min(end, max(start, ends.get(args.get("stream"), start)))
+        ends[args.get("stream")] = end
+        found.append((launched, TracedKernel(event["name"], begin, end - begin, *pieces.at(launched))))
     return found
 
 

@@ -146,9 +146,10 @@ class _PieceRecorder:
         is_activation = [name not in self._weights for name in step.inputs] if isinstance(step, PieceStep) else []
 
         def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            in_bytes = sum(
-                tensor.nbytes for tensor, counts in zip(inputs, is_activation, strict=True) if counts
-            )  # before the call: a piece may empty the list
+            # Before the call: a piece may empty the list. What a piece gets to write the KV cache comes last in it
+            # and counts with its attention.
+            own = zip(inputs[: len(is_activation)], is_activation, strict=True)
+            in_bytes = sum(tensor.nbytes for tensor, counts in own if counts)
             with torch.profiler.record_function(f"{PIECE_RANGE}{index}"):
                 outputs = function(inputs)
             self._activation_bytes[index] = (in_bytes, sum(tensor.nbytes for tensor in outputs))

@@ -52,6 +52,21 @@ def test_a_kernel_belongs_to_the_piece_that_launched_it_not_to_when_it_ran():
     ]
 
 
+def test_a_kernel_that_starts_early_is_timed_from_the_end_of_the_one_ahead_in_its_stream():
+    steps = read_steps(
+        trace(
+            event("user_annotation", "mllm step", 0, 100),
+            launch(5, 1, "cudaGraphLaunch"),
+            *(
+                {**event("kernel", name, ts, dur, 1), "args": {"correlation": 1, "stream": stream}}
+                for name, ts, dur, stream in (("linear", 10, 8, 7), ("attend", 11, 12, 7), ("copy", 12, 2, 9))
+            ),
+        ),
+        on_gpu=True,
+    )
+    assert [(k.name, k.start_us, k.us) for k in steps[0]] == [("linear", 10, 8), ("copy", 12, 2), ("attend", 18, 5)]
+
+
 def test_kernels_of_a_graph_belong_to_the_step_that_replayed_it():
     steps = read_steps(
         trace(

@@ -1,5 +1,10 @@
+from types import SimpleNamespace
+
+import torch
+
 from mllm_compile.bench.chrome_trace import TracedKernel
-from mllm_compile.bench.step_trace import typical_step
+from mllm_compile.bench.step_trace import _PieceRecorder, typical_step
+from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program
 
 
 def step(*kernels: tuple[str, float]) -> list[TracedKernel]:
@@ -14,3 +19,24 @@ def test_the_typical_step_is_the_commonest_sequence_with_median_times():
         step(("gemm", 90), ("norm", 3)),
     ]
     assert [(kernel.name, kernel.us) for kernel in typical_step(steps)] == [("gemm", 6), ("norm", 2)]
+
+
+def test_what_a_piece_gets_to_write_the_cache_is_not_among_its_own_bytes():
+    layer = LayerSpec("layers.0", 0, 2, 1, 4, 4, 0.5, 0.0, -1, None)
+    steps = (
+        PieceStep("p", ("input_ids", "hidden", "weight"), ("q", "k", "v"), writes_kv_of="layers.0"),
+        AttentionStep("layers.0", "q", "k", "v", "out", saves_kv=False),
+    )
+    program = Program(steps, (layer,), ("weight",), "out")
+    wraps = []
+    executor = SimpleNamespace(program=program, weights={"weight": torch.zeros(8, 8)}, wrap_pieces=wraps.append)
+    recorder = _PieceRecorder(executor)
+    (wrap,) = wraps
+
+    hidden, slots, cache = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(64, 1, 4)
+    ids, outputs = torch.zeros(3, dtype=torch.int64), [torch.zeros(3, 2, 4)]
+    run = wrap("p", 0, lambda inputs: outputs)
+    assert run([ids, hidden, executor.weights["weight"], slots, cache, cache]) is outputs
+
+    (piece,) = recorder.facts(batch=3, context=20).pieces
+    assert (piece.in_bytes, piece.out_bytes) == (ids.nbytes + hidden.nbytes, outputs[0].nbytes)

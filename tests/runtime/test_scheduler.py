@@ -39,6 +39,31 @@ def test_the_scheduler_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+# --- the order of decodes ---------------------------------------------------------------------------------------------
+
+
+def test_decodes_come_longest_first_also_when_one_joins_and_one_ends() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=64))
+    for name, length, max_tokens in (("short", 3, 9), ("long", 30, 4), ("middle", 12, 9)):
+        scheduler.add(make_request(name, prompt_of(length), max_tokens=max_tokens, **FREE))
+    run_alone(scheduler, [5])  # the prompts
+    orders = []
+    for step in range(5):
+        if step == 1:
+            scheduler.add(make_request("joins", prompt_of(20), max_tokens=9, **FREE))
+        batch = scheduler.schedule()
+        assert batch is not None
+        orders.append(ids(batch)[: batch.num_decodes])
+        scheduler.update(batch, np.full(batch.num_requests, 5, dtype=np.int64))
+    assert orders == [
+        ["long", "middle", "short"],
+        ["long", "middle", "short"],
+        ["long", "joins", "middle", "short"],
+        ["joins", "middle", "short"],
+        ["joins", "middle", "short"],
+    ]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
