@@ -27,14 +27,14 @@ _MAX_WARPS = 4
 
 @triton.jit
 def _rotate(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, token, places, eps, D: tl.constexpr, NORM: tl.constexpr
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, token, places, EPS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
     """Heads at x_ptr + places (their first halves), normed and rotated: the two halves, in float32."""
     half = tl.arange(0, D // 2)
     first = tl.load(x_ptr + places).to(tl.float32)
     second = tl.load(x_ptr + places + D // 2).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + EPS)[:, None]
         first = first * scale * tl.load(weight_ptr + half).to(tl.float32)[None, :]
         second = second * scale * tl.load(weight_ptr + half + D // 2).to(tl.float32)[None, :]
     angles = token * D + half
@@ -65,7 +65,7 @@ def _rope_and_cache_kernel(
     q_head_stride,
     k_head_stride,
     v_head_stride,
-    eps,
+    EPS: tl.constexpr,
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -86,14 +86,14 @@ def _rope_and_cache_kernel(
     if block < q_blocks:
         head = (heads + block * BLOCK_HEADS)[:, None]
         places = token * q_token_stride + head * q_head_stride + half[None, :]
-        first, second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, places, eps, D, NORM)
+        first, second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
         out = q_out_ptr + (token * H + head) * D + half[None, :]
         tl.store(out, first.to(q_out_ptr.dtype.element_ty))
         tl.store(out + D // 2, second.to(q_out_ptr.dtype.element_ty))
     elif block < q_blocks + kv_blocks:
         head = (heads + (block - q_blocks) * BLOCK_HEADS)[:, None]
         places = token * k_token_stride + head * k_head_stride + half[None, :]
-        first, second = _rotate(k_ptr, k_weight_ptr, cos_ptr, sin_ptr, token, places, eps, D, NORM)
+        first, second = _rotate(k_ptr, k_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
         out = k_out_ptr + (token * HK + head) * D + half[None, :]
         tl.store(out, first.to(k_out_ptr.dtype.element_ty))
         tl.store(out + D // 2, second.to(k_out_ptr.dtype.element_ty))
@@ -160,7 +160,7 @@ def rope_and_cache(
         q.stride(2),
         k.stride(2),
         v.stride(1),
-        eps,
+        EPS=eps,  # a float that is no constant reaches a packaged kernel as a double, and with it all that follows
         H=num_heads,
         HK=num_kv_heads,
         D=head_dim,

@@ -30,8 +30,8 @@ def _linear_kernel(
     residual_ptr,
     out_ptr,
     num_rows,
-    eps,
     K: tl.constexpr,
+    EPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
@@ -61,7 +61,7 @@ def _linear_kernel(
         for k in tl.static_range(0, K, BLOCK_K):
             x = tl.load(x_ptr + k + block).to(tl.float32)
             squares += x * x
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + EPS)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up_total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
@@ -97,8 +97,8 @@ def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
         x if residual is None else residual,
         out,
         num_rows,
-        eps,
         K=columns,
+        EPS=eps,  # a float that is no constant reaches a packaged kernel as a double, and with it all that follows
         BLOCK_N=blocks.rows,
         BLOCK_K=blocks.columns,
         NORM=norm_weight is not None,
