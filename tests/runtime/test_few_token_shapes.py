@@ -36,5 +36,6 @@ def test_what_does_not_divide_is_left_to_the_library(rows, columns):
 
 def test_a_norm_of_very_many_columns_stays():
     assert num_norm_blocks(1024, 3072) == 128
-    assert num_norm_blocks(8192, 28672) == 256
+    assert num_norm_blocks(4096, 12288) == 256
+    assert num_norm_blocks(8192, 28672) == 128
     assert num_norm_blocks(65536, 1024) is None
