@@ -1,7 +1,8 @@
 """The compiler process: imports Inductor once, then compiles each piece in a fork of itself.
 
 Importing what a compile needs takes seconds of a core. A dense model has 15 pieces and forms of them: as many
-processes that each import it for themselves take the cores from the trace that runs meanwhile, and from one another.
+processes that each import it for themselves take the cores from the trace that runs meanwhile, and from one another
+(docs/performance.md: a cold start of 44 s became one of 33).
 
 One JSON request a line comes in, one answer a job goes out; nothing is pickled. This process itself never touches the
 GPU, as CUDA does not survive a fork, and has no threads. Forks share nothing: one that dies costs its own job alone.
@@ -68,9 +69,14 @@ def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> No
                 if not chunk:
                     os.killpg(0, signal.SIGKILL)  # nobody is there to take what the forks make
                 *lines, pending = (pending + chunk).split(b"\n")
-                for line in lines:
-                    fork = _start(json.loads(line), run, answers)
-                    selector.register(fork.answer, selectors.EVENT_READ, fork)
+                for request in map(json.loads, lines):
+                    try:
+                        fork = _start(request, run, answers)
+                    except OSError as error:  # of memory, processes or files there are no more
+                        refusal = {"job": request["job"], "error": f"no process can be started for it ({error})"}
+                        print(json.dumps(refusal), file=answers, flush=True)
+                    else:
+                        selector.register(fork.answer, selectors.EVENT_READ, fork)
 
 
 def _start(request: Request, run: Callable[[Request], None], answers: IO[str]) -> _Fork:

@@ -111,6 +111,20 @@ def test_a_fork_that_dies_costs_its_own_job_alone(server):
     assert answers_to(server, "pass") == {0: ""}
 
 
+FAILS_ONCE = """
+forks = [os.fork, lambda: os.stat("/no/such/file")]  # an OSError, as one that there is no room for
+os.fork = lambda: forks.pop()() if len(forks) > 1 else forks[0]()
+"""
+
+
+def test_a_machine_without_room_for_a_fork_refuses_the_job_and_goes_on():
+    code = SERVER.replace("serve(0", FAILS_ONCE + "serve(0")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, process_group=0) as process:
+        assert answers_to(process, "pass")[0].startswith("no process can be started for it (")
+        assert answers_to(process, "pass") == {0: ""}
+
+
 def test_forks_run_side_by_side_and_share_nothing(server, tmp_path):
     waits = f"""
 import os, time
