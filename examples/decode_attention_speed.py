@@ -50,10 +50,11 @@ class Case:
     is_ragged: bool = False
 
     def lengths(self) -> torch.Tensor:
+        """Longest first, as the scheduler has them."""
         if not self.is_ragged:
             return torch.full((self.batch,), self.length, dtype=torch.int32)
         spread = torch.rand(self.batch, generator=torch.Generator().manual_seed(0)) + 0.5
-        return (spread * self.length).int()
+        return (spread * self.length).int().sort(descending=True).values
 
     @property
     def kv_bytes(self) -> int:
