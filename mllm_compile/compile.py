@@ -359,7 +359,7 @@ def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> N
 
 @contextmanager
 def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
-    """Compiler processes, started first of all so that their imports overlap with the trace."""
+    """The compiler process, started first of all so that its imports overlap with the trace."""
     if config.compile.backend == "eager":
         yield None
         return

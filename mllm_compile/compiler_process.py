@@ -5,17 +5,19 @@ processes that each import it for themselves take the cores from the trace that 
 (docs/performance.md: a cold start of 44 s became one of 33).
 
 One JSON request a line comes in, one answer a job goes out; nothing is pickled. This process itself never touches the
-GPU, as CUDA does not survive a fork, and has no threads. Forks share nothing: one that dies costs its own job alone.
+GPU, as CUDA does not survive a fork, and has no threads. A fork that dies costs its own job alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,18 +46,29 @@ class _Fork:
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         with self.log:
             if code != 0:
-                self.log.seek(0)
+                end = self.log.seek(0, os.SEEK_END)
+                self.log.seek(max(0, end - _MAX_MESSAGE))
                 last_lines = " | ".join(self.log.read().decode(errors="replace").strip().splitlines()[-3:])
                 message = f"the process that compiled it ended (exit code {code}): {last_lines}"
         return {"job": self.job} | ({"error": message} if message else {})
 
 
-def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> NoReturn:
-    """Runs every request in a fork until `requests`, a file descriptor, ends; then ends its process group.
+def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> None:
+    """Runs every request in a fork until `requests`, a file descriptor, ends; then ends its process group, and itself.
 
     Args:
         run: does what a request says, in the fork; an exception is the job's error.
     """
+    try:
+        _serve(requests, answers, run)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os.killpg(0, signal.SIGKILL)  # nobody is there to take what the forks make
+
+
+def _serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> None:
     pending = b""
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
@@ -67,7 +80,7 @@ def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> No
                     continue
                 chunk = os.read(requests, _CHUNK)
                 if not chunk:
-                    os.killpg(0, signal.SIGKILL)  # nobody is there to take what the forks make
+                    return
                 *lines, pending = (pending + chunk).split(b"\n")
                 for request in map(json.loads, lines):
                     try:
@@ -80,31 +93,37 @@ def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> No
 
 
 def _start(request: Request, run: Callable[[Request], None], answers: IO[str]) -> _Fork:
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by result()
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(answers.fileno())  # which ends when the compiler process does
-        _work(request, run, log.fileno(), write_end)
+    with contextlib.ExitStack() as if_refused:
+        log = if_refused.enter_context(tempfile.TemporaryFile())
+        read_end, write_end = os.pipe()
+        if_refused.callback(os.close, read_end)
+        if_refused.callback(os.close, write_end)
+        pid = os.fork()
+        if pid == 0:
+            os.close(answers.fileno())  # which ends when the compiler process does
+            _work(request, run, log.fileno(), write_end)
+        if_refused.pop_all()
     os.close(write_end)
     return _Fork(pid, request["job"], read_end, log)
 
 
 def _work(request: Request, run: Callable[[Request], None], log: int, answer: int) -> NoReturn:
-    """The fork's side."""
+    """The fork's side. Its standard input is nobody's requests, its output is the job's log."""
+    code = 1
     try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
         run(request)
+        code = 0
     except BaseException as error:
         os.write(answer, _describe(error).encode()[:_MAX_MESSAGE])
+        code = 0
     finally:
-        os._exit(0)  # without what the parent process has registered to be done at its own exit
+        os._exit(code)  # without what the parent process has registered to be done at its own exit
 
 
 def _describe(error: BaseException) -> str:
-    import traceback
-
     traceback.print_exc()
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -126,7 +145,7 @@ def _compile(request: Request) -> None:
     )
 
 
-def main(device: str) -> NoReturn:
+def main(device: str) -> None:
     # Whatever Inductor or a compiler prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -120,7 +120,7 @@ def compile_piece(
     """Exports the piece with its dynamic sizes, compiles it, and writes the package.
 
     Raises:
-        Exception: whatever torch.export or Inductor raises; the worker reports it with the piece's name.
+        Exception: whatever torch.export or Inductor raises; the fork reports it.
     """
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:

@@ -25,6 +25,7 @@ from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import PieceInput
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
+_COMMAND = (sys.executable, "-m", "mllm_compile.compiler_process")
 _END_S = 5.0  # between a process's last word and its end
 
 
@@ -114,7 +115,7 @@ class _CompilerProcess:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mllm_compile.compiler_process", device],
+            [*_COMMAND, device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -146,12 +147,16 @@ class _CompilerProcess:
     def _read(self) -> None:
         """In a thread of its own, until the process ends."""
         for line in self._process.stdout or ():
+            if not line.endswith("\n"):
+                break  # killed while it wrote
             answer = json.loads(line)
             with self._lock:
                 future = self._asked.pop(answer["job"])
             future.set_result(answer)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # forks of a process that was killed alone
         self._log.seek(0)
         last_lines = " | ".join(self._log.read().strip().splitlines()[-3:])
         end = {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}

@@ -187,7 +187,7 @@ class Scheduler:
     def _longest_first(self, requests: list[Request]) -> list[Request]:
         """As attention wants them: its blocks begin in this order, and a long one that begins last is waited for alone.
 
-        All grow alike from then on.
+        All grow alike from then on, but for those that sit out.
         """
         slots = np.array([request.slot for request in requests], dtype=np.int32)
         order = np.argsort(-self._computed[slots], kind="stable")

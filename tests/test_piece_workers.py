@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from mllm_compile import piece_workers
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.piece_workers import PieceJob, PieceWorkers
@@ -77,14 +80,23 @@ serve(0, os.fdopen(os.dup(1), "w"), lambda request: exec(request["code"]))
 """
 
 
+def start_server(code: str = SERVER) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, process_group=0)
+
+
 @pytest.fixture
 def server():
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True, process_group=0)
+    process = start_server()
     yield process
-    if process.poll() is None:
+    kill_group(process)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    with suppress(BrokenPipeError):
+        process.communicate()
 
 
 def answers_to(server: subprocess.Popen[str], *codes: str) -> dict[int, str]:
@@ -92,40 +104,57 @@ def answers_to(server: subprocess.Popen[str], *codes: str) -> dict[int, str]:
     for job, code in enumerate(codes):
         print(json.dumps({"job": job, "code": code}), file=server.stdin)
     server.stdin.flush()
+    watchdog = threading.Timer(20, server.kill)
+    watchdog.start()
     answers = [json.loads(server.stdout.readline()) for _ in codes]
+    watchdog.cancel()
     return {answer["job"]: answer.get("error", "") for answer in answers}
 
 
 def test_a_fork_that_dies_costs_its_own_job_alone(server):
     codes = [
-        "import os; os.write(2, b'out of memory\\n'); os.kill(os.getpid(), 9)",
+        "import os; os.write(2, b'x' * 100000 + b'out of memory\\n'); os.kill(os.getpid(), 9)",
         "print('a compiler says much', flush=True)",
         "raise ValueError('not so\\nand not that')",
         "raise SystemExit(3)",
     ]
     answers = answers_to(server, *codes)
-    assert answers[0] == "the process that compiled it ended (exit code -9): out of memory"
+    assert answers[0].startswith("the process that compiled it ended (exit code -9): xxx")
+    assert answers[0].endswith("xout of memory") and len(answers[0]) < 5000
     assert answers[1] == ""
     assert answers[2].startswith("not so (") and "\n" not in answers[2]
     assert answers[3].startswith("3 (")
     assert answers_to(server, "pass") == {0: ""}
 
 
-FAILS_ONCE = """
-forks = [os.fork, lambda: os.stat("/no/such/file")]  # an OSError, as one that there is no room for
-os.fork = lambda: forks.pop()() if len(forks) > 1 else forks[0]()
+def test_an_error_that_cannot_be_told_is_no_success(server):
+    silent = "class Silent(Exception):\n  def __str__(self): raise OSError\nraise Silent"
+    (error,) = answers_to(server, silent).values()
+    assert "ended (exit code 1)" in error
+
+
+def test_a_fork_cannot_take_the_requests_of_others(server):
+    assert answers_to(server, "import sys; assert sys.stdin.read() == ''", "pass") == {0: "", 1: ""}
+
+
+FAILS_OFTEN = """
+forks, left = os.fork, [20]
+def refuse():
+    left[0] -= 1
+    os.stat("/no/such/file")  # an OSError, as one that there is no room for
+os.fork = lambda: refuse() if left[0] else forks()
 """
 
 
 def test_a_machine_without_room_for_a_fork_refuses_the_job_and_goes_on():
-    code = SERVER.replace("serve(0", FAILS_ONCE + "serve(0")
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, process_group=0) as process:
-        assert answers_to(process, "pass")[0].startswith("no process can be started for it (")
-        assert answers_to(process, "pass") == {0: ""}
+    process = start_server(SERVER.replace("serve(0", FAILS_OFTEN + "serve(0"))
+    refused = answers_to(process, *["pass"] * 20)
+    assert {error.split(" (")[0] for error in refused.values()} == {"no process can be started for it"}
+    assert answers_to(process, "import os; assert len(os.listdir('/proc/self/fd')) < 15") == {0: ""}
+    kill_group(process)
 
 
-def test_forks_run_side_by_side_and_share_nothing(server, tmp_path):
+def test_forks_run_side_by_side(server, tmp_path):
     waits = f"""
 import os, time
 open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
@@ -136,20 +165,25 @@ while len(os.listdir({str(tmp_path)!r})) < 3:
     assert answers_to(server, waits, waits, waits) == {0: "", 1: "", 2: ""}
 
 
-def test_forks_end_with_whoever_asked(server, tmp_path):
-    pid_file = tmp_path / "pid"
-    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    print(json.dumps({"job": 0, "code": code}), file=server.stdin, flush=True)
+# What is left when somebody goes. ------------------------------------------------------------------------------------
+
+SLEEPS = "import os, time; open({folder!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(60)"
+
+
+def running_forks(folder: Path, count: int) -> list[int]:
+    """The processes that have begun to sleep, once they are so many."""
+    deadline = time.monotonic() + 20
+    while len(os.listdir(folder)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int(name) for name in os.listdir(folder)]
+
+
+def assert_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 10
-    while not (pid_file.exists() and pid_file.read_text()):
+    while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    server.stdin.close()
-    assert server.wait(10) == -signal.SIGKILL
-    while is_running(int(pid_file.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    server.stdin = None  # communicate() would write to it
 
 
 def is_running(pid: int) -> bool:
@@ -158,3 +192,37 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
+
+
+def test_forks_end_with_whoever_asked(server, tmp_path):
+    print(json.dumps({"job": 0, "code": SLEEPS.format(folder=str(tmp_path))}), file=server.stdin, flush=True)
+    forks = running_forks(tmp_path, 1)
+    server.stdin.close()
+    assert server.wait(10) == -signal.SIGKILL
+    assert_gone(forks)
+    server.stdin = None  # communicate() would write to it
+
+
+def test_forks_end_when_answers_cannot_be_told_any_more(server, tmp_path):
+    for job, code in enumerate((SLEEPS.format(folder=str(tmp_path)), "import time; time.sleep(0.5)")):
+        print(json.dumps({"job": job, "code": code}), file=server.stdin, flush=True)
+    forks = running_forks(tmp_path, 1)
+    server.stdout.close()
+    assert server.wait(10) == -signal.SIGKILL
+    assert_gone(forks)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_leaving_ends_the_forks_also_when_the_process_was_killed_alone(tmp_path, monkeypatch, is_killed):
+    (tmp_path / "pids").mkdir()
+    sleeping = SERVER.replace('request["code"]', repr(SLEEPS.format(folder=str(tmp_path / "pids"))))
+    monkeypatch.setattr(piece_workers, "_COMMAND", (sys.executable, "-c", sleeping))
+    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=2) as workers:
+        future = workers.submit(job_of(tmp_path, "piece_0"))
+        forks = running_forks(tmp_path / "pids", 2)  # what prepares the device, and the job
+        if is_killed:
+            workers._compiler._process.kill()
+            with pytest.raises(CompileError, match=r"process ended \(exit code -9\)"):
+                future.result(timeout=10)
+    assert future.done()
+    assert_gone(forks)

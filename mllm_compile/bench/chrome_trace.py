@@ -118,8 +118,9 @@ def _gpu_kernels(events: list[Mapping[str, Any]], pieces: _Pieces) -> list[tuple
         start, end = _span(event)
         args = event.get("args", {})
         launched = launches.get(args.get("correlation"), start)
-        begin = min(end, max(start, ends.get(args.get("stream"), start)))
-        ends[args.get("stream")] = end
+        ahead = ends.get(args.get("stream"), start)
+        begin = min(end, max(start, ahead))
+        ends[args.get("stream")] = max(end, ahead)
         found.append((launched, TracedKernel(event["name"], begin, end - begin, *pieces.at(launched))))
     return found
 

@@ -252,9 +252,11 @@ def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: 
 
 
 def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[Job]:
-    """The longest kernel reads the cache; the others (writing it, merging) move the new tokens' part."""
+    """The longest kernel reads the cache; the others, if any (writing it, merging), move the new tokens' part."""
     name = f"attention {attention.name}"
-    others = attention.new_bytes // max(1, len(kernels) - 1)
+    if len(kernels) == 1:
+        return [Job(name, attention.kv_bytes + attention.new_bytes)]
+    others = attention.new_bytes // (len(kernels) - 1)
     return _longest_gets(kernels, Job(name, attention.kv_bytes), Job(f"{name}: around it", others))
 
 

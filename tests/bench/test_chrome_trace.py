@@ -67,6 +67,21 @@ def test_a_kernel_that_starts_early_is_timed_from_the_end_of_the_one_ahead_in_it
     assert [(k.name, k.start_us, k.us) for k in steps[0]] == [("linear", 10, 8), ("copy", 12, 2), ("attend", 18, 5)]
 
 
+def test_no_time_counts_twice_when_an_early_kernel_ends_before_the_one_ahead():
+    steps = read_steps(
+        trace(
+            event("user_annotation", "mllm step", 0, 100),
+            launch(5, 1, "cudaGraphLaunch"),
+            *(
+                {**event("kernel", name, ts, dur, 1), "args": {"correlation": 1, "stream": 7}}
+                for name, ts, dur in (("long", 10, 10), ("short", 12, 1), ("next", 14, 11))
+            ),
+        ),
+        on_gpu=True,
+    )
+    assert sum(k.us for k in steps[0]) == 15
+
+
 def test_kernels_of_a_graph_belong_to_the_step_that_replayed_it():
     steps = read_steps(
         trace(

@@ -169,3 +169,11 @@ def test_the_printed_map_is_at_most_120_columns_wide():
     assert "lm_head" in "".join(lines)
     assert any(line.split()[:1] == ["GEMMs"] for line in lines)
     assert any("more rows" in line for line in lines)
+
+
+def test_an_attention_of_one_kernel_moves_the_new_tokens_part_too():
+    attention = AttentionFacts(0, "attn", kv_bytes=1000, new_bytes=77)
+    piece = PieceFacts(0, 8, 8, (MatrixFacts("w", (2, 2), 2),))
+    kernels = [TracedKernel("gemm", 0.0, 1.0, 0, True), TracedKernel("attend", 1.0, 1.0, 0, False)]
+    jobs = assign_jobs(kernels, StepFacts(1, (piece,), (attention,), 0))
+    assert jobs[1].num_bytes == 1077
