@@ -90,6 +90,10 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     return Trace(captured, max_tokens, device)
 
 
+class _Captured(Exception):
+    """The graph is whole, and nothing else is wanted of Dynamo."""
+
+
 def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     import torch._dynamo
 
@@ -97,7 +101,7 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
 
     def capturing_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
         captured.append((graph_module, list(example_inputs)))
-        return graph_module.forward
+        raise _Captured  # or Dynamo would write guards, and run the graph on fake weights: an eighth of its time
 
     torch._dynamo.reset()
     try:
@@ -106,7 +110,6 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
     except Exception as error:
         if not captured:
             raise UnsupportedModelError(f"the model cannot be traced as one graph: {_reason(error)}") from error
-        # The captured graph is whole; only running it on fake weights failed, and nobody needs that result.
     finally:
         torch._dynamo.reset()
     graph_module, example_inputs = captured[0]
