@@ -165,6 +165,21 @@ while len(os.listdir({str(tmp_path)!r})) < 3:
     assert answers_to(server, waits, waits, waits) == {0: "", 1: "", 2: ""}
 
 
+def test_what_is_forked_has_not_touched_the_gpu_and_has_no_threads():
+    code = """
+import os, torch
+def touched(*args, **kwargs):
+    raise AssertionError("CUDA does not survive a fork")
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init"):
+    setattr(torch.cuda, name, touched)
+from mllm_compile.piece_compiler import prepare_compiler
+prepare_compiler("cuda:0")
+assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads do not survive a fork either"
+"""
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # as piece_workers sets it
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
 # What is left when somebody goes. ------------------------------------------------------------------------------------
 
 SLEEPS = "import os, time; open({folder!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(60)"
