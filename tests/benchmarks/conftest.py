@@ -95,6 +95,19 @@ def _host_work() -> None:
         data = data * 1.0001 + 1.0
 
 
+def _row_work() -> None:
+    """Reductions over rows of logits, and a sort of some: how fast these are differs between CPUs of one kind."""
+    logits = _logits()
+    logits.argmax(-1)
+    logits.softmax(-1)
+    logits[:2].sort(-1)
+
+
+@cache
+def _logits() -> torch.Tensor:
+    return torch.randn(32, 32_000, generator=torch.Generator().manual_seed(0))
+
+
 def _copy_work() -> None:
     """48 MiB of memory copied, by four threads at once, as weights are read."""
     source, target = _copy_buffers()
@@ -127,6 +140,7 @@ def _gpu_matrix() -> torch.Tensor:
 
 _REFERENCES = {
     "host": Reference(_host_work, time.process_time),
+    "rows": Reference(_row_work, time.process_time),
     "copy": Reference(_copy_work, time.process_time),
     "process": Reference(_process_work, time.perf_counter),
     "gpu": Reference(_gpu_work, time.perf_counter),
