@@ -23,6 +23,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from fp8_kv_error import prompt_scores
+
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.console import print_table
 from mllm_compile.passes.pipeline import optional_pass_names
@@ -46,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     variants = {"all": ()} | {f"without {lever}": (lever,) for lever in args.levers} | {"none": tuple(args.levers)}
 
     rows = []
-    reference_config = changed(args.config, "float32", (), {"device": "cpu"}, {"backend": "eager"})
-    with Engine(reference_config) as reference:
+    with Engine(changed(args.config, "float32", is_reference=True)) as reference:
         count = max(args.requests)
         texts = random_prompts(count) if reference.tokenizer is None else documents(count)
         for name, left_out in variants.items():
@@ -78,20 +79,15 @@ def documents(count: int) -> Prompts:
     return found
 
 
-def changed(
-    path: str,
-    dtype: str,
-    left_out: tuple[str, ...],
-    runtime: dict[str, Any] | None = None,
-    compiling: dict[str, Any] | None = None,
-) -> EngineConfig:
-    """The config with another type, without some levers, and with other keys of two sections."""
+def changed(path: str, dtype: str, left_out: Sequence[str] = (), *, is_reference: bool = False) -> EngineConfig:
+    """The config with another type and without some levers; the reference runs on the CPU, as it was traced."""
     config = EngineConfig.from_yaml(path)
-    passes = tuple(name for name in left_out if name != DECODE_KERNEL)
-    compiling = {"disable_passes": passes} | (compiling or {})
+    compiling: dict[str, Any] = {"disable_passes": tuple(name for name in left_out if name != DECODE_KERNEL)}
+    runtime: dict[str, Any] = {"enable_prefix_cache": False}
     if DECODE_KERNEL in left_out:
         compiling["split_decode"] = False
-    runtime = {"enable_prefix_cache": False} | (runtime or {})
+    if is_reference:
+        compiling["backend"], runtime["device"] = "eager", "cpu"
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"dtype": dtype}),
@@ -102,24 +98,20 @@ def changed(
 
 
 def difference(engine: Engine, reference: Engine, texts: Prompts, num_tokens: int) -> str:
-    """ "mean, largest" over the answers' tokens; with num_tokens 0 over the prompts'."""
-    params = SamplingParams(temperature=0, max_tokens=max(1, num_tokens), ignore_eos=True, detokenize=False, logprobs=0)
-    if num_tokens == 0:
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0)
-    answers = engine.generate(texts, params)
+    """Mean and largest, over the answers' tokens; with num_tokens 0 over the prompts'."""
+    answers = engine.generate(texts, greedy(max(1, num_tokens)))
     scored = [answer.prompt_token_ids + (answer.token_ids if num_tokens else []) for answer in answers]
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     differences: list[float] = []
-    for answer, truth in zip(answers, reference.generate(scored, params), strict=True):
-        ours, theirs = answer_scores(answer) if num_tokens else prompt_scores(answer), prompt_scores(truth)
+    for answer, truth in zip(answers, reference.generate(scored, greedy(1)), strict=True):
+        ours, theirs = answer_scores(answer) if num_tokens else prompt_scores([answer]), prompt_scores([truth])
         differences += [abs(a - b) for a, b in zip(ours, theirs[-len(ours) :], strict=True)]
     return f"{statistics.mean(differences):.4f}, {max(differences):.3f}"
 
 
-def prompt_scores(output: RequestOutput) -> list[float]:
-    """Log-probability of every prompt token but the first."""
-    entries = zip((output.prompt_logprobs or [])[1:], output.prompt_token_ids[1:], strict=True)
-    return [entry[token].logprob for entry, token in entries if entry is not None]
+def greedy(num_tokens: int) -> SamplingParams:
+    """Answers of so many tokens; with the log-probability of each, and of each of the prompt's."""
+    scores = {"logprobs": 0, "prompt_logprobs": 0}
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **scores)
 
 
 def answer_scores(output: RequestOutput) -> list[float]:

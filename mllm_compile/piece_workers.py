@@ -155,8 +155,7 @@ class _CompilerProcess:
             future.set_result(answer)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # forks of a process that was killed alone
+        self._kill_group()  # forks of a process that was killed alone
         self._log.seek(0)
         last_lines = " | ".join(self._log.read().strip().splitlines()[-3:])
         end = {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}
@@ -173,8 +172,11 @@ class _CompilerProcess:
     def kill(self) -> None:
         """Ends the process and its forks, which hold nothing that anybody needs."""
         if self.is_running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Waits for its end."""

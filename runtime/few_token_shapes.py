@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 MAX_FEW_TOKENS = 16  # rows of one product of the tensor cores
@@ -29,25 +30,21 @@ class FewTokenBlocks:
 # and 8B at 8 tokens on an H200, each in a chain of all kernels of a layer. A linear with few outputs has few blocks, so
 # each has more warps at its inputs.
 _PLAIN = (
-    (2048, None, FewTokenBlocks(8, 128, 4, 4, 4)),
+    (2048, math.inf, FewTokenBlocks(8, 128, 4, 4, 4)),
     (4096, 1024, FewTokenBlocks(32, 128, 1, 4, 4)),
-    (4096, None, FewTokenBlocks(16, 256, 2, 2, 3)),
-    (8192, None, FewTokenBlocks(64, 128, 1, 4, 4)),
+    (4096, math.inf, FewTokenBlocks(16, 256, 2, 2, 3)),
+    (8192, math.inf, FewTokenBlocks(64, 128, 1, 4, 4)),
 )
 _WIDE = FewTokenBlocks(64, 128, 1, 2, 3)
 # A gated one reads two rows for each output; with 4 stages one block fits on an SM, with 2 two do.
-_GATED = ((32 * 132, None, FewTokenBlocks(32, 256, 1, 4, 4)),)
+_GATED = ((32 * 132, math.inf, FewTokenBlocks(32, 256, 1, 4, 4)),)
 _WIDE_GATED = FewTokenBlocks(32, 256, 1, 4, 2)
 
 
 def choose_few_token_blocks(rows: int, columns: int, *, is_gated: bool = False) -> FewTokenBlocks:
     """Blocks for a linear with `rows` outputs and `columns` inputs, which `is_taken` takes."""
     table, widest = (_GATED, _WIDE_GATED) if is_gated else (_PLAIN, _WIDE)
-    fitting = (
-        blocks
-        for most_rows, most_columns, blocks in table
-        if rows <= most_rows and (most_columns is None or columns <= most_columns)
-    )
+    fitting = (blocks for most_rows, most_columns, blocks in table if rows <= most_rows and columns <= most_columns)
     blocks = next(fitting, widest)
     of_group = (columns & -columns) // blocks.groups  # a power of two that divides each group's inputs
     return replace(blocks, columns=min(blocks.columns, of_group))
