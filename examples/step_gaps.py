@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
-END_OF_STEP = "ArgMax"
+END_OF_STEP = "_largest_of_row"
 STEADY_STEPS = 48  # the last ones: every request decodes in each
 
 

@@ -19,8 +19,8 @@ from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParamete
 from mllm_compile.runtime.attention.split_decode import DecodePieces
 from mllm_compile.runtime.model_source import LoadedModel
 from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
-from mllm_compile.runtime.program import DrawForms, LayerSpec, ProgramExecutor
-from mllm_compile.runtime.sampler import DrawPieces
+from mllm_compile.runtime.program import LayerSpec, ProgramExecutor, SamplingForms
+from mllm_compile.runtime.sampler import SamplingPieces
 from mllm_compile.runtime.weight_loader import allocate_weights, fill_random, load_weights
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ArtifactSource:
                 layer: DecodePieces(loaded[forms.few], loaded[forms.many])
                 for layer, forms in artifact.program.decode_attention.items()
             },
-            draw=_draw_pieces(artifact.program.draw, loaded),
+            sampling=_sampling_pieces(artifact.program.sampling, loaded),
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
@@ -121,12 +121,13 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _draw_pieces(forms: DrawForms | None, loaded: Mapping[str, PackagedPiece | SourcePiece]) -> DrawPieces | None:
-    return (
-        None
-        if forms is None
-        else DrawPieces(getattr(torch, forms.dtype), loaded[forms.from_logits], loaded[forms.from_scores])
-    )
+def _sampling_pieces(
+    forms: SamplingForms | None, loaded: Mapping[str, PackagedPiece | SourcePiece]
+) -> SamplingPieces | None:
+    if forms is None:
+        return None
+    greedy, from_logits, from_scores = (loaded[piece] for piece in forms.piece_ids())
+    return SamplingPieces(getattr(torch, forms.dtype), greedy, from_logits, from_scores)
 
 
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

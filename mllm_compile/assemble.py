@@ -57,7 +57,7 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter, *, forward_t
         try:
             tokenizer, defaults, default_params = loading.result()
             scheduler = Scheduler(_scheduler_config(compiled.config, runner))
-            step_runner = StepRunner(runner, Sampler(runner.model.draw))
+            step_runner = StepRunner(runner, Sampler(runner.model.sampling))
         except BaseException:
             runner.shutdown()
             raise

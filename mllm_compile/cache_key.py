@@ -24,7 +24,7 @@ from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -35,7 +35,7 @@ _SHAPING_SOURCES = (
     "lowering.py",
     "program_builder.py",
     "decode_attention.py",
-    "draw_pieces.py",
+    "sampling_pieces.py",
     "written_piece.py",
     "self_check.py",
     "weights.py",
@@ -48,6 +48,7 @@ _SHAPING_SOURCES = (
     "runtime/counter_rng.py",
     "runtime/dependent_launch.py",
     "runtime/draw_ops.py",
+    "runtime/greedy_ops.py",
     "runtime/rope_cache_ops.py",
     "runtime/few_token_ops.py",
     "runtime/few_token_shapes.py",

@@ -13,13 +13,13 @@ import torch
 
 from mllm_compile.cache_key import max_traced_tokens
 from mllm_compile.decode_attention import add_decode_attention
-from mllm_compile.draw_pieces import add_draw_pieces
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.program import Program
+from mllm_compile.sampling_pieces import add_sampling_pieces
 from mllm_compile.written_piece import WrittenPiece
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
     graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
-    program, draw_pieces = add_draw_pieces(config, program, output.args[0][0].meta["val"])
-    return Lowered(hf_model, graph, program, reports, size_symbols(graph), (*decode_pieces, *draw_pieces))
+    program, sampling_pieces = add_sampling_pieces(config, program, output.args[0][0].meta["val"])
+    return Lowered(hf_model, graph, program, reports, size_symbols(graph), (*decode_pieces, *sampling_pieces))
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:

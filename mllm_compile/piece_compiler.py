@@ -126,6 +126,7 @@ def compile_piece(
     if "torch.ops.mllm." in source:
         import mllm_compile.runtime.draw_ops
         import mllm_compile.runtime.few_token_ops
+        import mllm_compile.runtime.greedy_ops
         import mllm_compile.runtime.rope_cache_ops
         import mllm_compile.runtime.silu_mul_ops
         import mllm_compile.runtime.single_token_ops

@@ -1,7 +1,7 @@
 """Drawing a token a row from logits, in two kernels: what counter_rng.draw_tokens does, in one pass over the logits.
 
-Triton by hand, as `torch.library.triton_op`: it is a piece of the program (mllm_compile/draw_pieces.py). Only the piece
-compiler imports this module: a loaded package needs neither Triton nor this op.
+Triton by hand, as `torch.library.triton_op`: it is a piece of the program (mllm_compile/sampling_pieces.py). Only the
+piece compiler imports this module: a loaded package needs neither Triton nor this op.
 
 A row's draw depends on its own logits, temperature, seed and position alone. A score is what torch makes of a logit and
 a temperature to the last bit, and a block's sum does not depend on its order: so a row draws the same token from its
@@ -21,7 +21,7 @@ from triton.language.extra import libdevice
 from mllm_compile.runtime.counter_rng import BLOCK
 from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
 
-_BLOCKS_AT_ONCE = 8  # of one program
+_BLOCKS_AT_ONCE = 16  # of one program
 
 
 @triton.jit
@@ -45,11 +45,17 @@ def _negative_gumbel(seed, position, counters):
 
 
 @triton.jit
+def _product(a, b):
+    """a * b, rounded: of `*` and a difference that follows the compiler makes one operation that rounds but once."""
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
     """Of columns of a row, -inf past the vocabulary."""
     scores = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
-        scores = tl.div_rn(scores, tl.load(temperature_ptr + row))
+        scores = _product(scores, tl.div_rn(1.0, tl.load(temperature_ptr + row)))
     return scores
 
 
@@ -57,8 +63,6 @@ def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMP
 def _block_scores_kernel(
     logits_ptr,
     temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
     block_scores_ptr,
     V: tl.constexpr,
     B: tl.constexpr,
@@ -67,7 +71,7 @@ def _block_scores_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """logsumexp of each block, plus its Gumbel value: the largest is the block that is drawn."""
+    """logsumexp of each block."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -78,10 +82,11 @@ def _block_scores_kernel(
     largest = tl.max(scores, 1)
     largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     # Summed as integers, so that the sum is the same whatever order the compiler gives it for another type of logits.
-    parts = (tl.exp(scores - largest[:, None]) * 1099511627776.0 + 0.5).to(tl.int64)  # 2**40
-    sums = largest + tl.log(tl.sum(parts, 1).to(tl.float32) * 9.094947017729282e-13)  # 2**-40
-    noise = _negative_gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), blocks.to(tl.int64) + 1)
-    tl.store(block_scores_ptr + row * B + blocks, sums - noise, mask=blocks < B)
+    # 256 parts of at most 2**22 fit, and are off by at most 256 halves of 2**-22 together; 64-bit ones cost three times
+    # the kernel's time.
+    parts = (tl.exp(scores - largest[:, None]) * 4194304.0 + 0.5).to(tl.int32)  # 2**22
+    sums = largest + tl.log(tl.sum(parts, 1).to(tl.float32) * 2.384185791015625e-07)  # 2**-22
+    tl.store(block_scores_ptr + row * B + blocks, sums, mask=blocks < B)
 
 
 @triton.jit
@@ -99,17 +104,18 @@ def _draw_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The block of a row, and the token in it."""
+    """The block of a row, the one with the largest sum and Gumbel value, and the token in it likewise."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
     row = tl.program_id(0).to(tl.int64)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     blocks = tl.arange(0, PADDED_B)
     block_scores = tl.load(block_scores_ptr + row * B + blocks, mask=blocks < B, other=float("-inf"))
-    chosen = tl.argmax(block_scores, 0)
+    chosen = tl.argmax(block_scores - _negative_gumbel(seed, position, blocks.to(tl.int64) + 1), 0)
     within = tl.arange(0, BLOCK)
     scores = _scores(logits_ptr, temperature_ptr, row, chosen * BLOCK + within, V, HAS_TEMPERATURE)
-    noise = _negative_gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), within.to(tl.int64) + B + 1)
+    noise = _negative_gumbel(seed, position, within.to(tl.int64) + B + 1)
     token = chosen * BLOCK + tl.argmax(scores - noise, 0)
     # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would crash the embedding.
     tl.store(tokens_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
@@ -117,14 +123,14 @@ def _draw_kernel(
 
 @triton_op("mllm::draw_tokens", mutates_args={})
 def draw_tokens(
-    logits: torch.Tensor, temperatures: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
     """One token a row with probability softmax(logits / temperature).
 
     Args:
         logits: [S, V], contiguous, any float dtype; computed with in float32.
-        temperatures: [S] float32; None: 1.
         seeds, positions: [S] int64.
+        temperatures: [S] float32; None: 1.
 
     Returns:
         [S] int64, each under V.
@@ -133,7 +139,7 @@ def draw_tokens(
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     block_scores = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
-    operands = (logits, seeds if temperatures is None else temperatures, seeds, positions, block_scores)
+    scores = (logits, seeds if temperatures is None else temperatures)
     constants = {
         "V": vocab_size,
         "B": num_blocks,
@@ -142,8 +148,11 @@ def draw_tokens(
         "EARLY": STARTS_EARLY,
     }
     grid = (num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))
-    wrap_triton(_block_scores_kernel)[grid](*operands, BLOCKS_AT_ONCE=_BLOCKS_AT_ONCE, num_warps=4, **constants)
+    wrap_triton(_block_scores_kernel)[grid](
+        *scores, block_scores, BLOCKS_AT_ONCE=_BLOCKS_AT_ONCE, num_warps=4, **constants
+    )
+    padded = triton.next_power_of_2(num_blocks)
     wrap_triton(_draw_kernel)[(num_rows,)](
-        *operands, tokens, PADDED_B=triton.next_power_of_2(num_blocks), num_warps=4, **constants
+        *scores, seeds, positions, block_scores, tokens, PADDED_B=padded, num_warps=8, **constants
     )
     return tokens

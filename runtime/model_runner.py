@@ -326,7 +326,7 @@ class ModelRunner:
         logits = logits_output.next_token_logits
         positions = forward_batch.seq_lens.long()
         return sample_tokens(
-            logits, temperatures, top_ps, top_ks, penalty_params, positions=positions, draw=self.model.draw
+            logits, temperatures, top_ps, top_ks, penalty_params, positions=positions, pieces=self.model.sampling
         )
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:

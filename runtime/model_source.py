@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer
 from mllm_compile.runtime.attention.split_decode import DecodePieces
-from mllm_compile.runtime.sampler import DrawPieces
+from mllm_compile.runtime.sampler import SamplingPieces
 
 
 class Executor(Protocol):
@@ -31,7 +31,7 @@ class LoadedModel:
     eager: Executor | None = None  # the model as it was before it was compiled, where config.skip_compiled asks for it
     layers: tuple[AttentionLayer, ...]  # by layer_id
     decode_pieces: Mapping[str, DecodePieces] = field(default_factory=dict)  # layer → its own decode kernels, if any
-    draw: DrawPieces | None = None  # the program's own kernels for drawing tokens, if any
+    sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int

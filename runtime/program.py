@@ -107,12 +107,18 @@ class DecodeForms:
 
 
 @dataclass(frozen=True)
-class DrawForms:
-    """The pieces that draw tokens: from the program's logits, of type `dtype`, and from float32 scores."""
+class SamplingForms:
+    """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
+    from float32 scores.
+    """
 
     dtype: str
+    greedy: str
     from_logits: str
     from_scores: str
+
+    def piece_ids(self) -> tuple[str, str, str]:
+        return self.greedy, self.from_logits, self.from_scores
 
 
 @dataclass(frozen=True)
@@ -125,13 +131,13 @@ class Program:
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, DecodeForms] = field(default_factory=dict)  # layer → pieces, where it has some
-    draw: DrawForms | None = None
+    sampling: SamplingForms | None = None
 
     def piece_ids(self) -> list[str]:
-        """Everything that is compiled: the steps' pieces, their forms for few tokens, those of attention and draws."""
+        """All that is compiled: the steps' pieces, their forms for few tokens, those of attention and of sampling."""
         attention = dict.fromkeys(piece for form in self.decode_attention.values() for piece in (form.few, form.many))
-        draws = () if self.draw is None else (self.draw.from_logits, self.draw.from_scores)
-        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *draws]
+        sampling = () if self.sampling is None else self.sampling.piece_ids()
+        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling]
 
     def all_small_forms(self) -> list[SmallForm]:
         """Those of every piece."""
@@ -151,7 +157,7 @@ class Program:
             "output": self.output,
             "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
             "decode_attention": {layer: asdict(forms) for layer, forms in self.decode_attention.items()},
-            "draw": None if self.draw is None else asdict(self.draw),
+            "sampling": None if self.sampling is None else asdict(self.sampling),
         }
 
     @classmethod
@@ -167,7 +173,7 @@ class Program:
                     piece: tuple(SmallForm(**form) for form in forms) for piece, forms in data["small_forms"].items()
                 },
                 decode_attention={layer: DecodeForms(**forms) for layer, forms in data["decode_attention"].items()},
-                draw=None if data["draw"] is None else DrawForms(**data["draw"]),
+                sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(

@@ -4,7 +4,7 @@ The way of a row's logits: bias, penalties, min_tokens; then argmax for a greedy
 (logit_filters) and a draw that depends on the request's seed and position alone (counter_rng). Every operation leaves a
 row that does not use it bit for bit as it was, so a row's token is the same in any batch that gives it these logits.
 
-Ties: an argmax takes the lowest token id (torch.argmax on CPU does; on CUDA it does too, as tests check).
+Ties: an argmax takes the lowest token id (the kernel's does; torch.argmax on CPU does, and on CUDA, as tests check).
 
 Shape legend: S rows to sample (rows of a prefill chunk are not passed in), V vocab, K alternatives.
 """
@@ -41,16 +41,18 @@ class SamplerOutput:
 
 
 @dataclass(frozen=True)
-class DrawPieces:
-    """The draw as kernels of the program, for its logits' width and type; see draw_ops.py.
+class SamplingPieces:
+    """The choice of tokens as kernels of the program, for its logits' width and type; see greedy_ops.py, draw_ops.py.
 
     Attributes:
         dtype: of the program's logits.
+        greedy: (logits [S, V] of that type,) → ([S] int64,).
         from_logits: (logits [S, V] of that type, temperatures [S], seeds [S], positions [S]) → ([S] int64,).
         from_scores: (float32 scores [S, padded V], seeds, positions) → the same.
     """
 
     dtype: torch.dtype
+    greedy: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     from_logits: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     from_scores: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -59,11 +61,11 @@ class Sampler:
     """Chooses the tokens of a step; all it remembers is in the SamplingState that it is given.
 
     Args:
-        draw: the program's own kernels; None: torch's.
+        pieces: the program's own kernels; None: torch's.
     """
 
-    def __init__(self, draw: DrawPieces | None = None) -> None:
-        self._pieces = draw
+    def __init__(self, pieces: SamplingPieces | None = None) -> None:
+        self._pieces = pieces
 
     def __call__(
         self,
@@ -76,7 +78,7 @@ class Sampler:
         """Sample each row once, and count the tokens for penalties.
 
         Greedy and plain temperature steps (no penalties, filters, bias, min_tokens) can be captured in a CUDA graph:
-        call state.flush() before the capture and before each replay. A greedy step is one argmax.
+        call state.flush() before the capture and before each replay. A greedy step does nothing but _most_probable.
 
         Args:
             logits: [S, V] float32, bfloat16 or float16; not changed. Computed with in float32.
@@ -99,13 +101,13 @@ class Sampler:
         positions: torch.Tensor,
     ) -> torch.Tensor:
         if flags.all_greedy and not flags.changes_logits:
-            return logits.argmax(dim=-1)
+            return _most_probable(self._pieces, logits)
         state.flush()
         params = state.gather(rows)
         if flags.changes_logits:
             logits = _adjust(logits, state, params, flags, positions)
         if flags.all_greedy:
-            token_ids = logits.argmax(dim=-1)
+            token_ids = _most_probable(self._pieces, logits)
         else:
             token_ids = _draw(
                 self._pieces,
@@ -118,7 +120,7 @@ class Sampler:
                 positions,
             )
             if flags.any_greedy:
-                token_ids = torch.where(params.is_greedy != 0, logits.argmax(dim=-1), token_ids)
+                token_ids = torch.where(params.is_greedy != 0, _most_probable(self._pieces, logits), token_ids)
         if flags.needs_penalties:
             state.counts.record(params.count_row, token_ids)
         return token_ids
@@ -133,7 +135,7 @@ def sample_tokens(
     *,
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-    draw: DrawPieces | None = None,
+    pieces: SamplingPieces | None = None,
 ) -> torch.Tensor:
     """The same kernels on parameters given as tensors: what ModelRunner.sample is made of. It counts no tokens.
 
@@ -144,7 +146,7 @@ def sample_tokens(
         top_ks: [S] int, 0: off; None: off for all.
         penalty_params: Penalties and token counts of the rows; None: none.
         seeds, positions: [S] int; None: seeds from torch's default generator of the device, position 0.
-        draw: the program's own kernels; None: torch's.
+        pieces: the program's own kernels; None: torch's.
 
     Returns:
         [S] int32.
@@ -158,7 +160,7 @@ def sample_tokens(
         positions = torch.zeros_like(seeds)
     is_greedy = temperatures < GREEDY_TEMPERATURE
     drawn = _draw(
-        draw,
+        pieces,
         logits,
         torch.where(is_greedy, 1.0, temperatures),
         top_ks,
@@ -167,7 +169,7 @@ def sample_tokens(
         seeds,
         positions,
     )
-    return torch.where(is_greedy, logits.argmax(dim=-1), drawn).to(torch.int32)
+    return torch.where(is_greedy, _most_probable(pieces, logits), drawn).to(torch.int32)
 
 
 def _adjust(
@@ -197,8 +199,15 @@ def _penalise(logits: torch.Tensor, state: SamplingState, params: RowParams, par
     apply_penalties(logits[part], penalties)
 
 
+def _most_probable(pieces: SamplingPieces | None, logits: torch.Tensor) -> torch.Tensor:
+    """The lowest id of each row's largest logit. [S, V] → [S] int64."""
+    if pieces is None or logits.dtype != pieces.dtype:
+        return logits.argmax(dim=-1)
+    return pieces.greedy([logits.contiguous()])[0]
+
+
 def _draw(
-    pieces: DrawPieces | None,
+    pieces: SamplingPieces | None,
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     top_ks: torch.Tensor | None,
@@ -214,7 +223,7 @@ def _draw(
     if pieces is not None and not is_filtered and logits.dtype == pieces.dtype:
         return pieces.from_logits([logits.contiguous(), temperatures.float(), seeds.long(), positions.long()])[0]
     scores = torch.empty(num_rows, padded_vocab_size(vocab_size), dtype=torch.float32, device=logits.device)
-    torch.div(logits, temperatures[:, None], out=scores[:, :vocab_size])
+    torch.mul(logits, temperatures.reciprocal()[:, None], out=scores[:, :vocab_size])
     scores[:, vocab_size:] = -torch.inf
     scores = filter_scores(scores, top_ks, top_ps, log_min_ps)
     if pieces is None:

@@ -15,11 +15,11 @@ from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.program import (
     AttentionStep,
     DecodeForms,
-    DrawForms,
     LayerSpec,
     PieceStep,
     Program,
     ProgramExecutor,
+    SamplingForms,
     SmallForm,
 )
 
@@ -156,11 +156,11 @@ def test_distinct_pieces_are_listed_in_order_of_first_use():
 def test_json_and_back_is_the_same_program():
     kernels = {
         "decode_attention": {LAYER.name: DecodeForms("few", "many")},
-        "draw": DrawForms("bfloat16", "logits", "scores"),
+        "sampling": SamplingForms("bfloat16", "greedy", "logits", "scores"),
     }
     with_kernels = replace(PROGRAM, **kernels)
     assert Program.from_json(json.loads(json.dumps(with_kernels.to_json()))) == with_kernels
-    assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many", "logits", "scores"]
+    assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many", "greedy", "logits", "scores"]
     assert with_kernels.step_pieces() == PROGRAM.piece_ids()
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
 
@@ -224,7 +224,7 @@ def test_json_of_another_kind_is_refused():
         (changed(steps=PROGRAM.steps[1:]), "q, k, v, x"),
         (changed(steps=PROGRAM.steps[:-1]), "logits"),
         (changed(layers=()), r"layers\.0\.attn"),
-        (changed(draw=DrawForms("bfloat16", "first", "scores")), "scores"),
+        (changed(sampling=SamplingForms("bfloat16", "first", "first", "scores")), "scores"),
         (changed(small_forms={"close": (SmallForm("close_one", 0, 0, 1),)}), "close_one"),
     ],
 )

@@ -15,7 +15,7 @@ from transformers import (
 from mllm_compile.runtime import sampler
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
 from mllm_compile.runtime.penalties import PenaltyParams, TokenHistories
-from mllm_compile.runtime.sampler import DrawPieces, Sampler, sample_tokens
+from mllm_compile.runtime.sampler import Sampler, SamplingPieces, sample_tokens
 from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.runtime.sampling_state import SamplingFlags, SamplingState
 from tests.runtime.sampling_cases import PROMPT, VOCAB, assert_drawn_from, draws, make_state, random_logits, sample
@@ -120,12 +120,19 @@ def test_a_greedy_step_is_one_operation():
     assert ops.names == ["aten.argmax.default"]
 
 
-class CountedDraws:
+class CountedPieces:
     """The program's kernels, by torch's operations; `calls` says which were called, with how many rows."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-        self.pieces = DrawPieces(torch.bfloat16, self.from_logits, self.from_scores)
+        self.pieces = SamplingPieces(torch.bfloat16, self.greedy, self.from_logits, self.from_scores)
+
+    def greedy(self, inputs):
+        (logits,) = inputs
+        self.calls.append(("greedy", logits.shape[0]))
+        assert logits.dtype == torch.bfloat16
+        assert logits.is_contiguous()
+        return [logits.argmax(-1)]
 
     def from_logits(self, inputs):
         logits, temperatures, seeds, positions = inputs
@@ -133,7 +140,7 @@ class CountedDraws:
         assert logits.dtype == torch.bfloat16
         assert all(one.is_contiguous() for one in inputs)
         scores = torch.full((logits.shape[0], padded_vocab_size(VOCAB)), -torch.inf)
-        scores[:, :VOCAB] = logits / temperatures[:, None]
+        scores[:, :VOCAB] = logits * temperatures.reciprocal()[:, None]
         return [draw_tokens(scores, seeds, positions)]
 
     def from_scores(self, inputs):
@@ -147,20 +154,21 @@ class CountedDraws:
     ("crowd", "calls"),
     [
         ([SamplingParams(temperature=0.6), SamplingParams(seed=3)], [("from_logits", 2)]),
-        ([SamplingParams(temperature=0.6), GREEDY], [("from_logits", 2)]),
+        ([SamplingParams(temperature=0.6), GREEDY], [("from_logits", 2), ("greedy", 2)]),
         ([SamplingParams(), SamplingParams(top_k=5)], [("from_scores", 2)]),
         ([SamplingParams(), SamplingParams(presence_penalty=1.0)], [("from_scores", 2)]),
-        ([GREEDY, GREEDY], []),
+        ([GREEDY, GREEDY], [("greedy", 2)]),
+        ([GREEDY, SamplingParams(temperature=0, presence_penalty=1.0)], []),
     ],
 )
-def test_the_programs_kernels_draw_where_there_are_some(crowd, calls):
+def test_the_programs_kernels_choose_where_there_are_some(crowd, calls):
     logits = random_logits(len(crowd)).bfloat16()
     rows, positions = torch.arange(len(crowd)) + 1, torch.tensor([9, 9])
-    counted = CountedDraws()
+    counted = CountedPieces()
     tokens = []
-    for draw in (None, counted.pieces):
+    for pieces in (None, counted.pieces):
         state = make_state(*crowd)
-        tokens.append(Sampler(draw)(logits, state, rows, state.flags, positions).token_ids)
+        tokens.append(Sampler(pieces)(logits, state, rows, state.flags, positions).token_ids)
     assert torch.equal(*tokens)
     assert counted.calls == calls
 

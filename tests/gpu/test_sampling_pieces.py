@@ -1,16 +1,16 @@
-"""The draw's kernels, in packages as pieces are compiled: the tokens that torch's operations draw, to the last bit."""
+"""The kernels that choose tokens, in packages as pieces are compiled: the tokens that torch's operations choose."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mllm_compile.draw_pieces import draw_pieces
 from mllm_compile.piece_compiler import compile_piece
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
 from mllm_compile.runtime.pieces import load_piece
-from mllm_compile.runtime.sampler import DrawPieces, Sampler
+from mllm_compile.runtime.sampler import Sampler, SamplingPieces
 from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.sampling_pieces import sampling_pieces
 from tests.runtime.sampling_cases import assert_drawn_from, make_state, random_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -24,15 +24,15 @@ def vocab(request) -> int:
 
 
 @pytest.fixture(scope="module")
-def pieces(vocab, tmp_path_factory) -> DrawPieces:
-    folder = tmp_path_factory.mktemp("draw")
+def pieces(vocab, tmp_path_factory) -> SamplingPieces:
+    folder = tmp_path_factory.mktemp("sampling")
     loaded = []
-    for piece in draw_pieces("bfloat16", vocab):
+    for piece in sampling_pieces("bfloat16", vocab):
         (folder / "piece.py").write_text(piece.source)
         sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
         compile_piece(folder / "piece.py", list(piece.inputs), "cuda:0", sizes, folder / f"{piece.name}.pt2")
         loaded.append(load_piece(f"{piece.name}.pt2", (folder / f"{piece.name}.pt2").read_bytes()))
-    return DrawPieces(torch.bfloat16, *loaded)
+    return SamplingPieces(torch.bfloat16, *loaded)
 
 
 def rows_of(count: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,7 +47,7 @@ def rows_of(count: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 def scores_of(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     scores = logits.new_full((logits.shape[0], padded_vocab_size(logits.shape[1])), -torch.inf, dtype=torch.float32)
-    scores[:, : logits.shape[1]] = logits / temperatures[:, None]
+    scores[:, : logits.shape[1]] = logits * temperatures.reciprocal()[:, None]
     return scores
 
 
@@ -59,8 +59,29 @@ def test_tokens_are_those_of_torchs_operations_from_logits_and_from_scores(piece
     from_logits = pieces.from_logits([logits, temperatures, seeds, positions])[0]
     assert from_logits.dtype == torch.int64
     assert torch.equal(from_logits, pieces.from_scores([scores, seeds, positions])[0])
-    # Sums of a block's 256 exponentials differ in their last digits, which may decide between two near blocks.
+    # Sums of a block's 256 exponentials differ by up to 3e-5, which may decide between two near blocks.
     assert (from_logits != expected).sum() <= count // 500
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 256, 600])
+def test_greedy_tokens_are_those_of_torchs_argmax(pieces, vocab, count):
+    logits = rows_of(count, vocab)[0]
+    tokens = pieces.greedy([logits])[0]
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_of_equal_logits_the_lowest_id_is_taken_and_a_row_without_numbers_gives_an_id(pieces, vocab):
+    logits = rows_of(6, vocab)[0]
+    logits[0, [vocab - 1, 17, 500]] = 50.0  # in one block and in several
+    logits[1] = -torch.inf
+    logits[2] = 0.0
+    logits[3] = torch.nan
+    logits[4, vocab - 1] = torch.inf
+    tokens = pieces.greedy([logits])[0].tolist()
+    assert tokens[:3] == [17, 0, 0]
+    assert 0 <= tokens[3] < vocab
+    assert tokens[4:] == [vocab - 1, int(logits[5].argmax())]
 
 
 def test_a_row_is_the_same_alone_and_a_row_without_numbers_gives_an_id(pieces, vocab):
@@ -86,16 +107,17 @@ def test_tokens_that_are_ruled_out_are_never_drawn_and_the_others_by_their_proba
     assert_drawn_from(tokens, logits[0].float().softmax(-1))
 
 
-def test_the_sampler_draws_the_same_with_them_and_without(pieces, vocab):
+def test_the_sampler_chooses_the_same_with_them_and_without(pieces, vocab):
     crowds = [
         [SamplingParams(temperature=0.6), SamplingParams(seed=5), SamplingParams(temperature=0)],
         [SamplingParams(temperature=0.6), SamplingParams(top_k=5), SamplingParams(presence_penalty=1.0)],
+        [SamplingParams(temperature=0), SamplingParams(temperature=0)],
     ]
     for crowd in crowds:
         logits = rows_of(len(crowd), vocab)[0]
         rows = torch.arange(len(crowd), device="cuda") + 1
         tokens = []
-        for draw in (None, pieces):
+        for kernels in (None, pieces):
             state = make_state(*crowd, device="cuda", vocab_size=vocab)
-            tokens.append(Sampler(draw)(logits, state, rows, state.flags, rows + 8).token_ids)
+            tokens.append(Sampler(kernels)(logits, state, rows, state.flags, rows + 8).token_ids)
         assert torch.equal(*tokens)
