@@ -38,6 +38,7 @@ _SHAPING_SOURCES = (
     "sampling_pieces.py",
     "written_piece.py",
     "self_check.py",
+    "kernel_check.py",
     "weights.py",
     "checkpoint_keys.py",
     "planned_tensor.py",

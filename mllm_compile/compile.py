@@ -290,8 +290,15 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
         with timeline.stage("self-check"):
             from mllm_compile.self_check import self_check
 
+            runtime = config.runtime
             self_check(
-                lowered.hf_model, lowered.program, scratch / PIECES, suffix, lowered.packed, config.runtime.device
+                lowered.hf_model,
+                lowered.program,
+                scratch / PIECES,
+                suffix,
+                lowered.packed,
+                runtime.device,
+                runtime.page_size,
             )
         manifest = Manifest(
             factors=target.factors,

@@ -4,6 +4,7 @@ Two requests are packed into one flat batch, at far-apart positions; where piece
 token alone, and the two requests so often that the forms for any number run. A model that carries state from token to
 token, that reads its neighbours by place instead of by attention, or that a pass or Inductor broke, gives other logits
 than Transformers gives each request alone. The weights are small_weights.py's, so an 8B model needs one layer's memory.
+What such batches do not reach is kernel_check.py's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from mllm_compile.artifact_source import attention_layer
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import HFModel, ModelSizes
+from mllm_compile.kernel_check import check_written_pieces
 from mllm_compile.model_errors import refusing
 from mllm_compile.models.attention_choice import attention_implementation
 from mllm_compile.passes.base import PackedPart
@@ -44,6 +46,7 @@ def self_check(
     piece_suffix: str,
     packed: Mapping[str, tuple[PackedPart, ...]],
     device: str,
+    page_size: int,
 ) -> None:
     """
     Args:
@@ -53,9 +56,11 @@ def self_check(
         piece_suffix: which of a piece's files to run.
         packed: what pack_projections joined.
         device: where to run.
+        page_size: tokens of a KV page.
 
     Raises:
         UnsupportedModelError: the program's logits are not Transformers'.
+        CompileError: a piece that is no part of the model does not compute what it should.
     """
     bound = _program_weights(materialise(hf_model, device), program, packed)
     files = {piece: pieces_folder / (piece + piece_suffix) for piece in program.piece_ids()}
@@ -77,6 +82,7 @@ def self_check(
                 f"{error:.2g} from Transformers' (limit {limit:g}). Usual causes: layers that carry state from token "
                 f"to token, or that read positions other than position_ids.{_hint(program)}"
             )
+    check_written_pieces(program, pieces, page_size, hf_model.model.dtype, ours)
 
 
 def _crowd(num_requests: int) -> str:

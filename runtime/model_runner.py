@@ -471,5 +471,9 @@ def _open_device(name: str) -> torch.device:
 
 def _prefer_cublaslt() -> None:
     """For the whole process: cuBLASLt chooses better among the same kernels for steps of 17 to 256 tokens where weights
-    are wide (Qwen3-8B, 64 requests: 6.37 -> 6.18 ms a step), and elsewhere no worse (docs/performance.md)."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")
+    are wide (Qwen3-8B, 64 requests: 6.37 -> 6.18 ms a step), and elsewhere no worse (docs/performance.md).
+
+    torch warns whoever asks for it, but not where its environment variable has (the command line sets that).
+    """
+    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:
+        torch.backends.cuda.preferred_blas_library("cublaslt")

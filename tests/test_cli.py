@@ -80,6 +80,16 @@ def test_the_version_is_told(capsys):
     assert capsys.readouterr().out.startswith("mllm-compile 0.")
 
 
+def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_warn():
+    code = (
+        "import sys; sys.argv = ['mllm-compile', '--version']\nfrom mllm_compile.cli import main\n"
+        "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules\n"
+        "import torch; print(torch.backends.cuda.preferred_blas_library())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "_BlasBackend.Cublaslt", ran.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -81,6 +81,7 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # read when torch is imported; see model_runner.py
     sys.exit(run(sys.argv[1:]))
 
 
