@@ -1,8 +1,9 @@
 """Attention by FlashInfer's kernels over the paged cache (CUDA only, imported when the backend is made).
 
-Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the prefills, and one
-for the decodes, which come first in a batch, unless the program brings its own kernel for them (split_decode.py). Which
-of FlashInfer's kernels each gets is decided in flashinfer_kernels.py; pages and plan buffers are flashinfer_plan.py's.
+Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the prefills
+(flashinfer_prefill.py), and one for the decodes, which come first in a batch (flashinfer_decode.py), unless the program
+brings its own kernel for them (split_decode.py). Which of FlashInfer's kernels each gets is decided in
+flashinfer_kernels.py; pages and plan buffers are flashinfer_plan.py's.
 Decodes can be captured in a CUDA graph: see init_forward_metadata_capture_cuda_graph.
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
@@ -33,20 +34,15 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     check_never_split,
     check_supported,
-    choose_prefill_kernel,
     decodes_on_tensor_cores,
-    prefill_kernels,
+    plan_groups,
     prefills_new_tokens_alone,
     should_use_tensor_core,
     workspace_bytes,
 )
-from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace, make_paged_view
-from mllm_compile.runtime.attention.metadata import (
-    get_kv_cache_layout,
-    get_per_layer_parameters,
-    infer_global_hyperparameters,
-    split_decodes_and_prefills,
-)
+from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
+from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
+from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
 from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -135,7 +131,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if layers is None:
             layers = _uniform_layers(num_heads, num_kv_heads, head_dim, sliding_window_size)
         check_supported(layers, q_dtype)
-        self.groups = _plan_groups(layers)
+        self.groups = plan_groups(layers)
         self._group_of = {layer.name: self.groups.index(PlanGroup.of(layer)) for layer in layers}
         has_window = any(group.params.window_left >= 0 for group in self.groups)
         self.dispatch_reason = WrapperDispatch.SLIDING_WINDOW if has_window else None
@@ -147,13 +143,10 @@ class FlashInferAttnBackend(AttentionBackend):
         self.skip_prefill = skip_prefill
         self.deterministic = deterministic
 
-        properties = torch.cuda.get_device_properties(self.device)
-        self._num_sms = properties.multi_processor_count
-        self._is_hopper = properties.major == 9
+        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
         self._workspace = _workspace(self.device, num_bytes, init_new_workspace)
-        self._prefill_spaces = [] if skip_prefill else [PlanSpace(self.device) for _ in self.groups]
-        self._prefill_wrappers: dict[tuple[int, str, bool], Any] = {}
+        self._group_prefills = [] if skip_prefill else [self._make_group_prefill(group) for group in self.groups]
         self._captured_sizes: set[int] = set()
         self._graph_buffers: list[GraphBuffers] = []  # one a group
         self._kv_indptr_buf = kv_indptr_buf
@@ -203,46 +196,14 @@ class FlashInferAttnBackend(AttentionBackend):
         query_lens = np.diff(qo_indptr_cpu.numpy()).tolist()
         no_prefix = not common.num_computed_tokens_cpu[num_decodes:].any()
         use_ragged = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=not no_prefix)
-        wrappers = []
-        for i, group in enumerate(self.groups):
-            kernel = choose_prefill_kernel(group, self.kv_cache_dtype, query_lens, self._num_sms, self._is_hopper)
-            wrapper = self._prefill_wrapper(i, kernel, ragged=use_ragged)
-            with self._prefill_spaces[i].planning(wrapper):
-                if use_ragged:
-                    self._plan_ragged(wrapper, group, qo_indptr_cpu)
-                else:
-                    view = pages_of(group.params.window_left).part(num_decodes, common.num_reqs)
-                    self._plan_paged(wrapper, group, qo_indptr_cpu, view, max(query_lens))
-            wrappers.append(wrapper)
+        rows = PrefillRows(
+            qo_indptr_cpu,
+            query_lens,
+            use_ragged,
+            lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
+        )
+        wrappers = [group.plan(rows) for group in self._group_prefills]
         return PrefillMetadata(wrappers, use_ragged=use_ragged, extend_no_prefix=no_prefix)
-
-    def _plan_ragged(self, wrapper: Any, group: PlanGroup, qo_indptr_cpu: torch.Tensor) -> None:
-        wrapper.plan(
-            qo_indptr_cpu,
-            qo_indptr_cpu,
-            group.num_heads,
-            group.num_kv_heads,
-            group.head_dim,
-            causal=True,
-            **self._plan_options(group),
-        )
-
-    def _plan_paged(
-        self, wrapper: Any, group: PlanGroup, qo_indptr_cpu: torch.Tensor, view: PagedView, max_query_len: int
-    ) -> None:
-        wrapper.plan(
-            qo_indptr_cpu,
-            view.indptr_cpu,
-            view.indices,
-            view.last_page_len_cpu,
-            group.num_heads,
-            group.num_kv_heads,
-            group.head_dim,
-            self.page_size,
-            causal=True,
-            max_token_per_sequence=max_query_len,
-            **self._plan_options(group),
-        )
 
     def _plan_options(self, group: PlanGroup) -> dict[str, Any]:
         return {
@@ -284,38 +245,31 @@ class FlashInferAttnBackend(AttentionBackend):
         if self._split_space is not None:
             self._split_space.list_pages(rows)
 
-    def _prefill_wrapper(self, group_index: int, kernel: str, ragged: bool) -> Any:
-        key = (group_index, kernel, ragged)
-        if key not in self._prefill_wrappers:
+    def _make_group_prefill(self, group: PlanGroup) -> GroupPrefill:
+        def make_wrapper(kernel: str, use_ragged: bool) -> Any:
             make = (
                 self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
-                if ragged
+                if use_ragged
                 else self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
             )
-            wrapper = make(self._workspace, get_kv_cache_layout(), backend=kernel)
-            self._prefill_wrappers[key] = self._prefill_spaces[group_index].adopt(wrapper)
-        return self._prefill_wrappers[key]
+            return make(self._workspace, get_kv_cache_layout(), backend=kernel)
+
+        options = self._plan_options(group)
+        return GroupPrefill(make_wrapper, group, self.page_size, self.kv_cache_dtype, options, self.device)
 
     def _load_kernels(self) -> None:
-        """Plan one token with each kernel that a batch may get: no request waits for one to be loaded, or compiled."""
-        one_page = PagedView(
-            torch.tensor([0, 1], dtype=torch.int32),
-            torch.zeros(1, dtype=torch.int32, device=self.device),
-            torch.ones(1, dtype=torch.int32),
-        )
-        try:
-            for i, (group, decode) in enumerate(zip(self.groups, self._group_decodes, strict=True)):
-                decode.load()
+        """Those that a batch may get: no request waits for one to be loaded, or compiled."""
+        for index, group in enumerate(self.groups):
+            try:
+                self._group_decodes[index].load()
                 if not self.skip_prefill:
-                    # A kernel of one name is the same library for pages and for new tokens alone.
-                    for kernel in prefill_kernels(group, self.kv_cache_dtype, self._is_hopper):
-                        wrapper = self._prefill_wrapper(i, kernel, ragged=False)
-                        self._plan_paged(wrapper, group, one_page.indptr_cpu, one_page, max_query_len=1)
-        except RuntimeError as error:
-            raise DeviceError(
-                f"FlashInfer has no kernel for {group} and could not build one: {str(error).strip().splitlines()[0]} "
-                "Install its prebuilt kernels (flashinfer-jit-cache), or set runtime.attention_backend: torch."
-            ) from error
+                    self._group_prefills[index].load()
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"FlashInfer has no kernel for {group} and could not build one: "
+                    f"{str(error).strip().splitlines()[0]} Install its prebuilt kernels (flashinfer-jit-cache), or set "
+                    "runtime.attention_backend: torch."
+                ) from error
 
     def _group_index(self, layer: AttentionLayer) -> int:
         if layer.name not in self._group_of:
@@ -506,17 +460,6 @@ def _uniform_layers(
         )
         for i, window in enumerate(windows)
     ]
-
-
-def _plan_groups(layers: Sequence[AttentionLayer]) -> list[PlanGroup]:
-    """Distinct groups in the order of their first layer."""
-    members: dict[PlanGroup, list[AttentionLayer]] = {}
-    for layer in layers:
-        members.setdefault(PlanGroup.of(layer), []).append(layer)
-    for group, of_group in members.items():
-        if infer_global_hyperparameters(get_per_layer_parameters(of_group)) != group.params:
-            raise RuntimeError(f"plan group {group} has layers of other parameters")
-    return list(members)
 
 
 def _workspace(device: torch.device, num_bytes: int, own: bool) -> torch.Tensor:

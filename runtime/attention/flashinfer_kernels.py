@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.metadata import get_per_layer_parameters, infer_global_hyperparameters
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
 HEAD_DIMS = (64, 128, 256)
@@ -39,6 +40,17 @@ class PlanGroup:
     @classmethod
     def of(cls, layer: AttentionLayer) -> PlanGroup:
         return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params)
+
+
+def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
+    """Distinct groups in the order of their first layer."""
+    members: dict[PlanGroup, list[AttentionLayer]] = {}
+    for layer in layers:
+        members.setdefault(PlanGroup.of(layer), []).append(layer)
+    for group, of_group in members.items():
+        if infer_global_hyperparameters(get_per_layer_parameters(of_group)) != group.params:
+            raise RuntimeError(f"plan group {group} has layers of other parameters")
+    return list(members)
 
 
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:

@@ -17,26 +17,9 @@ from mllm_compile.artifact import hash_files, open_artifact, read_manifest, writ
 from mllm_compile.compile import load_or_compile
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.errors import ArtifactError
+from tests.gpu.small_shape import SHAPE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
 
 # No nvcc on PATH, nothing built before, FlashInfer's package of prebuilt kernels hidden, and building forbidden.
 SERVE = """

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from mllm_compile.cli import run as command_line
-from tests.gpu.test_kernels_in_the_folder import SHAPE
+from tests.gpu.small_shape import SHAPE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
