@@ -77,7 +77,7 @@ class ArtifactSource:
 
     def _load_pieces(self, device: torch.device) -> dict[str, PackagedPiece | SourcePiece]:
         suffix = self._artifact.manifest.piece_suffix
-        with self._reporter.stage("load pieces"), _current(device):
+        with self._reporter.stage("load pieces"), current_device(device):
             return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
 
     def _find_kernels(self) -> None:
@@ -92,7 +92,7 @@ class ArtifactSource:
 
     def _load_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         specs = self._artifact.weights
-        with _current(device):
+        with current_device(device):
             weights = allocate_weights(specs, str(device))
             with self._reporter.stage("load weights", total=self.weight_bytes) as stage:
                 if self._artifact.manifest.weights.are_random:
@@ -116,7 +116,7 @@ def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> Att
     )
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The device as this thread's current one: a package is loaded onto that."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -126,8 +126,7 @@ def _sampling_pieces(
 ) -> SamplingPieces | None:
     if forms is None:
         return None
-    greedy, from_logits, from_scores = (loaded[piece] for piece in forms.piece_ids())
-    return SamplingPieces(getattr(torch, forms.dtype), greedy, from_logits, from_scores)
+    return SamplingPieces(getattr(torch, forms.dtype), *(loaded[piece] for piece in forms.piece_ids()))
 
 
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """The compiler process: imports Inductor once, then compiles each piece in a fork of itself.
 
-Importing what a compile needs takes seconds of a core. A dense model has 15 pieces and forms of them: as many
+Importing what a compile needs takes seconds of a core. A dense model has 16 pieces and forms of them: as many
 processes that each import it for themselves take the cores from the trace that runs meanwhile, and from one another
 (docs/performance.md has a cold start of either kind).
 

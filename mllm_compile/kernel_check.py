@@ -3,11 +3,12 @@
 The self-check's batches hold prompts, and all their logits: no request decodes there and no token is chosen. Nothing to
 do where a program has no such pieces, as on a CPU.
 
-Shape legend: R requests, H query heads, Hk kv heads, D head dim, S rows, V vocab.
+Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a request, S rows, V vocab.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -16,14 +17,16 @@ from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecodeSpace
-from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
-from mllm_compile.runtime.program import LayerSpec, PieceFunction, Program, SamplingForms
-from mllm_compile.runtime.trace_ops import attention_reference
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
+from mllm_compile.runtime.program import DecodeForms, LayerSpec, PieceFunction, Program, SamplingForms
 
-_LENGTHS = (1, 70, 300)  # tokens of each request: a part of a block, blocks of several programs that are added up
-# ‖ours − float32's‖ / ‖float32's‖ of the worst request; on an H200 it is up to 3e-3 in bfloat16 and float16.
+_LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
+_LONGEST = 2100  # as many programs as one request's keys are ever split among
+_MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
+_MANY_SEQUENCES = 65  # requests x kv heads: from so many on the piece for many requests serves
+# ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
-_TEMPERATURE = 0.7
+_NUM_DRAWS = 32
 
 
 def check_written_pieces(
@@ -45,68 +48,99 @@ def check_written_pieces(
         forms = program.decode_attention.get(layer.name)
         if forms is not None and forms not in checked:
             checked.add(forms)
-            for piece in {forms.few, forms.many}:
-                _check_decode(layer, piece, pieces[piece], page_size, dtype, logits.device)
+            check = _DecodeCheck(layer, page_size, dtype, logits.device)
+            for lengths in check.batches():
+                check.run(lengths, forms, DecodePieces(pieces[forms.few], pieces[forms.many]))
     if program.sampling is not None:
         _check_sampling(program.sampling, pieces, logits)
 
 
-def _check_decode(
-    layer: LayerSpec, name: str, piece: PieceFunction, page_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """One new token of each of a few requests, whose pages lie in no order."""
-    generator = torch.Generator().manual_seed(0)
-    num_requests, num_pages = len(_LENGTHS), -(-max(_LENGTHS) // page_size)
+class _DecodeCheck:
+    """One layer's decodes: one new token of each request, whose pages lie in no order."""
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+    def __init__(self, layer: LayerSpec, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._layer = layer
+        self._page_size = page_size
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+        has_window = 0 <= layer.window_left <= _MOST_WINDOW
+        self._longest = layer.window_left + 71 if has_window else _LONGEST
+        num_pages = -(-max(self._longest, *_LENGTHS) // page_size)
+        shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
+        self._keys, self._values = self._random(shape, dtype), self._random(shape, dtype)
 
-    pages = torch.randperm(num_requests * num_pages, generator=generator).view(num_requests, num_pages, 1)
-    slots = (pages * page_size + torch.arange(page_size)).flatten(1).to(device)  # [R, tokens]
-    q = random(num_requests, layer.num_heads, layer.head_dim)
-    cache_shape = (num_requests * num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-    keys, values = random(*cache_shape), random(*cache_shape)
-    params = PerLayerParameters(layer.window_left, layer.logits_soft_cap, layer.sm_scale)
-    group = PlanGroup(layer.num_heads, layer.num_kv_heads, layer.head_dim, params)
-    both = DecodePieces(piece, piece)
-    space = SplitDecodeSpace([(group, both)], slots.int(), num_requests, page_size, dtype)
-    space.list_pages(torch.arange(num_requests, device=device))
-    lengths = torch.tensor(_LENGTHS, dtype=torch.int32, device=device)
-    ours = space.decoder(group, both, lengths).run(q, (keys, values), torch.empty_like(q)).float()
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
-    for row, length in enumerate(_LENGTHS):
-        k, v = (cache.flatten(0, 1)[slots[row, :length]].float() for cache in (keys, values))
-        queries = q[row].float().expand(length, -1, -1)  # the last one's answer is wanted
-        theirs = attention_reference(queries, k, v, None, params.sm_scale, params.logits_soft_cap, params.window_left)[
-            -1
-        ]
-        error = ((ours[row] - theirs).norm() / theirs.norm()).item()
-        if not error <= _TOLERANCE:
-            raise CompileError(
-                f"the decode attention {name} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
-                f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set compile.split_decode: "
-                "false to have FlashInfer's in its place, and report this."
-            )
+    def batches(self) -> list[tuple[int, ...]]:
+        """Tokens of each request: of one alone, of a few, and of so many that the other piece serves them."""
+        few = (*_LENGTHS, self._longest)
+        count = -(-_MANY_SEQUENCES // self._layer.num_kv_heads)
+        return [(self._longest,), few, (few * count)[: max(count, len(few))]]
+
+    def run(self, lengths: tuple[int, ...], forms: DecodeForms, pieces: DecodePieces) -> None:
+        """Raises CompileError where a request's answer is not float32's."""
+        layer, num_requests = self._layer, len(lengths)
+        num_pages = self._keys.shape[0]
+        pages = torch.stack(
+            [torch.randperm(num_pages, generator=self._generator) for _ in lengths]
+        )  # shared, read only
+        slots = (pages[:, :, None] * self._page_size + torch.arange(self._page_size)).flatten(1).to(self._device)
+        q = self._random((num_requests, layer.num_heads, layer.head_dim), self._keys.dtype)
+        if layer.logits_soft_cap > 0:  # products that it is felt by
+            q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
+
+        params = PerLayerParameters(layer.window_left, layer.logits_soft_cap, layer.sm_scale)
+        group = PlanGroup(layer.num_heads, layer.num_kv_heads, layer.head_dim, params)
+        space = SplitDecodeSpace([(group, pieces)], slots.int(), num_requests, self._page_size, q.dtype)
+        space.list_pages(torch.arange(num_requests, device=self._device))
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
+        ours = space.decoder(group, pieces, seq_lens).run(q, (self._keys, self._values), torch.empty_like(q))
+        for row, length in enumerate(lengths):
+            theirs = self._in_float32(q[row], slots[row, :length])
+            error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
+            if not error <= _TOLERANCE:
+                piece = forms.few if pieces.choose(num_requests, layer.num_kv_heads)[0] is pieces.few else forms.many
+                raise CompileError(
+                    f"the decode attention {piece} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
+                    f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set "
+                    "compile.split_decode: false to have FlashInfer's in its place, and report this."
+                )
+
+    def _in_float32(self, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The last token's attention over a request's. q: [H, D]; slots: [L]; gives [H, D]."""
+        layer = self._layer
+        if layer.window_left >= 0:
+            slots = slots[-layer.window_left - 1 :]
+        group = layer.num_heads // layer.num_kv_heads
+        keys, values = (
+            cache.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for cache in (self._keys, self._values)
+        )
+        logits = torch.einsum("hd,lhd->hl", q.float(), keys) * layer.sm_scale
+        if layer.logits_soft_cap > 0:
+            logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
+        return torch.einsum("hl,lhd->hd", logits.softmax(-1), values)
 
 
 def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], logits: torch.Tensor) -> None:
-    num_rows, vocab_size = logits.shape
-    rows = torch.arange(num_rows, device=logits.device)
-    temperatures = torch.full((num_rows,), _TEMPERATURE, device=logits.device)
-    scores = torch.full((num_rows, padded_vocab_size(vocab_size)), -torch.inf, device=logits.device)
-    scores[:, :vocab_size] = logits * temperatures.reciprocal()[:, None]
-    drawn = draw_tokens(scores, rows, rows)
-    # Sums of a draw's exponentials differ in their last digits, which may decide between two near blocks: of one row.
+    """Each row with a temperature, seed and position of its own."""
+    generator = torch.Generator().manual_seed(0)
+    logits = logits[torch.arange(_NUM_DRAWS, device=logits.device) % logits.shape[0]]
+    temperatures = torch.linspace(0.5, 1.5, _NUM_DRAWS, device=logits.device)
+    seeds = torch.randint(2**62, (_NUM_DRAWS,), generator=generator).to(logits.device)
+    positions = torch.randint(4096, (_NUM_DRAWS,), generator=generator).to(logits.device)
+    scores = padded_scores(logits, temperatures)
+    drawn = draw_tokens(scores, seeds, positions)
+    # Sums of a draw's exponentials differ in their last digits, which may decide between two near blocks: in one row.
     for piece, inputs, theirs, num_others in (
-        (forms.greedy, [logits.contiguous()], logits.argmax(-1), 0),
-        (forms.from_logits, [logits.contiguous(), temperatures, rows, rows], drawn, 1),
-        (forms.from_scores, [scores, rows, rows], drawn, 1),
+        (forms.greedy, [logits], logits.argmax(-1), 0),
+        (forms.from_logits, [logits, temperatures, seeds, positions], drawn, 1),
+        (forms.from_scores, [scores, seeds, positions], drawn, 1),
     ):
-        ours = pieces[piece](inputs)[0]
-        wrong = int((ours != theirs).sum())
+        wrong = int((pieces[piece](inputs)[0] != theirs).sum())
         if wrong > num_others:
             raise CompileError(
-                f"the kernels of {piece} choose other tokens than torch's operations in {wrong} of {num_rows} rows: "
+                f"the kernels of {piece} choose other tokens than torch's operations in {wrong} of {_NUM_DRAWS} rows: "
                 "they do not serve this vocabulary on this machine. Set compile.backend: eager to do without them, and "
                 "report this."
             )

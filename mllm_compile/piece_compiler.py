@@ -7,6 +7,7 @@ no Python compiler.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 from collections.abc import Iterator
@@ -63,6 +64,21 @@ def _product(first: int | str, second: int | str) -> int | str:
     return "*".join(str(factor) for factor in (first, second) if factor != 1)
 
 
+# What Inductor imports at its first compile: once by whoever is forked, not once in each fork.
+_IMPORTED_LATE = (
+    "sympy.physics.units",
+    "sympy.tensor.tensor",
+    "torch._inductor.choices",
+    "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.fx_passes.quantization",
+    "torch._inductor.package",
+    "torch._inductor.runtime.caching",
+    "torch.export._trace",
+    "torch.export._unlift",
+)
+
+
 def inductor_options(device: str) -> dict[str, Any]:
     """What Inductor is told, for every piece.
 
@@ -94,8 +110,14 @@ def prepare_compiler(device: str) -> None:
     import torch.export  # noqa: F401
     from torch._inductor import cpu_vec_isa
     from torch._inductor.codegen.common import init_backend_registration
+    from torch._inductor.fx_passes import fuse_attention
 
     init_backend_registration()
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ImportError):  # of another torch
+            importlib.import_module(name)
+    # Every fork would prepare dozens of patterns of attention, which no piece holds.
+    fuse_attention._sfdp_init = lambda *device: None  # type: ignore[assignment]
     if device.startswith("cuda"):
         # The host part of a package only launches kernels. Inductor would compile half a dozen test programs to find
         # the vector instructions for it (28 s on a machine with an H200, 9 s on another).

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.artifact_source import attention_layer
+from mllm_compile.artifact_source import attention_layer, current_device
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import HFModel, ModelSizes
 from mllm_compile.kernel_check import check_written_pieces
@@ -30,6 +30,8 @@ from mllm_compile.runtime.pieces import load_piece
 from mllm_compile.runtime.program import Program, ProgramExecutor
 from mllm_compile.runtime.trace_ops import attention_reference
 from mllm_compile.small_weights import materialise
+
+_Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
 
 REQUEST_LENGTHS = (5, 3)
 SECOND_REQUEST_POSITION = 100
@@ -62,16 +64,19 @@ def self_check(
         UnsupportedModelError: the program's logits are not Transformers'.
         CompileError: a piece that is no part of the model does not compute what it should.
     """
-    bound = _program_weights(materialise(hf_model, device), program, packed)
-    files = {piece: pieces_folder / (piece + piece_suffix) for piece in program.piece_ids()}
-    pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
-    executor = ProgramExecutor(program, pieces, bound)
+    with current_device(torch.device(device)):
+        bound = _program_weights(materialise(hf_model, device), program, packed)
+        files = {piece: pieces_folder / (piece + piece_suffix) for piece in program.piece_ids()}
+        pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
+        logits = _check_program(hf_model, ProgramExecutor(program, pieces, bound), device)
+        check_written_pieces(program, pieces, page_size, hf_model.model.dtype, logits)
+
+
+def _check_program(hf_model: HFModel, executor: ProgramExecutor, device: str) -> torch.Tensor:
+    """Runs every batch; returns the program's logits of the largest."""
+    program = executor.program
     model_type = hf_model.model.config.model_type
-    ids, positions = _requests(hf_model.sizes(program.layers), device)
-    batches = [(ids * count, positions * count) for count in _request_counts(program)]
-    if any(form.max_size == 1 for form in program.all_small_forms()):
-        batches.append(([ids[0][:1]], [positions[0][:1]]))
-    for batch_ids, batch_positions in batches:
+    for batch_ids, batch_positions in _batches(program, *_requests(hf_model.sizes(program.layers), device)):
         with refusing(f"{model_type!r} does not run"):
             theirs = _run_transformers(hf_model.model, batch_ids, batch_positions)
             ours = _run_program(executor, program, batch_ids, batch_positions, device, hf_model.model.dtype)
@@ -82,7 +87,7 @@ def self_check(
                 f"{error:.2g} from Transformers' (limit {limit:g}). Usual causes: layers that carry state from token "
                 f"to token, or that read positions other than position_ids.{_hint(program)}"
             )
-    check_written_pieces(program, pieces, page_size, hf_model.model.dtype, ours)
+    return ours
 
 
 def _crowd(num_requests: int) -> str:
@@ -103,7 +108,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
 
 
-def _requests(sizes: ModelSizes, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _requests(sizes: ModelSizes, device: str) -> tuple[_Requests, _Requests]:
     """Token ids and positions of each request."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, sizes.vocab_size, (length,), generator=generator).to(device) for length in REQUEST_LENGTHS]
@@ -114,11 +119,16 @@ def _requests(sizes: ModelSizes, device: str) -> tuple[list[torch.Tensor], list[
     ]
 
 
-def _request_counts(program: Program) -> list[int]:
-    """How many times the two requests stand in a batch: so that the forms for few tokens run, and those for any."""
-    num_tokens = sum(REQUEST_LENGTHS)
-    most = max((form.max_size for form in program.all_small_forms()), default=1)
-    return [1] if most == 1 else [1, most // num_tokens + 1]
+def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tuple[_Requests, _Requests]]:
+    """Ids and positions of each batch, the smallest first: every form of a piece runs, the one for any number last."""
+    sizes = {form.max_size for form in program.all_small_forms()}
+    batches = [([ids[0][:1]], [positions[0][:1]])] if 1 in sizes else []
+    batches.append((ids, positions))
+    most = max(sizes, default=1)
+    if most > 1:
+        count = most // sum(REQUEST_LENGTHS) + 1
+        batches.append((ids * count, positions * count))
+    return batches
 
 
 def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:

@@ -25,6 +25,18 @@ def padded_vocab_size(vocab_size: int) -> int:
     return -(-vocab_size // BLOCK) * BLOCK
 
 
+def padded_scores(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """What draw_tokens draws from: [S, V] and [S] float32 → logits / temperature, [S, padded V] float32.
+
+    By a product with the reciprocal, as draw_ops.py computes it: to the last bit.
+    """
+    num_rows, vocab_size = logits.shape
+    scores = torch.empty(num_rows, padded_vocab_size(vocab_size), dtype=torch.float32, device=logits.device)
+    torch.mul(logits, temperatures.reciprocal()[:, None], out=scores[:, :vocab_size])
+    scores[:, vocab_size:] = -torch.inf
+    return scores
+
+
 def _signed(value: int) -> int:
     """The int64 with the same 64 bits."""
     return value - 2**64 if value >= 2**63 else value

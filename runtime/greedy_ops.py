@@ -45,7 +45,7 @@ def _largest_of_row_kernel(
     PADDED_B: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of equals the lowest id. A row that is not numbers gives V - 1: an id past that would crash the embedding."""
+    """Of equals the lowest id. A row without numbers gives V - 1: an id past that would crash the embedding."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -473,7 +474,9 @@ def _prefer_cublaslt() -> None:
     """For the whole process: cuBLASLt chooses better among the same kernels for steps of 17 to 256 tokens where weights
     are wide (Qwen3-8B, 64 requests: 6.37 -> 6.18 ms a step), and elsewhere no worse (docs/performance.md).
 
-    torch warns whoever asks for it, but not where its environment variable has (the command line sets that).
+    torch warns whoever asks for it, but not where its environment variable has, which the command line sets. Whoever
+    has set it to 0 is left alone.
     """
-    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:
+    is_chosen = torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Cublaslt
+    if not is_chosen and os.environ.get("TORCH_BLAS_PREFER_CUBLASLT") != "0":
         torch.backends.cuda.preferred_blas_library("cublaslt")

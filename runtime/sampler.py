@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.logit_filters import filter_scores
 from mllm_compile.runtime.logprobs import TokenLogprobs, token_logprobs
 from mllm_compile.runtime.penalties import PenaltyParams, apply_penalties
@@ -200,7 +200,10 @@ def _penalise(logits: torch.Tensor, state: SamplingState, params: RowParams, par
 
 
 def _most_probable(pieces: SamplingPieces | None, logits: torch.Tensor) -> torch.Tensor:
-    """The lowest id of each row's largest logit. [S, V] → [S] int64."""
+    """The lowest id of each row's largest logit. [S, V] → [S] int64.
+
+    In a row with some that are no numbers the kernel takes the largest number, torch one of the others.
+    """
     if pieces is None or logits.dtype != pieces.dtype:
         return logits.argmax(dim=-1)
     return pieces.greedy([logits.contiguous()])[0]
@@ -217,18 +220,14 @@ def _draw(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """One token a row from what temperature and filters leave. [S, V] → [S] int64."""
-    num_rows, vocab_size = logits.shape
     is_filtered = top_ks is not None or top_ps is not None or log_min_ps is not None
     # What penalties or biases were at is float32, whatever the type of the program's own logits is.
     if pieces is not None and not is_filtered and logits.dtype == pieces.dtype:
         return pieces.from_logits([logits.contiguous(), temperatures.float(), seeds.long(), positions.long()])[0]
-    scores = torch.empty(num_rows, padded_vocab_size(vocab_size), dtype=torch.float32, device=logits.device)
-    torch.mul(logits, temperatures.reciprocal()[:, None], out=scores[:, :vocab_size])
-    scores[:, vocab_size:] = -torch.inf
-    scores = filter_scores(scores, top_ks, top_ps, log_min_ps)
+    scores = filter_scores(padded_scores(logits, temperatures), top_ks, top_ps, log_min_ps)
     if pieces is None:
         drawn = draw_tokens(scores, seeds, positions)
     else:
         drawn = pieces.from_scores([scores, seeds.long(), positions.long()])[0]
     # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would then crash the embedding.
-    return drawn.clamp_(max=vocab_size - 1)
+    return drawn.clamp_(max=logits.shape[1] - 1)

@@ -10,59 +10,90 @@ import torch
 
 from mllm_compile.errors import CompileError
 from mllm_compile.kernel_check import check_written_pieces
-from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program, SamplingForms
-from mllm_compile.runtime.trace_ops import attention_reference
+
+Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 PAGE_SIZE, VOCAB = 16, 300
-LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 32, 32, 0.2, 0.0, -1, None)
+LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 32, 32, 32**-0.5, 0.0, -1, None)
+WINDOWED = replace(LAYER, window_left=511)
+CAPPED = replace(LAYER, logits_soft_cap=50.0)
 
 
-def attention(layer: LayerSpec) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """The kernel in plain torch."""
+class Attention:
+    """The kernel in plain torch; `calls` has requests, splits and the longest request of each."""
 
-    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        q, keys, values, table, seq_lens, out = inputs[:6]
+    def __init__(self, layer: LayerSpec) -> None:
+        self.layer = layer
+        self.calls: list[tuple[int, int, int]] = []
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        q, keys, values, table, seq_lens, out, partial = inputs[:7]
+        self.calls.append((len(q), partial.shape[1], int(seq_lens.max())))
+        layer = self.layer
         for row, length in enumerate(seq_lens.tolist()):
-            places = torch.arange(length)
+            first = 0 if layer.window_left < 0 else max(0, length - 1 - layer.window_left)
+            places = torch.arange(first, length)
             slots = table[row][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
-            heads = q[row].expand(length, -1, -1)
-            params = layer.sm_scale, layer.logits_soft_cap, layer.window_left
-            out[row] = attention_reference(heads, keys[slots], values[slots], None, *params)[-1]
+            group = layer.num_heads // layer.num_kv_heads
+            k, v = (cache[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
+            logits = torch.einsum("hd,lhd->hl", q[row].float(), k) * layer.sm_scale
+            if layer.logits_soft_cap:
+                logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
+            out[row] = torch.einsum("hl,lhd->hd", logits.softmax(-1), v)
         return []
 
-    return run
 
-
-def check_attention(layer: LayerSpec, few, many, dtype: torch.dtype = torch.bfloat16) -> None:
+def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtype = torch.bfloat16) -> None:
     program = Program((), (layer,), (), "logits", decode_attention={layer.name: DecodeForms("few", "many")})
     check_written_pieces(program, {"few": few, "many": many}, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "layer", [LAYER, replace(LAYER, window_left=20), replace(LAYER, logits_soft_cap=2.0), replace(LAYER, num_heads=2)]
-)
+@pytest.mark.parametrize("layer", [LAYER, WINDOWED, CAPPED, replace(LAYER, num_heads=2, window_left=0)])
 def test_right_attention_passes(layer, dtype):
-    check_attention(layer, attention(layer), attention(layer), dtype)
+    check_attention(layer, Attention(layer), Attention(layer), dtype)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 40])
+def test_each_form_runs_as_it_will_be_asked_to_with_as_many_splits_as_there_are_ever(kv_heads):
+    layer = replace(LAYER, num_heads=40, num_kv_heads=kv_heads)
+    few, many = Attention(layer), Attention(layer)
+    check_attention(layer, few, many)
+    assert few.calls[0] == (1, min(32, 256 // kv_heads), 2100)
+    assert all(requests * kv_heads <= 64 for requests, *_ in few.calls)
+    assert any(requests * kv_heads > 64 for requests, *_ in many.calls)
+    assert max(splits for _, splits, _ in many.calls) == 512 // 65 if kv_heads < 3 else True
+
+
+def shuffled_requests(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The first page of each is another's."""
+    table = inputs[3].clone()
+    table[:, 0] = table[:, 1]
+    return Attention(LAYER)([*inputs[:3], table, *inputs[4:]])
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("layer", "wrong"),
     [
-        attention(replace(LAYER, sm_scale=0.21)),
-        attention(replace(LAYER, window_left=200)),
-        lambda inputs: attention(LAYER)([*inputs[:3], inputs[3].roll(1, 0), *inputs[4:]]),
-        lambda inputs: inputs[5].fill_(float("nan")),
-        lambda inputs: inputs[5].zero_(),
+        (LAYER, Attention(replace(LAYER, sm_scale=0.2))),
+        (LAYER, Attention(replace(LAYER, window_left=1000))),
+        (WINDOWED, Attention(LAYER)),
+        (WINDOWED, Attention(replace(LAYER, window_left=511 - 64))),
+        (CAPPED, Attention(LAYER)),
+        (CAPPED, Attention(replace(LAYER, logits_soft_cap=30.0))),
+        (LAYER, shuffled_requests),
+        (LAYER, lambda inputs: inputs[5].fill_(float("nan"))),
+        (LAYER, lambda inputs: inputs[5].zero_()),
     ],
-    ids=["scale", "window", "pages", "no numbers", "nothing"],
+    ids=["scale", "a window", "no window", "window", "no cap", "cap", "pages", "no numbers", "nothing"],
 )
 @pytest.mark.parametrize("form", ["few", "many"])
-def test_wrong_attention_is_refused_in_either_form(form, wrong):
-    pieces = {"few": attention(LAYER), "many": attention(LAYER), form: wrong}
+def test_wrong_attention_is_refused_in_either_form(form, layer, wrong):
+    pieces = {"few": Attention(layer), "many": Attention(layer), form: wrong}
     with pytest.raises(CompileError, match=rf"decode attention {form} of {LAYER.name} .*split_decode: false"):
-        check_attention(LAYER, **pieces)
+        check_attention(layer, **pieces)
 
 
 LOGITS = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -70,21 +101,19 @@ LOGITS = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(0)).bflo
 
 def from_logits(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     logits, temperatures, seeds, positions = inputs
-    scores = torch.full((len(logits), padded_vocab_size(VOCAB)), -torch.inf)
-    scores[:, :VOCAB] = logits * temperatures.reciprocal()[:, None]
-    return [draw_tokens(scores, seeds, positions)]
+    return [draw_tokens(padded_scores(logits, temperatures), seeds, positions)]
 
 
-RIGHT = {
+RIGHT: dict[str, Piece] = {
     "greedy": lambda inputs: [inputs[0].argmax(-1)],
     "from_logits": from_logits,
     "from_scores": lambda inputs: [draw_tokens(*inputs)],
 }
 
 
-def check_sampling(**wrong) -> None:
+def check_sampling(logits: torch.Tensor = LOGITS, **wrong: Piece) -> None:
     program = Program((), (), (), "logits", sampling=SamplingForms("bfloat16", *RIGHT))
-    check_written_pieces(program, RIGHT | wrong, PAGE_SIZE, torch.bfloat16, LOGITS)
+    check_written_pieces(program, RIGHT | wrong, PAGE_SIZE, torch.bfloat16, logits)
 
 
 def test_right_choices_pass_and_so_does_a_draw_between_near_blocks():
@@ -97,18 +126,34 @@ def test_right_choices_pass_and_so_does_a_draw_between_near_blocks():
     check_sampling(from_logits=nearly)
 
 
+def of_first_temperature(inputs):
+    return from_logits([inputs[0], inputs[1][:1].expand(len(inputs[1])), *inputs[2:]])
+
+
+def of_short_seeds(inputs):
+    return from_logits([*inputs[:2], inputs[2] & 0xFFFFFFFF, inputs[3]])
+
+
+def of_seeds_as_positions(inputs):
+    return [draw_tokens(inputs[0], inputs[2], inputs[1])]
+
+
+@pytest.mark.parametrize("num_rows", [1, 24])
 @pytest.mark.parametrize(
     ("piece", "wrong"),
     [
         ("greedy", lambda inputs: [inputs[0].argmin(-1)]),
         ("greedy", lambda inputs: [torch.cat([inputs[0].argmax(-1)[:-1], torch.tensor([0])])]),
         ("from_logits", lambda inputs: from_logits([inputs[0], inputs[1] * 2, *inputs[2:]])),
+        ("from_logits", of_first_temperature),
+        ("from_logits", of_short_seeds),
+        ("from_scores", of_seeds_as_positions),
         ("from_scores", lambda inputs: draw_tokens(inputs[0], inputs[1], inputs[2] + 1)[None]),
     ],
 )
-def test_wrong_choices_are_refused(piece, wrong):
+def test_wrong_choices_are_refused_however_few_logits_there_are(piece, wrong, num_rows):
     with pytest.raises(CompileError, match=f"kernels of {piece} choose other tokens"):
-        check_sampling(**{piece: wrong})
+        check_sampling(LOGITS[:num_rows], **{piece: wrong})
 
 
 def test_a_program_without_such_pieces_has_nothing_to_check():

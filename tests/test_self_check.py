@@ -78,15 +78,26 @@ def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, t
     assert errors[0] > 2 * self_check.TOLERANCE[getattr(torch, dtype)]
 
 
-def test_every_form_of_a_piece_is_run():
-    def counts(*max_sizes):
-        forms = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in max_sizes)
-        return self_check._request_counts(Program((), (), (), "logits", {"piece": forms}))
+@pytest.mark.parametrize(
+    ("forms", "sizes"), [((), [8]), ((1,), [1, 8]), ((16,), [8, 24]), ((1, 16), [1, 8, 24]), ((1, 8), [1, 8, 16])]
+)
+def test_every_form_of_a_piece_is_run_and_the_largest_batch_comes_last(forms, sizes):
+    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in forms)
+    program = Program((), (), (), "logits", {"piece": small})
+    ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
+    batches = self_check._batches(program, ids, ids)
+    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == sizes
+    assert all(torch.equal(torch.cat(batch_ids), torch.cat(positions)) for batch_ids, positions in batches)
 
-    num_tokens = sum(self_check.REQUEST_LENGTHS)
-    assert counts() == counts(1) == [1]
-    few, any_size = (num_tokens * count for count in counts(1, 16))
-    assert 1 < few <= 16 < any_size
+
+def test_what_the_compiler_wrote_is_checked_with_the_programs_logits(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(self_check, "check_written_pieces", lambda *args: given.append(args))
+    compile_tiny(tmp_path)
+    ((program, pieces, page_size, dtype, logits),) = given
+    assert set(pieces) == set(program.piece_ids())
+    assert (page_size, dtype) == (16, torch.float32)
+    assert logits.shape[0] == sum(self_check.REQUEST_LENGTHS)
 
 
 def test_the_worst_token_counts():

@@ -224,7 +224,7 @@ _SECTIONS = (
     _Section(
         "pieces",
         "Pieces",
-        "What runs between two attentions, equal stretches as one piece; and the attention of decodes.",
+        "What runs between two attentions, equal stretches as one piece; decodes' attention, and the choice of tokens.",
         _pieces,
     ),
     _Section("memory", "Memory", "What the device holds while an engine serves.", _memory),

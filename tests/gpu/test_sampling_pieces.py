@@ -15,30 +15,36 @@ from tests.runtime.sampling_cases import assert_drawn_from, make_state, random_l
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-VOCABS = [151_936, 1000]  # the second: small, and no multiple of a block
+# A vocabulary that is no multiple of a block, one whose rows are not aligned either, one of less than a block.
+KINDS = [("bfloat16", 151_936), ("float16", 50_257), ("float32", 200)]
 
 
-@pytest.fixture(scope="module", params=VOCABS)
-def vocab(request) -> int:
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def kind(request) -> tuple[str, int]:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def pieces(vocab, tmp_path_factory) -> SamplingPieces:
+def vocab(kind) -> int:
+    return kind[1]
+
+
+@pytest.fixture(scope="module")
+def pieces(kind, tmp_path_factory) -> SamplingPieces:
     folder = tmp_path_factory.mktemp("sampling")
     loaded = []
-    for piece in sampling_pieces("bfloat16", vocab):
+    for piece in sampling_pieces(*kind):
         (folder / "piece.py").write_text(piece.source)
         sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
         compile_piece(folder / "piece.py", list(piece.inputs), "cuda:0", sizes, folder / f"{piece.name}.pt2")
         loaded.append(load_piece(f"{piece.name}.pt2", (folder / f"{piece.name}.pt2").read_bytes()))
-    return SamplingPieces(torch.bfloat16, *loaded)
+    return SamplingPieces(getattr(torch, kind[0]), *loaded)
 
 
-def rows_of(count: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows_of(count: int, kind: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, temperatures, seeds and positions."""
     generator = torch.Generator().manual_seed(count)
-    logits = random_logits(count, seed=count, spread=3.0, vocab_size=vocab).bfloat16()
+    logits = random_logits(count, seed=count, spread=3.0, vocab_size=kind[1]).to(getattr(torch, kind[0]))
     temperatures = torch.rand(count, generator=generator) + 0.3
     seeds = torch.randint(0, 2**62, (count,), generator=generator)
     positions = torch.randint(0, 4096, (count,), generator=generator)
@@ -52,8 +58,8 @@ def scores_of(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 3, 256, 600])
-def test_tokens_are_those_of_torchs_operations_from_logits_and_from_scores(pieces, vocab, count):
-    logits, temperatures, seeds, positions = rows_of(count, vocab)
+def test_tokens_are_those_of_torchs_operations_from_logits_and_from_scores(pieces, kind, count):
+    logits, temperatures, seeds, positions = rows_of(count, kind)
     scores = scores_of(logits, temperatures)
     expected = draw_tokens(scores, seeds, positions)
     from_logits = pieces.from_logits([logits, temperatures, seeds, positions])[0]
@@ -64,16 +70,16 @@ def test_tokens_are_those_of_torchs_operations_from_logits_and_from_scores(piece
 
 
 @pytest.mark.parametrize("count", [1, 3, 64, 256, 600])
-def test_greedy_tokens_are_those_of_torchs_argmax(pieces, vocab, count):
-    logits = rows_of(count, vocab)[0]
+def test_greedy_tokens_are_those_of_torchs_argmax(pieces, kind, count):
+    logits = rows_of(count, kind)[0]
     tokens = pieces.greedy([logits])[0]
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_of_equal_logits_the_lowest_id_is_taken_and_a_row_without_numbers_gives_an_id(pieces, vocab):
-    logits = rows_of(6, vocab)[0]
-    logits[0, [vocab - 1, 17, 500]] = 50.0  # in one block and in several
+def test_of_equal_logits_the_lowest_id_is_taken_and_a_row_without_numbers_gives_an_id(pieces, kind, vocab):
+    logits = rows_of(6, kind)[0]
+    logits[0, [vocab - 1, 17, vocab // 2]] = 50.0  # in one block and in several
     logits[1] = -torch.inf
     logits[2] = 0.0
     logits[3] = torch.nan
@@ -84,8 +90,8 @@ def test_of_equal_logits_the_lowest_id_is_taken_and_a_row_without_numbers_gives_
     assert tokens[4:] == [vocab - 1, int(logits[5].argmax())]
 
 
-def test_a_row_is_the_same_alone_and_a_row_without_numbers_gives_an_id(pieces, vocab):
-    logits, temperatures, seeds, positions = rows_of(64, vocab)
+def test_a_row_is_the_same_alone_and_a_row_without_numbers_gives_an_id(pieces, kind, vocab):
+    logits, temperatures, seeds, positions = rows_of(64, kind)
     together = pieces.from_logits([logits, temperatures, seeds, positions])[0]
     one = slice(17, 18)
     alone = pieces.from_logits([x[one].clone() for x in (logits, temperatures, seeds, positions)])[0]
@@ -96,25 +102,25 @@ def test_a_row_is_the_same_alone_and_a_row_without_numbers_gives_an_id(pieces, v
     assert torch.equal(tokens[8:], together[8:])
 
 
-def test_tokens_that_are_ruled_out_are_never_drawn_and_the_others_by_their_probability(pieces, vocab):
+def test_tokens_that_are_ruled_out_are_never_drawn_and_the_others_by_their_probability(pieces, kind, vocab):
     count = 8192
     probs = torch.zeros(vocab)
-    probs[[3, 255, 256, vocab - 1]] = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    logits = probs.log().bfloat16().cuda().expand(count, -1).contiguous()
+    probs[[3, vocab // 2, vocab // 2 + 1, vocab - 1]] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    logits = probs.log().to(getattr(torch, kind[0])).cuda().expand(count, -1).contiguous()
     seeds = torch.full((count,), 11, device="cuda")
     ones = torch.ones(count, device="cuda")
     tokens = pieces.from_logits([logits, ones, seeds, torch.arange(count, device="cuda")])[0]
     assert_drawn_from(tokens, logits[0].float().softmax(-1))
 
 
-def test_the_sampler_chooses_the_same_with_them_and_without(pieces, vocab):
+def test_the_sampler_chooses_the_same_with_them_and_without(pieces, kind, vocab):
     crowds = [
         [SamplingParams(temperature=0.6), SamplingParams(seed=5), SamplingParams(temperature=0)],
         [SamplingParams(temperature=0.6), SamplingParams(top_k=5), SamplingParams(presence_penalty=1.0)],
         [SamplingParams(temperature=0), SamplingParams(temperature=0)],
     ]
     for crowd in crowds:
-        logits = rows_of(len(crowd), vocab)[0]
+        logits = rows_of(len(crowd), kind)[0]
         rows = torch.arange(len(crowd), device="cuda") + 1
         tokens = []
         for kernels in (None, pieces):

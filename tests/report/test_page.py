@@ -15,7 +15,7 @@ from mllm_compile.cli import run
 from mllm_compile.compile import load_or_compile
 from mllm_compile.report import html_parts
 from mllm_compile.report.page import _role, _runs, write_page
-from mllm_compile.runtime.program import DecodeForms, Program, SmallForm
+from mllm_compile.runtime.program import DecodeForms, Program, SamplingForms, SmallForm
 from tests.report.chromium import Chromium, find_chromium
 from tests.tiny_model import tiny_config
 
@@ -61,14 +61,18 @@ def test_pieces_that_no_step_calls_have_a_role():
         output="logits",
         small_forms={"p": (SmallForm("p_one", 0, 1, 1), SmallForm("p_few", 0, 1, 16))},
         decode_attention={"a": DecodeForms("few", "many"), "b": DecodeForms("few", "many"), "c": DecodeForms("d", "d")},
+        sampling=SamplingForms("bfloat16", "greedy", "logits", "scores"),
     )
-    roles = {piece: _role(program, piece) for piece in ("p_one", "p_few", "few", "many", "d")}
+    roles = {piece: _role(program, piece) for piece in program.piece_ids()}
     assert roles == {
         "p_one": "in place of another for one token",
         "p_few": "in place of another for up to 16 tokens",
         "few": "decode attention of 2 layers",
         "many": "decode attention of 2 layers",
         "d": "decode attention of 1 layer",
+        "greedy": "takes the most probable tokens",
+        "logits": "draws tokens",
+        "scores": "draws tokens",
     }
 
 

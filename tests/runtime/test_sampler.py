@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from mllm_compile.runtime import sampler
-from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores, padded_vocab_size
 from mllm_compile.runtime.penalties import PenaltyParams, TokenHistories
 from mllm_compile.runtime.sampler import Sampler, SamplingPieces, sample_tokens
 from mllm_compile.runtime.sampling_params import SamplingParams
@@ -139,9 +139,7 @@ class CountedPieces:
         self.calls.append(("from_logits", logits.shape[0]))
         assert logits.dtype == torch.bfloat16
         assert all(one.is_contiguous() for one in inputs)
-        scores = torch.full((logits.shape[0], padded_vocab_size(VOCAB)), -torch.inf)
-        scores[:, :VOCAB] = logits * temperatures.reciprocal()[:, None]
-        return [draw_tokens(scores, seeds, positions)]
+        return [draw_tokens(padded_scores(logits, temperatures), seeds, positions)]
 
     def from_scores(self, inputs):
         self.calls.append(("from_scores", inputs[0].shape[0]))
