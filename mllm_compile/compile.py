@@ -290,16 +290,7 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
         with timeline.stage("self-check"):
             from mllm_compile.self_check import self_check
 
-            runtime = config.runtime
-            self_check(
-                lowered.hf_model,
-                lowered.program,
-                scratch / PIECES,
-                suffix,
-                lowered.packed,
-                runtime.device,
-                runtime.page_size,
-            )
+            self_check(lowered, scratch / PIECES, suffix, config.runtime.device, config.runtime.page_size)
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),

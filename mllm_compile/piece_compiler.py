@@ -20,6 +20,8 @@ import torch
 
 from mllm_compile.runtime.pieces import piece_class
 
+SYSTEM_CXX = "/usr/bin/g++"
+
 # Sizes that the example inputs have where a size is dynamic. Distinct and not special (0, 1, multiples of 8), so that
 # the exporter does not take one for another or for a constant.
 EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19}
@@ -200,7 +202,7 @@ def _system_compiler() -> Iterator[None]:
     """Inductor's host code is built with the system's g++: a wrapped CXX may link libstdc++ into the package, which
     then crashes in the loader (seen with an image whose CXX does so)."""
     before = {name: os.environ.get(name) for name in ("CXX", "CC")}
-    for name, path in (("CXX", "/usr/bin/g++"), ("CC", "/usr/bin/gcc")):
+    for name, path in (("CXX", SYSTEM_CXX), ("CC", "/usr/bin/gcc")):
         if os.path.exists(path):
             os.environ[name] = path
     try:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import CompileError, ConfigError
-from mllm_compile.piece_compiler import PieceInput
+from mllm_compile.piece_compiler import SYSTEM_CXX, PieceInput
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
 _COMMAND = (sys.executable, "-m", "mllm_compile.compiler_process")
@@ -52,9 +53,12 @@ class PieceWorkers:
 
         Raises:
             ConfigError: `cache` belongs to another user, or others can write to it.
+            CompileError: there is no C++ compiler.
         """
         self._device, self._max_sizes = device, max_sizes
+        _check_compiler()
         _make_private(cache)
+        self._failed = cache / "failed"
         self._compiler = _CompilerProcess(device, cache)
         self._threads = ThreadPoolExecutor(count or min(_MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="pieces")
 
@@ -78,7 +82,12 @@ class PieceWorkers:
             }
         ).result()
         if answer.get("error"):
-            raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {job.source_path})")
+            raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {self._keep(job)})")
+
+    def _keep(self, job: PieceJob) -> Path:
+        """A copy of its source that outlives the compile."""
+        self._failed.mkdir(exist_ok=True)
+        return Path(shutil.copy(job.source_path, self._failed)) if job.source_path.exists() else job.source_path
 
     def __enter__(self) -> PieceWorkers:
         return self
@@ -88,6 +97,16 @@ class PieceWorkers:
         self._compiler.kill()
         self._threads.shutdown()  # a job that was running has failed
         self._compiler.close()
+
+
+def _check_compiler() -> None:
+    """Before seconds go into a trace that nothing can be made of. Inductor takes CXX, or g++."""
+    wanted = os.environ.get("CXX", "g++")
+    if not any(map(shutil.which, (SYSTEM_CXX, wanted))):
+        raise CompileError(
+            f"there is no C++ compiler ({wanted}): install one (Debian: apt install g++), set CXX, or set "
+            "compile.backend: eager"
+        )
 
 
 def _make_private(folder: Path) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mllm_compile.artifact_source import attention_layer, current_device
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.hf_model import HFModel, ModelSizes
+from mllm_compile.hf_model import ModelSizes
 from mllm_compile.kernel_check import check_written_pieces
 from mllm_compile.model_errors import refusing
 from mllm_compile.models.attention_choice import attention_implementation
@@ -31,6 +31,9 @@ from mllm_compile.runtime.program import Program, ProgramExecutor
 from mllm_compile.runtime.trace_ops import attention_reference
 from mllm_compile.small_weights import materialise
 
+if TYPE_CHECKING:
+    from mllm_compile.lowering import Lowered
+
 _Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
 
 REQUEST_LENGTHS = (5, 3)
@@ -41,22 +44,12 @@ SECOND_REQUEST_POSITION = 100
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
-def self_check(
-    hf_model: HFModel,
-    program: Program,
-    pieces_folder: Path,
-    piece_suffix: str,
-    packed: Mapping[str, tuple[PackedPart, ...]],
-    device: str,
-    page_size: int,
-) -> None:
+def self_check(lowered: Lowered, pieces_folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
     """
     Args:
-        hf_model: the traced model; its (fake) parameters are replaced by small real ones here.
-        program: what was compiled from it.
+        lowered: what was compiled; the (fake) parameters of its model are replaced by small real ones here.
         pieces_folder: where its pieces lie.
         piece_suffix: which of a piece's files to run.
-        packed: what pack_projections joined.
         device: where to run.
         page_size: tokens of a KV page.
 
@@ -64,17 +57,18 @@ def self_check(
         UnsupportedModelError: the program's logits are not Transformers'.
         CompileError: a piece that is no part of the model does not compute what it should.
     """
+    hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
-        bound = _program_weights(materialise(hf_model, device), program, packed)
+        bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
         files = {piece: pieces_folder / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
-        logits = _check_program(hf_model, ProgramExecutor(program, pieces, bound), device)
+        logits = _check_program(lowered, ProgramExecutor(program, pieces, bound), device)
         check_written_pieces(program, pieces, page_size, hf_model.model.dtype, logits)
 
 
-def _check_program(hf_model: HFModel, executor: ProgramExecutor, device: str) -> torch.Tensor:
+def _check_program(lowered: Lowered, executor: ProgramExecutor, device: str) -> torch.Tensor:
     """Runs every batch; returns the program's logits of the largest."""
-    program = executor.program
+    hf_model, program = lowered.hf_model, lowered.program
     model_type = hf_model.model.config.model_type
     for batch_ids, batch_positions in _batches(program, *_requests(hf_model.sizes(program.layers), device)):
         with refusing(f"{model_type!r} does not run"):
@@ -85,7 +79,7 @@ def _check_program(hf_model: HFModel, executor: ProgramExecutor, device: str) ->
             raise UnsupportedModelError(
                 f"{model_type!r} would not be served right: with {_crowd(len(batch_ids))} its logits are off by "
                 f"{error:.2g} from Transformers' (limit {limit:g}). Usual causes: layers that carry state from token "
-                f"to token, or that read positions other than position_ids.{_hint(program)}"
+                f"to token, or that read positions other than position_ids.{_hint(lowered)}"
             )
     return ours
 
@@ -96,10 +90,13 @@ def _crowd(num_requests: int) -> str:
     )
 
 
-def _hint(program: Program) -> str:
-    if not program.small_forms:
-        return ""
-    return " Or a form of its pieces for few tokens: compile.disable_passes: [fuse_single_token, fuse_few_tokens]."
+def _hint(lowered: Lowered) -> str:
+    """The passes that changed this model and that it can do without."""
+    from mllm_compile.passes.pipeline import optional_pass_names
+
+    optional = optional_pass_names()
+    names = [report.name for report in lowered.reports if report.matches and report.name in optional]
+    return f" Or a pass: try compile.disable_passes: [{', '.join(names)}]." if names else ""
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -16,8 +16,10 @@ To add a pass: a file with a class of the same name, a line here and in PASSES, 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import fx
 
@@ -61,6 +63,10 @@ class PassReport:
     ms: float
 
 
+class PassFailedError(Exception):
+    """A pass raised something: a bug of the pass, or a graph that it was not written for."""
+
+
 def pass_names() -> list[str]:
     """All names, in order."""
     return [graph_pass.name for graph_pass in PASSES]
@@ -87,6 +93,10 @@ def run_passes(
 
     Returns:
         The parent graph of pieces and attention ops, and one report a pass.
+
+    Raises:
+        PassFailedError: naming the pass, its error, and the line.
+        GraphInvariantError: a pass left a graph that it should not.
     """
     off = set(disabled)
     reports = []
@@ -107,7 +117,14 @@ def run_passes(
 
 
 def _run(graph_pass: GraphPass, gm: fx.GraphModule) -> PassResult:
-    result = graph_pass(gm)
-    result.gm.graph.lint()
-    result.gm.recompile()
+    try:
+        result = graph_pass(gm)
+        result.gm.graph.lint()
+        result.gm.recompile()
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise PassFailedError(
+            f"the pass {graph_pass.name} raised {type(error).__name__}: {error} "
+            f"({Path(place.filename).name}, line {place.lineno}; MLLM_COMPILE_DEBUG=1 shows the traceback)"
+        ) from error
     return result

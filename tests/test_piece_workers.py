@@ -36,6 +36,15 @@ def test_a_link_to_a_folder_is_refused(tmp_path):
         PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
 
 
+def test_without_a_compiler_nothing_is_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(piece_workers, "SYSTEM_CXX", str(tmp_path / "g++"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CompileError, match=r"no C\+\+ compiler \(no-such-compiler\): install one"):
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+    monkeypatch.setenv("CXX", sys.executable)
+    piece_workers._check_compiler()
+
+
 @pytest.mark.slow  # what every first compile on a machine needs: ten seconds of test programs
 def test_an_error_in_a_piece_names_it_and_the_next_one_is_compiled_on(tmp_path):
     source = tmp_path / "piece_x.py"
@@ -63,12 +72,16 @@ def test_leaving_ends_what_runs_and_what_waits(tmp_path):
 
 
 def test_when_the_process_has_ended_every_job_says_so(tmp_path):
+    (tmp_path / "piece_0.py").write_text("# its source")
     with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=2) as workers:
         asked_before = workers.submit(job_of(tmp_path, "piece_0"))
         workers._compiler.kill()
         for future in (asked_before, workers.submit(job_of(tmp_path, "piece_1"))):
             with pytest.raises(CompileError, match=r"piece_. does not compile: .* process ended \(exit code -9\)"):
                 future.result(timeout=10)
+        with pytest.raises(CompileError, match=r"its source: .*/compilers/failed/piece_0\.py\)"):
+            asked_before.result()
+    assert (tmp_path / "compilers" / "failed" / "piece_0.py").read_text() == "# its source"
 
 
 # A process whose forks run what a request says. ----------------------------------------------------------------------

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.pipeline import PASSES, REQUIRED, optional_pass_names, pass_names, run_passes
+from mllm_compile.passes.pipeline import PASSES, REQUIRED, PassFailedError, optional_pass_names, pass_names, run_passes
 from mllm_compile.passes.verify import GraphInvariantError
 from tests.passes.graph_builder import model_of_layers, run
 
@@ -90,3 +91,17 @@ def test_a_pass_that_breaks_an_invariant_is_named(monkeypatch):
         run_passes(builder.finish(logits))
     builder, logits = model_of_layers(1)
     run_passes(builder.finish(logits), verify=False)
+
+
+def test_an_error_in_a_pass_names_it_and_the_line(monkeypatch):
+    class Broken:
+        name = "broken"
+
+        def __call__(self, gm):
+            return gm.no_such_thing
+
+    monkeypatch.setattr(pipeline, "PASSES", (Broken,))
+    with pytest.raises(
+        PassFailedError, match=r"the pass broken raised AttributeError: .*no_such_thing.*\(.*, line \d+;"
+    ):
+        run_passes(fx.GraphModule({}, fx.Graph()))
