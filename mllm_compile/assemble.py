@@ -15,7 +15,7 @@ import torch
 
 from mllm_compile.artifact_source import ArtifactSource
 from mllm_compile.compile import CompiledRuntime, load_or_compile, open_runtime
-from mllm_compile.config import EngineConfig
+from mllm_compile.config import EngineSource, config_or_runtime
 from mllm_compile.engine import EngineParts
 from mllm_compile.errors import ConfigError, DeviceMemoryError, RequestError
 from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE, GenerationDefaults, load_generation_defaults
@@ -37,7 +37,7 @@ from mllm_compile.tokenizer import Tokenizer, load_tokenizer
 _LOG_FORWARD_TIMES_S = 10.0
 
 
-def assemble(config: str | Path | EngineConfig, reporter: Reporter, *, forward_times: bool = False) -> EngineParts:
+def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = False) -> EngineParts:
     """Compiles if no cached runtime fits, then loads.
 
     Args:
@@ -76,13 +76,10 @@ def assemble(config: str | Path | EngineConfig, reporter: Reporter, *, forward_t
     )
 
 
-def _open(config: str | Path | EngineConfig, reporter: Reporter) -> CompiledRuntime:
+def _open(config: EngineSource, reporter: Reporter) -> CompiledRuntime:
     """A folder is a runtime as it is; a YAML file, or what it would hold, finds one or compiles it."""
-    if isinstance(config, EngineConfig):
-        return load_or_compile(config, reporter)
-    if Path(config).is_dir():
-        return open_runtime(Path(config), reporter)
-    return load_or_compile(EngineConfig.from_yaml(config), reporter)
+    source = config_or_runtime(config)
+    return open_runtime(source, reporter) if isinstance(source, Path) else load_or_compile(source, reporter)
 
 
 def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:

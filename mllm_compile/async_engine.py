@@ -6,7 +6,6 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.answers import StreamBuilder, build_answer
@@ -19,7 +18,7 @@ from mllm_compile.sequences import Submission
 from mllm_compile.stats import EngineStats
 
 if TYPE_CHECKING:
-    from mllm_compile.config import EngineConfig
+    from mllm_compile.config import EngineSource
 
 
 class AsyncEngine:
@@ -32,7 +31,7 @@ class AsyncEngine:
         MllmError: as Engine.
     """
 
-    def __init__(self, engine: str | Path | EngineConfig | Engine) -> None:
+    def __init__(self, engine: EngineSource | Engine) -> None:
         self.engine = engine if isinstance(engine, Engine) else Engine(engine)
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
 

@@ -19,6 +19,11 @@ from mllm_compile.errors import ConfigError
 
 MAX_PAGE_SIZE = 256
 
+# By these a folder in place of a YAML is known. The modules that own the names, artifact.py and model_folder.py, are
+# above this one.
+_RUNTIME_FILES = ("manifest.json", "program.json")
+_MODEL_FILE = "config.json"
+
 Auto = Literal["auto"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
 GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
@@ -209,6 +214,36 @@ class EngineConfig(Section):
         return self.model_copy(update={"model": model, "cache": cache})
 
 
+EngineSource = str | os.PathLike[str] | EngineConfig | dict[str, Any]
+
+
+def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
+    """What an engine is made from: a config, validated, or the folder of a compiled runtime as it is.
+
+    Args:
+        source: a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML would hold; relative paths in
+            the last two are taken from the current folder.
+
+    Raises:
+        ConfigError: it is none of these (a model's folder, a hub id), or the config is wrong.
+    """
+    if isinstance(source, EngineConfig):
+        return source
+    if isinstance(source, dict):
+        return EngineConfig.from_dict(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            f"the config is {_show(source)}; expected a YAML file, a runtime's folder, an EngineConfig, or a dict such "
+            "as {'model': {'path': …}}"
+        )
+    path = Path(source)
+    if not path.is_dir():
+        return EngineConfig.from_yaml(path)
+    if not _is_runtime(path):
+        raise ConfigError(f"{path}: {_describe_folder(path)}")
+    return path
+
+
 def is_local_path(text: str) -> bool:
     """True when `model.path` can only mean a folder: absolute, or starting with `.`, `..` or `~`."""
     return os.path.isabs(text) or text.split("/", 1)[0] in (".", "..", "~")
@@ -243,7 +278,9 @@ def _read_yaml(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError("no such file; give the path of a YAML config, for example configs/tiny.yaml") from None
+        raise ConfigError(_describe_missing(path)) from None
+    except IsADirectoryError:
+        raise ConfigError(_describe_folder(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read as a text file: {error}") from None
     try:
@@ -254,6 +291,38 @@ def _read_yaml(path: Path) -> Any:
     if content is None:
         raise ConfigError("the file is empty; it needs at least 'model: {path: …}'")
     return content
+
+
+def _is_runtime(folder: Path) -> bool:
+    """True also of one that lost its manifest: what it lacks is for whoever opens it to say."""
+    return any((folder / name).is_file() for name in _RUNTIME_FILES)
+
+
+def _describe_missing(path: Path) -> str:
+    if path.suffix in (".yaml", ".yml"):
+        return "no such file; give the path of a YAML config, for example configs/tiny.yaml"
+    return (
+        "no such file; expected a YAML config. A model, hub id or folder, goes into one as "
+        f"'model: {{path: {path}}}', or without a file into EngineConfig(model={{'path': {str(path)!r}}})"
+    )
+
+
+def _describe_folder(folder: Path) -> str:
+    """What a folder is that was given in place of a YAML, and what to give."""
+    if _is_runtime(folder):
+        return (
+            "this is the folder of a compiled runtime, which Engine, mllm-compile generate and mllm-compile inspect "
+            "--html take; expected a YAML config here"
+        )
+    if (folder / _MODEL_FILE).is_file():
+        return (
+            "this is a model's folder, no runtime's and no YAML config: put it into a config's model.path, or into "
+            f"EngineConfig(model={{'path': {str(folder)!r}}})"
+        )
+    return (
+        f"this is a folder, but no runtime's (it holds no {_RUNTIME_FILES[0]}) and no model's (no {_MODEL_FILE}); give "
+        "the path of a YAML config, for example configs/tiny.yaml"
+    )
 
 
 def _describe_mistakes(error: ValidationError) -> list[str]:
@@ -272,6 +341,8 @@ def _describe_mistake(key: tuple[str, ...], items: list[Any]) -> str:
     if kind == "missing":  # model, or its path: nothing else is without a default
         return "model.path is missing; give a hub id (Qwen/Qwen3-0.6B) or a local folder"
     if kind in ("model_type", "model_attributes_type"):
+        if name == "model" and isinstance(items[0]["input"], str):
+            return f"model is {_show(items[0]['input'])}; expected model: {{path: {items[0]['input']}}}"
         section = EngineConfig.model_fields[key[0]].annotation
         return f"{name} is {_show(items[0]['input'])}; expected keys: {', '.join(section.model_fields)}"  # type: ignore[union-attr]
     # A union reports every member that did not fit; the one that came furthest (an entry of a list, a range) has the

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.answers import build_answer
@@ -32,7 +31,7 @@ from mllm_compile.stats import EngineStats, ForwardTimesSource
 from mllm_compile.timeline import Timeline, timeline_of
 
 if TYPE_CHECKING:
-    from mllm_compile.config import EngineConfig
+    from mllm_compile.config import EngineSource
     from mllm_compile.resolve import ResolvedConfig
     from mllm_compile.runtime.scheduler import Scheduler
 
@@ -75,8 +74,8 @@ class Engine:
     Use it as a context manager or call `close()`: both give all memory back. `timeline` says how long its start took.
 
     Args:
-        config: a YAML file, or what it would hold (compiles first when no cached runtime fits); or the folder of a
-            runtime, which is served with the config that it was compiled from.
+        config: a YAML file, or what it would hold, as an EngineConfig or a dict (compiles first when no cached runtime
+            fits); or the folder of a runtime, which is served with the config that it was compiled from.
         reporter: where compiling and loading show their progress; None: bars on a terminal, nothing elsewhere.
         log_interval_s: seconds between two log lines with figures (logger "mllm_compile.engine", level INFO) while
             there is work; 0 for none.
@@ -89,7 +88,7 @@ class Engine:
 
     def __init__(
         self,
-        config: str | Path | EngineConfig,
+        config: EngineSource,
         *,
         reporter: Reporter | None = None,
         log_interval_s: float = 10.0,

@@ -198,6 +198,20 @@ def assert_refused(command: list[str], said: str, capsys: pytest.CaptureFixture[
     assert re.search(said, last)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (str(TINY), "tiny: this is a model's folder"),
+        ("Qwen/Qwen3-0.6B", r"no such file; .*hub id"),
+        ({"model": {"pth": "m"}}, r"did you mean model\.path"),
+        (None, "the config is None; expected a YAML file"),
+    ],
+)
+def test_what_is_no_config_is_refused_by_the_engine_with_what_to_give(source, said):
+    with pytest.raises(ConfigError, match=said):
+        Engine(source)
+
+
 def test_a_missing_config_file_is_told_with_its_name(capsys):
     assert_refused(["none.yaml"], "none.yaml: no such file", capsys)
 

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import mllm_compile.models
 from mllm_compile.cli import run
 from mllm_compile.errors import CompileError, RequestError
 from mllm_compile.outputs import CompletionOutput, RequestOutput
 from mllm_compile.runtime.sampling_params import SamplingParams
+
+TINY = str(Path(mllm_compile.models.__file__).parent / "tiny")
 
 
 @pytest.fixture
@@ -94,6 +97,12 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
     ("args", "said"),
     [
         (["none.yaml"], "none.yaml: no such file"),
+        (["Qwen/Qwen3-0.6B"], "expected a YAML config. A model, hub id or folder, goes into one as 'model: {path: "),
+        ([TINY], "this is a model's folder"),
+        (["explain", TINY], "this is a model's folder"),
+        (["bench", "latency", TINY], "this is a model's folder"),
+        (["generate", TINY, "--prompt", "hi"], "this is a model's folder"),
+        (["inspect", TINY], "this is a model's folder"),
         (["genrate", "x"], "No such command 'genrate'. Did you mean 'generate'?"),
         (["generate", "x.yaml"], "Missing option '--prompt'"),
         (["generate", "x.yaml", "--prompt", "hi", "--max-tokens", "x"], "Invalid value for '--max-tokens'"),

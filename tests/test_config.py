@@ -10,8 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from mllm_compile import config as config_module
-from mllm_compile.config import EngineConfig, RuntimeConfig
+from mllm_compile.artifact import MANIFEST, PROGRAM
+from mllm_compile.config import EngineConfig, RuntimeConfig, config_or_runtime
 from mllm_compile.errors import ConfigError
+from mllm_compile.model_folder import CONFIG_FILE
 
 
 def write(folder: Path, text: str) -> Path:
@@ -152,6 +154,7 @@ def test_sections_are_also_taken_as_objects():
         ("model: {path: null}", "model.path is None"),
         ("model: {path: ''}", "model.path is ''"),
         ("model:", "model is None; expected keys: path, revision"),
+        ("model: ../folder", "model is '../folder'; expected model: {path: ../folder}"),
         ("1: 2", "1 is not a known section"),
     ],
 )
@@ -166,11 +169,44 @@ def test_a_broken_file_is_told_with_its_name(tmp_path, text, said):
 def test_a_missing_file_a_folder_and_a_binary_file_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         EngineConfig.from_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="this is a folder, but no runtime's"):
         EngineConfig.from_yaml(tmp_path)
     (tmp_path / "model.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         EngineConfig.from_yaml(tmp_path / "model.yaml")
+
+
+def test_a_hub_id_in_place_of_a_file_is_told_where_it_goes(tmp_path):
+    for make in (EngineConfig.from_yaml, config_or_runtime):
+        with pytest.raises(ConfigError, match=r"no such file; .*'model: \{path: Qwen/Qwen3-0\.6B\}'"):
+            make("Qwen/Qwen3-0.6B")
+        with pytest.raises(ConfigError, match=r"none\.yaml: no such file; give the path of a YAML config"):
+            make(tmp_path / "none.yaml")
+
+
+def test_a_folder_in_place_of_a_yaml_is_told_what_it_is(tmp_path):
+    (tmp_path / CONFIG_FILE).touch()  # a runtime holds one too
+    for make in (EngineConfig.from_yaml, config_or_runtime):
+        with pytest.raises(ConfigError, match=r"a model's folder.* EngineConfig\(model=\{'path': ") as caught:
+            make(tmp_path)
+        assert str(caught.value).startswith(f"{tmp_path}: ")
+    (tmp_path / PROGRAM).touch()
+    assert config_or_runtime(tmp_path) == tmp_path  # without its manifest: the error is that of who opens it
+    (tmp_path / PROGRAM).unlink()
+    (tmp_path / MANIFEST).touch()
+    assert config_or_runtime(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match=r"the folder of a compiled runtime.*expected a YAML config here"):
+        EngineConfig.from_yaml(tmp_path)
+
+
+def test_an_engine_takes_a_config_as_a_dict_too():
+    config = EngineConfig(model={"path": "m"})
+    assert config_or_runtime({"model": {"path": "m"}}) == config_or_runtime(config) == config
+    with pytest.raises(ConfigError, match="did you mean model"):
+        config_or_runtime({"modl": {"path": "m"}})
+    for wrong in (None, 3, ["m"]):
+        with pytest.raises(ConfigError, match="expected a YAML file, a runtime's folder, an EngineConfig, or a dict"):
+            config_or_runtime(wrong)
 
 
 def test_a_relative_model_path_is_taken_from_the_yaml_folder(tmp_path, monkeypatch):

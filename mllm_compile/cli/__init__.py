@@ -86,13 +86,13 @@ def main() -> NoReturn:
 
 
 def _with_default_command(args: list[str]) -> list[str]:
-    """Puts `compile` in front of what is no command: a file, or an option of compile."""
+    """Puts `compile` in front of what is no command: a file, what looks like a path, or an option of compile."""
     if not args:
         return ["--help"]
     first = args[0]
     if first in _COMMANDS or first in _GROUPS or first in ("--help", "--version"):
         return args
-    is_config = first.startswith("-") or first.endswith((".yaml", ".yml")) or os.path.exists(first)
+    is_config = first.startswith("-") or first.endswith((".yaml", ".yml")) or "/" in first or os.path.exists(first)
     # Anything else is a mistyped command; typer names the closest one.
     return ["compile", *args] if is_config else args
 

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from mllm_compile.config import EngineConfig
-
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG.yaml", help="The YAML file; see configs/ for examples.")
 ]
@@ -16,8 +14,3 @@ EngineArgument = Annotated[
     Path,
     typer.Argument(metavar="CONFIG.yaml|RUNTIME", help="The YAML file, or the folder of a compiled runtime."),
 ]
-
-
-def engine_argument(path: Path) -> EngineConfig | Path:
-    """What an Engine is made from; a mistake in a YAML is reported before anything heavy is imported."""
-    return path if path.is_dir() else EngineConfig.from_yaml(path)

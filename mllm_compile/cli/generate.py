@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mllm_compile.cli.arguments import EngineArgument, engine_argument
+from mllm_compile.cli.arguments import EngineArgument
+from mllm_compile.config import config_or_runtime
 from mllm_compile.progress import reporter_for
 from mllm_compile.timeline import Timeline, print_timeline, seconds_since_start
 
@@ -35,7 +36,7 @@ def generate_command(
     """Generate text and print it as it comes. Compiles first when nothing compiled fits."""
     timeline = Timeline(reporter_for(plain_lines=True))
     timeline.add("start Python, read the command line", 0.0, seconds_since_start())
-    engine_config = engine_argument(config)
+    engine_config = config_or_runtime(config)  # a mistake is told before anything heavy is imported
     text = sys.stdin.read() if prompt == "-" else prompt
 
     with timeline.stage("import"):

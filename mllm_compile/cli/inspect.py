@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mllm_compile.cli.arguments import EngineArgument, engine_argument
+from mllm_compile.cli.arguments import EngineArgument
+from mllm_compile.config import config_or_runtime
 from mllm_compile.console import print_table
 from mllm_compile.errors import ConfigError
 from mllm_compile.progress import reporter_for
@@ -28,7 +29,7 @@ def inspect_command(
     ] = None,
 ) -> None:
     """Write the graph before and after every pass, and the program with its pieces, as text; or all as one page."""
-    source = engine_argument(config)
+    source = config_or_runtime(config)
     if html is not None:
         _write_page(source, html)
     elif isinstance(source, Path):
