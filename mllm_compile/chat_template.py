@@ -19,6 +19,47 @@ if TYPE_CHECKING:
 
 # Names a message's reasoning goes by; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# One of these is what a message says: an assistant's may have no content beside its calls or its reasoning.
+_SAYING_KEYS = ("content", "tool_calls", "function_call", *_REASONING_KEYS)
+_EXPECTED = "{'role': …, 'content': …}"
+
+
+def as_conversations(messages: Any) -> tuple[list[Any], bool]:
+    """The conversations one by one, and whether it is a single one that was given, not in a list.
+
+    What the first entry is decides; the conversations themselves are for `check_messages`.
+
+    Raises:
+        RequestError: neither a list of messages nor a list of such lists.
+    """
+    if _is_list(messages):
+        if not messages or isinstance(messages[0], Mapping):
+            return [messages], True
+        if _is_list(messages[0]):
+            return list(messages), False
+    raise RequestError(f"messages: expected a list of {_EXPECTED}, or a list of such lists, got {brief(messages)}.")
+
+
+def check_messages(messages: Any) -> None:
+    """Refuses what is no conversation, before a template makes of it what it can.
+
+    Raises:
+        RequestError: no list, an empty one, or a message without a role or with nothing to say.
+    """
+    if not _is_list(messages):
+        raise RequestError(f"messages: expected a list of {_EXPECTED}, got {brief(messages)}.")
+    if not messages:
+        raise RequestError(f"the chat has no messages; expected at least one {_EXPECTED}.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            fault = "is no message"
+        elif not isinstance(message.get("role"), str):
+            fault = "has no role"
+        elif all(message.get(key) is None for key in _SAYING_KEYS):
+            fault = "has no content"
+        else:
+            continue
+        raise RequestError(f"messages: message {index} {fault}; expected {_EXPECTED}, got {brief(message)}.")
 
 
 class ChatTemplate:
@@ -53,10 +94,10 @@ class ChatTemplate:
             variables: further names that the template knows, for example `enable_thinking=False`.
 
         Raises:
-            RequestError: no messages, data that is no JSON, or a template that fails or refuses.
+            RequestError: no messages, one without a role or content, data that is no JSON, or a template that fails or
+                refuses.
         """
-        if not messages:
-            raise RequestError("the chat has no messages; expected at least one {'role': …, 'content': …}.")
+        check_messages(messages)
         from jinja2 import TemplateError
 
         template = self._template("tool_use" if tools is not None and "tool_use" in self._sources else "default")
@@ -91,9 +132,17 @@ class ChatTemplate:
         return _make_environment()
 
 
-def _normalise(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise RequestError(f"a chat message is {message!r}; expected {{'role': …, 'content': …}}.")
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def brief(value: object) -> str:
+    """A value in an error: its type and its beginning."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _normalise(message: dict[str, Any]) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
     if reasoning is None:

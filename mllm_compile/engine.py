@@ -7,7 +7,7 @@ threads may use one engine at once; AsyncEngine (async_engine.py) serves asyncio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -172,13 +172,11 @@ class Engine:
         """As generate, for one conversation or a list of them.
 
         Args:
-            messages: `{"role": …, "content": …}` each.
+            messages: a list of `{"role": …, "content": …}`, or a list of such lists.
             sampling_params, progress, priority: as in generate.
             template_options: of the model's chat template, such as `tools` or `enable_thinking=False`.
         """
-        is_single = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if is_single else messages
-        submissions = self.builder.build_chats(conversations, sampling_params, template_options, priority)
+        submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
         return self._answer(submissions, is_single, progress)
 
     def _answer(self, submissions: list[Submission], is_single: bool, progress: bool | None) -> list[RequestOutput]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mllm_compile.chat_template import as_conversations, brief
 from mllm_compile.detokenizer import Decoder
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.sampling_params import SamplingParams
@@ -80,19 +81,20 @@ class RequestBuilder:
 
     def build_chats(
         self,
-        conversations: Seq[Seq[Message]],
+        messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None,
         template_options: Mapping[str, Any],
         priority: int = 0,
-    ) -> list[Submission]:
-        """As build, for conversations through the chat template.
+    ) -> tuple[list[Submission], bool]:
+        """As build, for conversations through the chat template; also whether it is a single one, not in a list.
 
         Raises:
-            RequestError: `params` as a whole is not what is expected, or there is no tokenizer.
+            RequestError: `messages` or `params` as a whole are not what is expected, or there is no tokenizer.
         """
+        conversations, is_single = as_conversations(messages)
         each = self._params_of_each(params, len(conversations))
         render = self._chat_renderer(template_options)
-        return self._submissions([render(messages) for messages in conversations], each, priority)
+        return self._submissions([render(one) for one in conversations], each, priority), is_single
 
     def build_one(
         self, prompt: Prompt, params: SamplingParams | None, *, request_id: str | None = None, priority: int = 0
@@ -103,7 +105,7 @@ class RequestBuilder:
             RequestError: it is refused.
         """
         if not is_single_prompt(prompt):
-            raise RequestError(f"prompt: expected one text or one list of token ids, got {_brief(prompt)}")
+            raise RequestError(f"prompt: expected one text or one list of token ids, got {brief(prompt)}")
         return self._one(self._prepare([prompt])[0], params, request_id, priority)
 
     def build_chat(
@@ -140,7 +142,7 @@ class RequestBuilder:
             params.check_vocab(self._vocab_size)  # it is every prompt's, so it is the call that is wrong
             return [params] * count
         if not isinstance(params, Seq) or not all(isinstance(one, SamplingParams) for one in params):
-            raise RequestError(f"sampling_params: expected SamplingParams or a list of them, got {_brief(params)}")
+            raise RequestError(f"sampling_params: expected SamplingParams or a list of them, got {brief(params)}")
         if len(params) != count:
             raise RequestError(
                 f"sampling_params: expected one, or one for each of the {count} prompts, got {len(params)}"
@@ -207,12 +209,12 @@ class RequestBuilder:
 
     def _prepare_ids(self, item: Any) -> _Prepared:
         if not isinstance(item, Seq) or isinstance(item, (bytes, bytearray)):
-            return _Prepared(error=RequestError(f"a prompt is a text or a list of token ids, got {_brief(item)}"))
+            return _Prepared(error=RequestError(f"a prompt is a text or a list of token ids, got {brief(item)}"))
         kinds = set(map(type, item))  # far fewer than tokens: asking each token takes 20 ms of a 65,536-token batch
         wrong = {kind for kind in kinds if kind is bool or not issubclass(kind, numbers.Integral)}
         if wrong:
             first = next(t for t in item if type(t) in wrong)
-            return _Prepared(error=RequestError(f"a prompt's token ids are integers, got {_brief(first)} among them"))
+            return _Prepared(error=RequestError(f"a prompt's token ids are integers, got {brief(first)} among them"))
         token_ids = list(item) if kinds == {int} else [int(t) for t in item]
         return _Prepared(None, token_ids, self._vocab_fault(token_ids))
 
@@ -261,10 +263,5 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         return list(prompts)
     hint = " Call its tolist()." if hasattr(prompts, "tolist") else ""
     raise RequestError(
-        f"prompts: expected a text, a list of texts or a list of token-id lists, got {_brief(prompts)}.{hint}"
+        f"prompts: expected a text, a list of texts or a list of token-id lists, got {brief(prompts)}.{hint}"
     )
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

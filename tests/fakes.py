@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from mllm_compile.chat_template import ChatTemplate
 from mllm_compile.engine import Engine, EngineParts
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.scheduler import Scheduler
 from mllm_compile.runtime.scheduler_config import SchedulerConfig
 from mllm_compile.runtime.step_output import ScoreTable, StepOutput
 
+_TEMPLATE = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ suffix | default('assistant=') }}"
 EOS = 256
 VOCAB_SIZE = 260
 
@@ -71,7 +73,7 @@ class ByteTokenizer:
         return "".join([*parts, bytes(run).decode(errors="replace")])
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        return "".join(f"{m['role']}={m['content']};" for m in messages) + options.get("suffix", "assistant=")
+        return ChatTemplate({"default": _TEMPLATE}, {}).render(messages, **options)
 
 
 class StepFailed(RuntimeError):

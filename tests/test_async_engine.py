@@ -64,6 +64,22 @@ def test_a_chat_goes_through_the_template():
     serve(test)
 
 
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hello", r"messages: expected a list of \{'role': …, 'content': …\}, got str 'hello'"),
+        ([{"content": "x"}], "message 0 has no role"),
+        ([[{"role": "user", "content": "x"}]], "message 0 is no message"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages, said):
+    async def test(engine, runner):
+        with pytest.raises(RequestError, match=said):
+            await collect(engine.chat(messages, params()))
+
+    serve(test)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_cancelling_a_task_aborts_its_request(stream):
     async def test(engine, runner):

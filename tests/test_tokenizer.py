@@ -165,7 +165,7 @@ def test_tools_choose_the_template_made_for_them(folder):
         ("{{ messages.append(1) }}", CHAT, "refuses these messages"),
         ("{{ ''.__class__.__mro__ }}", CHAT, "refuses these messages"),
         ("x", [], "no messages"),
-        ("x", ["hello"], "a chat message is 'hello'"),
+        ("x", ["hello"], "message 0 is no message.* got str 'hello'"),
         ("x", [{"role": "user", "content": object()}], "plain JSON data"),
     ],
 )
