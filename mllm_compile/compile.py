@@ -272,7 +272,7 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
     sweep(target.folder.parent)
 
     def waiting() -> None:
-        timeline.note(f"another process is compiling {target.folder.name}: waiting for it")
+        timeline.announce(f"another process is compiling {target.folder.name}: waiting for it")
 
     with compile_lock(target.folder, waiting):
         artifact = _open_cached(target, options, timeline)
@@ -283,7 +283,8 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
 
 def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
     config, folder = target.config, target.folder
-    timeline.note(f"compiling {config.model.source} into {folder}: {miss_note(target.factors, _nearest(target))}")
+    reason = miss_note(target.factors, _nearest(target))
+    timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This takes about a minute, once.")
     mode = 0o700 if options.output is None else 0o755
     with new_artifact_folder(folder, mode) as scratch:
         lowered, files, suffix = _fill(scratch, target, options, timeline)

@@ -6,6 +6,7 @@ threads may use one engine at once; AsyncEngine (async_engine.py) serves asyncio
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mllm_compile.answers import build_answer
 from mllm_compile.engine_loop import EngineCore, StepRunner
 from mllm_compile.outputs import RequestOutput
-from mllm_compile.progress import NullReporter, Reporter, reporter_for
+from mllm_compile.progress import Reporter, reporter_for
 from mllm_compile.readers import Countdown, StreamQueue, TokenStream
 from mllm_compile.request_builder import (
     Message,
@@ -76,7 +77,8 @@ class Engine:
     Args:
         config: a YAML file, or what it would hold, as an EngineConfig or a dict (compiles first when no cached runtime
             fits); or the folder of a runtime, which is served with the config that it was compiled from.
-        reporter: where compiling and loading show their progress; None: bars on a terminal, nothing elsewhere.
+        reporter: where compiling and loading show their progress; None: bars on a terminal, elsewhere the log
+            "mllm_compile.progress": that it compiles as a WARNING, each stage at level INFO.
         log_interval_s: seconds between two log lines with figures (logger "mllm_compile.engine", level INFO) while
             there is work; 0 for none.
         forward_times: measure every forward, for `stats().forward_times`. To look, not to serve: the host then waits
@@ -283,14 +285,11 @@ def _close(core: EngineCore, shutdown: Callable[[], None]) -> None:
 
 def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
     """Waits for all answers, with a bar over the number of answered prompts if it takes long."""
-    if progress is False:
-        reporter: Reporter = NullReporter()
-    else:
-        reporter = reporter_for(plain_lines=progress is True)
-    if isinstance(reporter, NullReporter):
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    if not is_shown:
         countdown.wait()
     elif not countdown.wait(_BAR_AFTER_S):
-        with reporter.stage("generate", total=total) as stage:
+        with reporter_for(plain_lines=True).stage("generate", total=total) as stage:
             shown = 0
             while shown < total:
                 countdown.wait(_BAR_INTERVAL_S)

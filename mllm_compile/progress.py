@@ -1,19 +1,27 @@
 """How long work shows where it is: stages with a name, an optional count, and seconds.
 
 `Reporter` is what the compiler and the loader are handed. `reporter_for(stream)` picks the one that fits: bars on a
-terminal, plain lines for the command line elsewhere, nothing for a library call elsewhere.
+terminal, plain lines for the command line elsewhere, the log "mllm_compile.progress" for a library call elsewhere.
 """
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+logger = logging.getLogger(__name__)
+
+# A line of a stage that is not over: as often as somebody who waits for the next one wants it.
+_LINE_INTERVAL_S = 5.0
 
 
 class Stage(Protocol):
@@ -33,6 +41,9 @@ class Reporter(Protocol):
 
     def note(self, text: str) -> None: ...
 
+    def announce(self, text: str) -> None:
+        """A note on why it will be long, for whoever sees no stages."""
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 
 
@@ -51,29 +62,82 @@ class NullReporter:
     def note(self, text: str) -> None:
         pass
 
+    def announce(self, text: str) -> None:
+        self.note(text)
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         pass
 
 
+class _LineStage:
+    """Says now and then how much of its total is done; counts from any thread."""
+
+    def __init__(self, name: str, total: int | None, say: Callable[[str], None]) -> None:
+        self._name = name
+        self._total = total
+        self._say = say
+        self._done = 0
+        self._start = self._said = time.perf_counter()
+        self._lock = threading.Lock()
+
+    def advance(self, count: int = 1) -> None:
+        with self._lock:
+            self._done += count
+            now = time.perf_counter()
+            if self._total is None or self._done >= self._total or now - self._said < _LINE_INTERVAL_S:
+                return
+            self._said = now
+            share = 100 * self._done // self._total
+        self._say(f"{self._name}: {share} % after {now - self._start:.1f} s")
+
+
+@contextmanager
+def _lines_of_stage(name: str, total: int | None, say: Callable[[str], None]) -> Iterator[Stage]:
+    """A line when it is over, and while it lasts where it counts."""
+    start = time.perf_counter()
+    yield _LineStage(name, total, say)
+    say(f"{name}: {time.perf_counter() - start:.2f} s")
+
+
 class PlainReporter:
-    """One line when a stage is over: for log files and pipes."""
+    """One line when a stage is over, and every few seconds of one that counts: for log files and pipes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
-        start = time.perf_counter()
-        yield _Uncounted()
-        self.note(f"{name}: {time.perf_counter() - start:.2f} s")
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Stage]:
+        return _lines_of_stage(name, total, self.note)
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+    def announce(self, text: str) -> None:
+        self.note(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from mllm_compile.console import print_table
 
         print_table(self._stream, title, columns, rows)
+
+
+class LogReporter:
+    """The same lines as log records of level INFO; what is announced is a WARNING, which Python shows by itself."""
+
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Stage]:
+        return _lines_of_stage(name, total, self.note)
+
+    def note(self, text: str) -> None:
+        logger.info("%s", text)
+
+    def announce(self, text: str) -> None:
+        logger.warning("%s", text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        from mllm_compile.console import print_table
+
+        text = io.StringIO()
+        print_table(text, title, columns, rows)
+        self.note(text.getvalue().rstrip())
 
 
 class _RichStage:
@@ -117,6 +181,9 @@ class RichReporter:
     def note(self, text: str) -> None:
         self._console.print(text, markup=False)
 
+    def announce(self, text: str) -> None:
+        self.note(text)
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from mllm_compile.console import print_table
 
@@ -143,9 +210,9 @@ def reporter_for(stream: TextIO | None = None, *, plain_lines: bool = False) -> 
 
     Args:
         stream: where to write; None is stderr, which keeps stdout for results.
-        plain_lines: off a terminal, write a line a stage (the command line does) rather than nothing (a library).
+        plain_lines: off a terminal, write a line a stage (the command line does) rather than log it (a library).
     """
     stream = sys.stderr if stream is None else stream
     if stream.isatty():
         return RichReporter(stream)
-    return PlainReporter(stream) if plain_lines else NullReporter()
+    return PlainReporter(stream) if plain_lines else LogReporter()

@@ -66,6 +66,9 @@ class Timeline:
     def note(self, text: str) -> None:
         self._reporter.note(text)
 
+    def announce(self, text: str) -> None:
+        self._reporter.announce(text)
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self._reporter.table(title, columns, rows)
 

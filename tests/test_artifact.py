@@ -15,7 +15,7 @@ import yaml
 
 from mllm_compile import EngineConfig
 from mllm_compile.compile import load_or_compile
-from mllm_compile.progress import NullReporter, Stage
+from mllm_compile.progress import LogReporter, NullReporter, Stage
 from tests.tiny_model import TINY, tiny_config
 
 EAGER = {"backend": "eager"}
@@ -57,6 +57,18 @@ def test_a_runtime_is_found_again(config):
     runtime = load_or_compile(config, recorder)
     assert runtime.was_cached
     assert recorder.notes == []
+
+
+def test_a_compile_is_announced_with_the_place_and_the_reason(tmp_path, caplog):
+    config = tiny_config(tmp_path / "cache", compile=EAGER)
+    folder = load_or_compile(config, LogReporter()).folder
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning == (
+        f"compiling {TINY} into {folder}: nothing was compiled for this model yet. This takes about a minute, once."
+    )
+    caplog.clear()
+    assert load_or_compile(config, LogReporter()).was_cached
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_sizes_of_batches_need_no_other_runtime_and_what_shapes_pieces_does(config, eager_cache, tmp_path):

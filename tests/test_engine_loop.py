@@ -481,14 +481,17 @@ def test_stats_count_what_happened(engine):
     assert "running 0" in str(stats) and "first token p50" in str(stats)
 
 
-def test_a_bar_is_shown_for_long_work_when_asked_for(engine, runner, monkeypatch, capsys):
+def test_a_bar_is_shown_for_long_work_when_asked_for(engine, runner, monkeypatch, capsys, caplog):
     monkeypatch.setattr(engine_module, "_BAR_AFTER_S", 0.01)
     runner.gate.clear()
     threading.Timer(0.1, runner.gate.set).start()
     engine.generate(["a"] * 3, params(), progress=True)
     assert "generate" in capsys.readouterr().err
-    engine.generate(["a"] * 3, params())
+    monkeypatch.setattr(engine_module, "_BAR_AFTER_S", 0.0)
+    with caplog.at_level("INFO", logger="mllm_compile.progress"):
+        engine.generate(["a"] * 3, params())
     assert capsys.readouterr().err == ""
+    assert not caplog.records, "a start is in the log, not each call"
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
