@@ -68,6 +68,13 @@ def test_each_command_of_the_readme_is_one():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_that_is_shown_takes_likely_tokens_as_the_embedded_model_draws_nonsense(path):
+    for code in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+        for params in re.findall(r"SamplingParams\(([^)]*)\)", code):
+            assert "temperature=0" in params
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_are_written_with_options_that_they_have(path):
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in re.findall(r"mllm-compile ([^`\n|]+)", text):
