@@ -10,6 +10,7 @@ import typer
 
 from mllm_compile.bench import workloads
 from mllm_compile.cli.arguments import ConfigArgument
+from mllm_compile.cli.output_paths import check_output_file
 from mllm_compile.errors import ConfigError
 
 # What a request of the latency work has in the middle of its answer.
@@ -47,6 +48,8 @@ def latency_command(
     work = workloads.LatencyWork(
         batches=_numbers("--batch", batch), input_len=input_len, output_len=output_len, repeats=repeats
     )
+    check_output_file("--json", json_path)
+    check_output_file("--plot", plot)
 
     from mllm_compile.bench.harness import run_latency
     from mllm_compile.bench.plot import figure_class, plot_latency
@@ -55,9 +58,9 @@ def latency_command(
     if plot is not None:
         figure_class()
     result = run_latency(config, _names(engine), work)
+    print_result(result, sys.stdout)
     if json_path is not None:
         result.write(json_path)
-    print_result(result, sys.stdout)
     if plot is not None:
         plot_latency(result, plot)
 
@@ -81,14 +84,15 @@ def throughput_command(
         prefill_len=prefill_len,
         repeats=repeats,
     )
+    check_output_file("--json", json_path)
 
     from mllm_compile.bench.harness import run_throughput
     from mllm_compile.bench.report import print_result
 
     result = run_throughput(config, _names(engine), work)
+    print_result(result, sys.stdout)
     if json_path is not None:
         result.write(json_path)
-    print_result(result, sys.stdout)
 
 
 def startup_command(
@@ -99,14 +103,15 @@ def startup_command(
 ) -> None:
     """Seconds from a fresh process's first line to its first token, with empty caches and with filled ones."""
     work = workloads.StartupWork(repeats=repeats)
+    check_output_file("--json", json_path)
 
     from mllm_compile.bench.harness import run_startup
     from mllm_compile.bench.report import print_result
 
     result = run_startup(config, _names(engine), work)
+    print_result(result, sys.stdout)
     if json_path is not None:
         result.write(json_path)
-    print_result(result, sys.stdout)
 
 
 def roofline_command(
@@ -118,12 +123,14 @@ def roofline_command(
     json_path: JsonOption = None,
 ) -> None:
     """Where a decode step's time goes: each kernel's bytes, time and share of the ceiling, the most time lost first."""
+    check_output_file("--json", json_path)
+
     from mllm_compile.bench.roofline_report import print_roofline, run_roofline
 
     result = run_roofline(config, batch, context, steps)
+    print_roofline(result, top, sys.stdout)
     if json_path is not None:
         result.write(json_path)
-    print_roofline(result, top, sys.stdout)
 
 
 def table_command(

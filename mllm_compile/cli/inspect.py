@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mllm_compile.cli.arguments import EngineArgument
+from mllm_compile.cli.output_paths import check_output_file, check_output_folder
 from mllm_compile.config import config_or_runtime
 from mllm_compile.console import print_table
 from mllm_compile.errors import ConfigError
@@ -39,6 +40,8 @@ def inspect_command(
 
 
 def _write_graphs(config: EngineConfig, folder: Path) -> None:
+    check_output_folder("--out", folder)
+
     from mllm_compile.compile import inspect_model
 
     reports = inspect_model(config, folder, reporter_for(plain_lines=True))
@@ -51,6 +54,8 @@ def _write_graphs(config: EngineConfig, folder: Path) -> None:
 
 
 def _write_page(source: EngineConfig | Path, path: Path) -> None:
+    check_output_file("--html", path)
+
     from mllm_compile.artifact import open_artifact
     from mllm_compile.compile import load_or_compile
     from mllm_compile.report.page import write_page
