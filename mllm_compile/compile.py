@@ -163,20 +163,23 @@ def find_target(config: EngineConfig, output: Path | None = None) -> Target:
 def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None = None) -> list[PassReport]:
     """Writes the graph before and after every pass, and the program with its pieces, as numbered text files.
 
+    Those of an earlier call are removed from the folder first; other files stay.
+
     Returns:
         One report a pass.
     """
-    from mllm_compile.lowering import build_model, lower
+    from mllm_compile.lowering import build_model, lower, remove_graph_texts
 
     timeline = timeline_of(reporter)
     with timeline.stage("resolve"):
         target = find_target(config)
     out_dir.mkdir(parents=True, exist_ok=True)
+    remove_graph_texts(out_dir)
+    program_text = out_dir / "program.txt"
+    program_text.unlink(missing_ok=True)
     lowered = lower(target.config, build_model(target.config, target.model, timeline), out_dir, timeline)
     lines = [step_line(step) for step in lowered.program.to_json()["steps"]]
-    (out_dir / "program.txt").write_text(
-        "\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8"
-    )
+    program_text.write_text("\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8")
     return lowered.reports
 
 

@@ -5,6 +5,7 @@ Each stage's own work is in the module that it calls; transformers is imported h
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # Passes that put kernels of ours into pieces.
 KERNEL_PASSES = ("fuse_rope_cache", "fuse_single_token", "fuse_few_tokens", "fuse_silu_mul")
+
+_GRAPH_TEXT = re.compile(r"\d{2,}_(\w+)\.txt")  # a stage's graph, as _GraphDumper names it
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,21 @@ def plan_lowered_weights(
     return constants, tuple(plan_weights(shapes, lowered.packed, table))
 
 
+def remove_graph_texts(folder: Path) -> None:
+    """Removes the text files that an earlier `lower` wrote, which another pipeline would not all write over.
+
+    Nothing else goes, not even a user's own `01_notes.txt`: the first line says whose file it is.
+    """
+    for path in folder.iterdir():
+        name = _GRAPH_TEXT.fullmatch(path.name)
+        if name and path.is_file() and path.read_bytes().startswith(_first_line(name[1]).encode()):
+            path.unlink()
+
+
+def _first_line(name: str, remark: str = "") -> str:
+    return f"# {name}: {remark}"
+
+
 class _GraphDumper:
     """Numbered files, one a stage: `02_pack_projections.txt`."""
 
@@ -184,7 +202,7 @@ class _GraphDumper:
         self._folder, self._count = folder, 0
 
     def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
-        text = [f"# {name}: {remark}", gm.code.strip()]
+        text = [_first_line(name, remark), gm.code.strip()]
         children: Any = gm.named_children()
         text += [f"# {child}\n{piece.code.strip()}" for child, piece in children if hasattr(piece, "code")]
         path = self._folder / f"{self._count:02d}_{name}.txt"
