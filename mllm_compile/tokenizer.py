@@ -148,6 +148,11 @@ def tokenizer_files(model_folder: Path) -> list[Path]:
     return [model_folder / name for name in names if (model_folder / name).is_file()]
 
 
+def has_tokenizer(model_folder: Path) -> bool:
+    """Whether a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
+    return any((model_folder / name).is_file() for name in (TOKENIZER_FILE, *_OLDER_FILES))
+
+
 def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bool = False) -> bool:
     """Puts what `load_tokenizer` reads into `out_dir`; converts an older format through Transformers.
 
@@ -157,9 +162,9 @@ def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bo
     Raises:
         CheckpointError: there are tokenizer files, but no tokenizer.json can be made of them.
     """
+    if not has_tokenizer(model_folder):
+        return False
     if not (model_folder / TOKENIZER_FILE).is_file():
-        if not any((model_folder / name).is_file() for name in _OLDER_FILES):
-            return False
         _convert(model_folder, out_dir, trust_remote_code)
         return True
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from mllm_compile.outputs import CompletionOutput, RequestOutput
 from mllm_compile.runtime.sampling_params import SamplingParams
 
 TINY = str(Path(mllm_compile.models.__file__).parent / "tiny")
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 @pytest.fixture
@@ -36,10 +37,13 @@ class StandInEngine:
     """Streams fixed text; keeps what it was asked for."""
 
     default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.6, top_k=20))
+    tokenizer: object | None = "a tokenizer"
     refusal: RequestError | None = None
+    starts: int = 0
     asked: list[tuple[object, SamplingParams]] = field(default_factory=list)
 
     def __enter__(self) -> StandInEngine:
+        self.starts += 1
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -217,6 +221,40 @@ def test_sampling_values_that_cannot_be_are_refused_before_anything_is_loaded(en
     assert run(["generate", config, "--prompt", "x", *option]) == 2
     assert engine.asked == []
     assert option[0].strip("-").replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(engine, config, capsys, monkeypatch, chat):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: ""))
+    for prompt in ("", "-"):
+        assert run(["generate", config, "--prompt", prompt, *chat]) == 2
+        assert "the prompt is empty; expected at least one character" in capsys.readouterr().err
+    assert (engine.starts, engine.asked) == (0, [])
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_compiled(engine, capsys):
+    path = CONFIGS / "qwen-shape.yaml"
+    assert run(["generate", str(path), "--prompt", "hi"]) == 2
+    assert f"the model of {path} has no tokenizer, so it takes no text. Use `mllm-compile bench`" in (
+        capsys.readouterr().err
+    )
+    assert engine.starts == 0
+
+
+@pytest.mark.parametrize("tokenizer", ["tokenizer.json", "vocab.txt"])
+def test_a_model_with_a_tokenizer_of_any_format_is_served(engine, config, tmp_path, tokenizer):
+    (tmp_path / "m").mkdir()
+    for name in ("config.json", tokenizer):
+        (tmp_path / "m" / name).touch()
+    assert run(["generate", config, "--prompt", "hi"]) == 0
+
+
+def test_a_runtime_without_a_tokenizer_says_what_to_use_instead(engine, tmp_path, capsys):
+    engine.tokenizer = None
+    (tmp_path / "manifest.json").touch()
+    assert run(["generate", str(tmp_path), "--prompt", "hi"]) == 2
+    assert f"the model of {tmp_path} has no tokenizer" in capsys.readouterr().err
+    assert engine.asked == []
 
 
 def test_a_refused_prompt_is_a_mistake(engine, config, capsys):

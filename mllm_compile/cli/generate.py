@@ -6,14 +6,18 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mllm_compile.cli.arguments import EngineArgument
-from mllm_compile.config import config_or_runtime
+from mllm_compile.config import EngineConfig, config_or_runtime
+from mllm_compile.errors import RequestError
+from mllm_compile.model_folder import CONFIG_FILE
 from mllm_compile.progress import reporter_for
 from mllm_compile.timeline import Timeline, print_timeline, seconds_since_start
+from mllm_compile.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
     from mllm_compile.outputs import RequestOutput
@@ -38,6 +42,10 @@ def generate_command(
     timeline.add("start Python, read the command line", 0.0, seconds_since_start())
     engine_config = config_or_runtime(config)  # a mistake is told before anything heavy is imported
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
+    if isinstance(engine_config, EngineConfig) and _surely_has_no_tokenizer(engine_config):
+        raise _no_tokenizer(config)
 
     with timeline.stage("import"):
         from mllm_compile.engine import Engine
@@ -47,6 +55,8 @@ def generate_command(
     SamplingParams(**changes)  # a value that cannot be is refused before anything is compiled or loaded
 
     with Engine(engine_config, reporter=timeline) as engine:
+        if engine.tokenizer is None:  # a runtime's, or a hub's model
+            raise _no_tokenizer(config)
         params = dataclasses.replace(engine.default_params, **changes)
         if chat:
             outputs = engine.stream_chat([{"role": "user", "content": text}], params)
@@ -55,6 +65,19 @@ def generate_command(
         _print_stream(_timed(outputs, timeline))
     if timings:
         print_timeline(sys.stderr, timeline.spans)
+
+
+def _surely_has_no_tokenizer(config: EngineConfig) -> bool:
+    """Known before anything is compiled where the model is a local folder; nothing is downloaded to find out."""
+    folder = Path(config.model.path).expanduser()
+    return (folder / CONFIG_FILE).is_file() and not has_tokenizer(folder)
+
+
+def _no_tokenizer(config: Path) -> RequestError:
+    return RequestError(
+        f"the model of {config} has no tokenizer, so it takes no text. Use `mllm-compile bench`, or Engine.generate "
+        "with token ids."
+    )
 
 
 def _timed(outputs: Iterable[RequestOutput], timeline: Timeline) -> Iterator[RequestOutput]:
