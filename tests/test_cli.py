@@ -200,9 +200,12 @@ def test_generated_text_is_streamed_with_the_models_own_sampling(engine, config,
     assert (prompt, params.max_tokens, params.temperature, params.top_k) == ("once", 9, 0.6, 20)
 
 
-def test_a_temperature_on_the_command_line_wins(engine, config):
-    assert run(["generate", config, "--prompt", "once", "--temperature", "0"]) == 0
-    assert engine.asked[0][1].temperature == 0
+def test_sampling_on_the_command_line_wins(engine, config):
+    options = {"temperature": 0.5, "top_p": 0.9, "top_k": 0, "seed": 7}
+    words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    assert run(["generate", config, "--prompt", "once", *words]) == 0
+    params = engine.asked[0][1]
+    assert {name: getattr(params, name) for name in options} == options
 
 
 def test_a_chat_prompt_is_a_users_message(engine, config, capsys):
@@ -216,7 +219,17 @@ def test_a_prompt_may_come_from_standard_input(engine, config, monkeypatch):
     assert engine.asked[0][0] == "piped"
 
 
-@pytest.mark.parametrize("option", [["--max-tokens", "0"], ["--temperature", "nan"], ["--temperature", "-1"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--max-tokens", "0"],
+        ["--temperature", "nan"],
+        ["--temperature", "-1"],
+        ["--top-p", "0"],
+        ["--top-k", "-2"],
+        ["--seed", "-2"],
+    ],
+)
 def test_sampling_values_that_cannot_be_are_refused_before_anything_is_loaded(engine, config, capsys, option):
     assert run(["generate", config, "--prompt", "x", *option]) == 2
     assert engine.asked == []

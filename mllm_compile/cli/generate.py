@@ -30,6 +30,12 @@ def generate_command(
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the likeliest token each time; by default the model's own setting.")
     ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the fewest likeliest tokens that together are this probable; 1: all."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws: another seed, another text.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the model's chat template.")
     ] = False,
@@ -51,7 +57,8 @@ def generate_command(
         from mllm_compile.engine import Engine
         from mllm_compile.runtime.sampling_params import SamplingParams
 
-    changes: dict[str, Any] = {"max_tokens": max_tokens} | ({} if temperature is None else {"temperature": temperature})
+    asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(**changes)  # a value that cannot be is refused before anything is compiled or loaded
 
     with Engine(engine_config, reporter=timeline) as engine:
