@@ -62,7 +62,7 @@ class SchedulerConfig:
         if prompt_len >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens, but max_model_len is {self.max_model_len} with the output "
-                "included; shorten the prompt or raise max_model_len"
+                "included; shorten the prompt, or raise runtime.max_model_len if the model takes more"
             )
         rest = self.max_tokens_per_request - prompt_len
         wanted = rest if max_tokens is None else min(max_tokens, self.max_model_len - prompt_len)
