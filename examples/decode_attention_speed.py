@@ -2,11 +2,11 @@
 
     python examples/decode_attention_speed.py [--json FILE]
 
-That decodes are the program's own kernel's, in its form for few requests or for many, stands on this table. Each graph
-runs several layers with KV of their own, more than the L2 cache holds, over random page tables, and before each of them
-a kernel that does nearly nothing, as a model has one there. The time of these kernels alone is taken off. XQA splits as
-FlashInfer does by default. The last column is the split and the form that would be the fastest, in place of those that
-are chosen.
+Needs an NVIDIA GPU and the `cuda` extra. That decodes are the program's own kernel's, in its form for few requests or
+for many, stands on this table. Each graph runs several layers with KV of their own, more than the L2 cache holds, over
+random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of
+these kernels alone is taken off. XQA splits as FlashInfer does by default. The last column is the split and the form
+that would be the fastest, in place of those that are chosen.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import flashinfer
 import torch
-from flashinfer.xqa import xqa as xqa_attention
 
-import mllm_compile.runtime.split_decode_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY, choose_splits
 
 HEADS = ((16, 8), (32, 8))
@@ -100,6 +97,8 @@ class Layers:
 
 def planned(layers: Layers, workspace: torch.Tensor, use_tensor_cores: bool) -> Callable[[], None]:
     """FlashInfer's decode, planned as for a captured batch."""
+    import flashinfer
+
     case = layers.case
     indptr = torch.zeros(case.batch + 1, dtype=torch.int32)
     indptr[1:] = layers.num_pages.cumsum(0)
@@ -120,6 +119,8 @@ def planned(layers: Layers, workspace: torch.Tensor, use_tensor_cores: bool) -> 
 
 
 def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
+    from flashinfer.xqa import xqa as xqa_attention
+
     case = layers.case
     table, lengths = layers.page_table(), layers.lengths.cuda().view(torch.uint32)[:, None]
     semaphores = torch.zeros(1 << 16, dtype=torch.int32, device="cuda").view(torch.uint32)
@@ -132,6 +133,8 @@ def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
 
 
 def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], None]:
+    import mllm_compile.runtime.split_decode_ops  # noqa: F401  (defines the op)
+
     case = layers.case
     table, lengths = layers.page_table(), layers.lengths.cuda()
     heads = (case.batch, num_splits, case.num_heads)
@@ -195,6 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA GPU")
     torch.manual_seed(0)
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
     results = []

@@ -2,9 +2,9 @@
 
     python examples/graph_modes_speed.py configs/qwen.yaml [--tokens 512] [--batches 1 8 64 256]
 
-A step is planning attention and running the model; sampling is left out. Steps are issued one behind another, as in
-serving. "breakable" is a capture that stops at each attention, runs it, and goes on: what splitting the graph at
-attentions is measured against.
+Needs an NVIDIA GPU. A step is planning attention and running the model; sampling is left out. Steps are issued one
+behind another, as in serving. "breakable" is a capture that stops at each attention, runs it, and goes on: what
+splitting the graph at attentions is measured against.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA GPU")
     compiled = load_or_compile(EngineConfig.from_yaml(arguments.config))
     runner = ModelRunner(runner_config(compiled.config), ArtifactSource(compiled, NullReporter()))
     runner.initialize()

@@ -2,8 +2,8 @@
 
     python examples/step_gaps.py configs/qwen-shape.yaml [--batches 1 64] [--prompt 512] [--tokens 96]
 
-A step ends with the kernel that picks its greedy tokens. Within a step kernels follow each other about a microsecond
-apart, in a graph; where the host comes too late, a gap is as long as it is late.
+Needs an NVIDIA GPU. A step ends with the kernel that picks its greedy tokens. Within a step kernels follow each other
+about a microsecond apart, in a graph; where the host comes too late, a gap is as long as it is late.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of each answer")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA GPU")
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
     print(

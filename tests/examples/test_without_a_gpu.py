@@ -1,0 +1,24 @@
+"""Scripts that measure a GPU say so in one line where there is none, whatever else is not installed."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["decode_attention_speed.py", "graph_modes_speed.py", "step_gaps.py"])
+def test_a_script_for_a_gpu_ends_with_one_line_on_a_machine_without(name, monkeypatch):
+    config = [] if name == "decode_attention_speed.py" else ["configs/tiny.yaml"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for package in ("flashinfer", "triton"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", [name, *config])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert ended.value.code == "needs an NVIDIA GPU"
