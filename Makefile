@@ -71,6 +71,7 @@ clean:
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch into $(VENV) ($(TORCH)): minutes, most of them downloads"
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@

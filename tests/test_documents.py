@@ -110,6 +110,18 @@ def test_make_has_every_target_that_is_named():
         assert {target for pair in named for target in pair if target} <= targets, path.name
 
 
+def test_make_says_what_takes_minutes_before_it_begins():
+    lines = text_of("Makefile").splitlines()
+    install = next(i for i, line in enumerate(lines) if "pip install" in line and "$(TORCH)" in line)
+    assert lines[install - 1].startswith("\t@echo") and "installing torch" in lines[install - 1]
+
+
+def test_the_readme_has_the_makefiles_torch_for_a_cpu():
+    choices = [re.search(r"TORCH='.*/whl/cpu'", text_of(name)) for name in ("README.md", "Makefile")]
+    assert None not in choices
+    assert len({choice[0] for choice in choices}) == 1
+
+
 def test_the_python_example_of_the_readme_is_five_lines_that_compile():
     example = re.search(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL)
     assert example is not None
