@@ -3,6 +3,9 @@
 A compile writes into a scratch folder beside the final place, which it keeps locked; the kernel gives the lock back
 when the process dies in whatever way. So a scratch folder that nobody holds is what a killed compile left, and is
 removed by the next one. Where the file system has no locks, two compiles of one key both do the work, and one wins.
+
+What compilers keep between compiles lies beside the runtimes. All compiles that use it share a lock; whoever removes it
+needs that lock alone.
 """
 
 from __future__ import annotations
@@ -28,6 +31,29 @@ def compiler_cache(cache_dir: str | Path) -> Path:
     return Path(cache_dir) / "compilers"
 
 
+@contextmanager
+def using_compiler_cache(cache_dir: str | Path) -> Iterator[Path]:
+    """The folder for what compilers keep, for whoever makes it; `prune` leaves it alone meanwhile."""
+    folder = compiler_cache(cache_dir)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    handle = _open_lock(_compiler_lock(folder))
+    try:
+        with contextlib.suppress(OSError):  # no locks on this file system: then `prune` removes nothing
+            fcntl.flock(handle, fcntl.LOCK_SH)  # waits for a `prune` that is removing it: seconds
+        yield folder
+    finally:
+        os.close(handle)
+
+
+def _compiler_lock(folder: Path) -> Path:
+    """Beside the folder, so that it outlives it; nobody removes it, or two could hold locks of one name."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
 def runtimes_folder(cache_dir: str | Path) -> Path:
     return Path(cache_dir) / RUNTIMES
 
@@ -48,7 +74,7 @@ def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
 def _lock_file(path: Path, waiting: Callable[[], None]) -> int:
     has_told = False
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = _open_lock(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -134,17 +160,12 @@ def _store_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def sweep(runtimes: Path) -> int:
-    """Removes what killed compiles left; returns how many folders."""
+def sweep(runtimes: Path) -> list[int]:
+    """Removes what killed compiles left; returns how many bytes each folder gave back."""
     if not runtimes.is_dir():
-        return 0
-    removed = 0
+        return []
     with _store_lock(runtimes):
-        for scratch in runtimes.glob(".*.part"):
-            if _is_abandoned(scratch):
-                shutil.rmtree(scratch, ignore_errors=True)
-                removed += 1
-    return removed
+        return [_remove(scratch) for scratch in runtimes.glob(".*.part") if _is_abandoned(scratch)]
 
 
 def _is_abandoned(scratch: Path) -> bool:
@@ -153,12 +174,25 @@ def _is_abandoned(scratch: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:  # held, or no locks here: then nobody can tell
-        return False
+        return _is_free(handle)
     finally:
         os.close(handle)
+
+
+def _is_free(handle: int) -> bool:
+    """Takes the lock if nobody has it. Where the file system has no locks nobody can tell: then it is not free."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove(folder: Path) -> int:
+    """Returns the bytes that are gone, which are not all where something cannot be removed."""
+    before = folder_bytes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return before - folder_bytes(folder)
 
 
 @dataclass(frozen=True)
@@ -215,18 +249,41 @@ def remove_runtime(folder: Path) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+    """Of its files, less those that somebody removes meanwhile; 0 where there is no such folder."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total
 
 
-def prune(cache_dir: str | Path, max_bytes: int) -> list[StoredRuntime]:
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` removed.
+
+    Attributes:
+        runtimes: in the order in which they went.
+        leftovers: bytes of each folder that a killed compile had left.
+        compiler_bytes: of what compilers kept; None: a compile may be using it, and it was left alone.
+    """
+
+    runtimes: list[StoredRuntime]
+    leftovers: list[int]
+    compiler_bytes: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        """All that was freed."""
+        return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + (self.compiler_bytes or 0)
+
+
+def prune(cache_dir: str | Path, max_bytes: int) -> Pruned:
     """Removes what compilers and killed compiles left, unusable runtimes, and the least recently used until `max_bytes`
     are left.
-
-    Returns:
-        What was removed, in that order.
     """
-    sweep(runtimes_folder(cache_dir))
-    shutil.rmtree(compiler_cache(cache_dir), ignore_errors=True)
+    leftovers = sweep(runtimes_folder(cache_dir))
+    compiler_bytes = _remove_compiler_cache(compiler_cache(cache_dir))
     runtimes = stored_runtimes(cache_dir)
     removed = [runtime for runtime in runtimes if runtime.manifest is None]
     kept = [runtime for runtime in runtimes if runtime.manifest is not None]
@@ -234,4 +291,15 @@ def prune(cache_dir: str | Path, max_bytes: int) -> list[StoredRuntime]:
         removed.append(kept.pop())
     for runtime in removed:
         remove_runtime(runtime.folder)
-    return removed
+    return Pruned(removed, leftovers, compiler_bytes)
+
+
+def _remove_compiler_cache(folder: Path) -> int | None:
+    """Returns what that freed, None where a compile may be using it."""
+    if not folder.is_dir():
+        return 0
+    handle = _open_lock(_compiler_lock(folder))
+    try:
+        return _remove(folder) if _is_free(handle) else None
+    finally:
+        os.close(handle)

@@ -31,11 +31,11 @@ from mllm_compile.artifact import (
 from mllm_compile.artifact_store import (
     check_replaceable,
     compile_lock,
-    compiler_cache,
     mark_used,
     new_artifact_folder,
     runtimes_folder,
     sweep,
+    using_compiler_cache,
 )
 from mllm_compile.cache_key import MACHINE_FACTORS, key_factors, key_of, machine_factors, max_traced_tokens
 from mllm_compile.compile_options import CompileOptions
@@ -370,7 +370,10 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
 
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": MAX_SPLITS_OF_FEW}
-    with PieceWorkers(config.runtime.device, sizes, compiler_cache(config.cache.dir)) as workers:
+    with (
+        using_compiler_cache(config.cache.dir) as folder,
+        PieceWorkers(config.runtime.device, sizes, folder) as workers,
+    ):
         yield workers
 
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mllm_compile import artifact_store
 from mllm_compile.artifact_store import (
+    Pruned,
     compile_lock,
     compiler_cache,
     new_artifact_folder,
@@ -20,9 +22,11 @@ from mllm_compile.artifact_store import (
     runtimes_folder,
     stored_runtimes,
     sweep,
+    using_compiler_cache,
 )
 from mllm_compile.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.cli import run
+from mllm_compile.compile import _workers
 from mllm_compile.errors import ConfigError
 
 
@@ -97,7 +101,7 @@ def test_where_a_file_system_has_no_locks_compiles_go_on(tmp_path, monkeypatch):
     with compile_lock(final, pytest.fail), new_artifact_folder(final) as scratch:
         (scratch / "file").write_text("x")
     assert (final / "file").exists()
-    assert sweep(final.parent) == 0
+    assert sweep(final.parent) == []
 
 
 def test_what_a_dead_compile_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path):
@@ -107,9 +111,10 @@ def test_what_a_dead_compile_left_is_swept_and_what_a_living_one_writes_is_not(t
         "_make_scratch(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(final)], check=False)
-    assert len(names(tmp_path)) == 1
+    (left,) = names(tmp_path)
+    (final.parent / left / "file").write_text("four")
     with new_artifact_folder(final) as scratch:
-        assert sweep(final.parent) == 1
+        assert sweep(final.parent) == [4]
         assert names(tmp_path) == {scratch.name}
 
 
@@ -122,13 +127,69 @@ def test_runtimes_are_listed_with_the_last_used_first(cache):
 
 
 def test_pruning_removes_the_unusable_then_the_least_recently_used(cache):
-    compiler_cache(cache).mkdir()
-    size = stored_runtimes(cache)[1].num_bytes
-    assert [runtime.folder.name for runtime in prune(cache, size)] == ["broken", "old"]
+    broken, size = (runtime.num_bytes for runtime in stored_runtimes(cache)[:2])
+    pruned = prune(cache, size)
+    assert [runtime.folder.name for runtime in pruned.runtimes] == ["broken", "old"]
+    assert pruned.num_bytes == broken + size
     assert names(cache) == {"new"}
-    assert not compiler_cache(cache).exists()
-    assert [runtime.folder.name for runtime in prune(cache, 0)] == ["new"]
-    assert prune(cache, 0) == []
+    assert [runtime.folder.name for runtime in prune(cache, 0).runtimes] == ["new"]
+    assert prune(cache, 0) == Pruned([], [], 0)
+
+
+def test_what_compilers_keep_is_removed_when_nothing_compiles_and_not_before(tmp_path):
+    with using_compiler_cache(tmp_path) as folder, using_compiler_cache(tmp_path):
+        folder.mkdir()
+        (folder / "kernel").write_text("four")
+        assert prune(tmp_path, 0) == Pruned([], [], None)
+        assert (folder / "kernel").exists()
+    assert prune(tmp_path, 0) == Pruned([], [], 4)
+    assert not folder.exists()
+
+
+def test_a_compile_holds_what_compilers_keep_while_its_workers_run(tmp_path):
+    config = SimpleNamespace(
+        compile=SimpleNamespace(backend="inductor"),
+        runtime=SimpleNamespace(device="cpu", max_num_batched_tokens=512),
+        cache=SimpleNamespace(dir=str(tmp_path)),
+    )
+    with _workers(config):
+        assert compiler_cache(tmp_path).is_dir()
+        assert prune(tmp_path, 0).compiler_bytes is None
+        assert compiler_cache(tmp_path).is_dir()
+    assert prune(tmp_path, 0).compiler_bytes is not None
+    assert not compiler_cache(tmp_path).exists()
+
+
+def test_where_a_file_system_has_no_locks_what_compilers_keep_is_left(tmp_path, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(artifact_store.fcntl, "flock", no_locks)
+    with using_compiler_cache(tmp_path) as folder:
+        folder.mkdir()
+    assert prune(tmp_path, 0).compiler_bytes is None
+    assert folder.exists()
+
+
+def test_pruning_says_what_it_freed_what_it_left_and_when_there_was_nothing(cache, capsys):
+    def said() -> list[str]:
+        assert run(["cache", "prune", "--max-size", "1G", "--dir", str(cache)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    shutil.rmtree(runtimes_folder(cache) / "broken")
+    (runtimes_folder(cache) / ".key.x.part").mkdir()
+    (runtimes_folder(cache) / ".key.x.part" / "file").write_bytes(bytes(1 << 10))
+    with using_compiler_cache(cache) as folder:
+        folder.mkdir()
+        (folder / "kernel").write_bytes(bytes(2 << 10))
+        assert run(["cache", "list", "--dir", str(cache)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "kept by compilers in compilers/: 2.0 KiB"
+        swept, left, freed = said()
+        assert swept == "removed what killed compiles left: 1.0 KiB"
+        assert left.startswith(f"left {folder}: something compiles with it ")
+        assert freed == "freed 1.0 KiB"
+    assert said() == ["removed what compilers kept: 2.0 KiB", "freed 2.0 KiB"]
+    assert said() == ["freed 0 B"]
 
 
 def test_the_cache_commands(cache, capsys):
@@ -136,6 +197,7 @@ def test_the_cache_commands(cache, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["broken", "new", "old"]
     assert lines[5].startswith("3 runtimes, ")
+    assert lines[6] == "kept by compilers in compilers/: 0 B"
     assert run(["cache", "verify", "--dir", str(cache)]) == 1
     assert "new: good" in capsys.readouterr().out
     assert run(["cache", "prune", "--max-size", "1G", "--dir", str(cache)]) == 0

@@ -28,9 +28,10 @@ def make_cache_app() -> typer.Typer:
 
 def list_command(cache_dir: DirOption = None) -> None:
     """List the runtimes, the last used first."""
-    from mllm_compile.artifact_store import stored_runtimes
+    from mllm_compile.artifact_store import compiler_cache, folder_bytes, stored_runtimes
 
-    runtimes = stored_runtimes(_folder(cache_dir))
+    folder = _folder(cache_dir)
+    runtimes = stored_runtimes(folder)
     rows = [
         (
             runtime.folder.name,
@@ -40,21 +41,38 @@ def list_command(cache_dir: DirOption = None) -> None:
         )
         for runtime in runtimes
     ]
-    print_table(sys.stdout, f"{_folder(cache_dir)}", ("runtime", "model", "size", "last used"), rows)
+    print_table(sys.stdout, f"{folder}", ("runtime", "model", "size", "last used"), rows)
     print(f"{len(runtimes)} runtimes, {format_bytes(sum(runtime.num_bytes for runtime in runtimes))}")
+    compilers = compiler_cache(folder)
+    print(f"kept by compilers in {compilers.name}/: {format_bytes(folder_bytes(compilers))}")
 
 
 def prune_command(
     max_size: Annotated[str, typer.Option(help="Remove the least recently used until this is left: 0, 500M, 20G.")],
     cache_dir: DirOption = None,
 ) -> None:
-    """Remove runtimes, the least recently used and unusable ones first, and what killed compiles left."""
+    """Remove unusable runtimes, the least recently used ones, and what killed compiles left and compilers keep.
+
+    What compilers keep makes a later compile faster, and is needed by no runtime. It stays while something compiles.
+    """
     limit = parse_bytes(max_size)
 
-    from mllm_compile.artifact_store import prune
+    from mllm_compile.artifact_store import compiler_cache, prune
 
-    for runtime in prune(_folder(cache_dir), limit):
+    folder = _folder(cache_dir)
+    pruned = prune(folder, limit)
+    for runtime in pruned.runtimes:
         print(f"removed {runtime.folder.name}: {format_bytes(runtime.num_bytes)}")
+    if pruned.leftovers:
+        print(f"removed what killed compiles left: {format_bytes(sum(pruned.leftovers))}")
+    if pruned.compiler_bytes is None:
+        print(
+            f"left {compiler_cache(folder)}: something compiles with it (or there are no locks on this file system: "
+            "then remove it yourself while nothing compiles)"
+        )
+    elif pruned.compiler_bytes:
+        print(f"removed what compilers kept: {format_bytes(pruned.compiler_bytes)}")
+    print(f"freed {format_bytes(pruned.num_bytes)}")
 
 
 def verify_command(cache_dir: DirOption = None) -> None:
