@@ -32,6 +32,7 @@ from mllm_compile.hf_model import ModelSizes
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.weight_loader import WeightSpec
 from mllm_compile.sealed_json import unseal, write_sealed
+from mllm_compile.tensor_file import save_tensors
 from mllm_compile.trusted_folder import FileFacts, TrustedFolder
 from mllm_compile.weight_files import WeightFiles
 
@@ -149,16 +150,18 @@ class Artifact:
 def write_program(
     folder: Path, program: Program, weights: tuple[WeightSpec, ...], constants: Mapping[str, torch.Tensor]
 ) -> None:
-    """Writes program.json and constants.safetensors."""
-    from safetensors.torch import save_file
+    """Writes program.json and constants.safetensors.
 
+    Raises:
+        OSError: as save_tensors.
+    """
     data = {
         "program": program.to_json(),
         "weights": [spec.to_json() for spec in weights],
         "constants": sorted(constants),
     }
     (folder / PROGRAM).write_text(json.dumps(data, indent=1), encoding="utf-8")
-    save_file({name: value.contiguous() for name, value in constants.items()}, folder / CONSTANTS)
+    save_tensors({name: value.contiguous() for name, value in constants.items()}, folder / CONSTANTS)
 
 
 def hash_files(folder: Path) -> dict[str, FileFacts]:

@@ -11,6 +11,7 @@ needs that lock alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -24,6 +25,64 @@ from mllm_compile.artifact import MANIFEST, Manifest, read_manifest, set_modes
 from mllm_compile.errors import ArtifactError, ConfigError
 
 RUNTIMES = "runtimes"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a user had something written, for the errors of doing so.
+
+    Attributes:
+        name: what the user calls it.
+        remedy: what to do when it cannot be written.
+    """
+
+    name: str
+    remedy: str
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever the system refuses in the body is a ConfigError."""
+        try:
+            yield
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Only a full disk is: the body reads elsewhere too."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> ConfigError:
+        room = "make room (mllm-compile cache prune removes what is not needed), or " if error.errno in _FULL else ""
+        return ConfigError(f"{self.name} cannot be written ({error.strerror or error}); {room}{self.remedy}")
+
+
+def place_of(final: Path, *, is_output: bool) -> Place:
+    """
+    Args:
+        final: where a runtime is to lie.
+        is_output: --output named it; otherwise it is one of a cache.
+    """
+    if is_output:
+        return Place(f"--output {final}", "give --output a folder of yours")
+    return _cache(final.parent.parent)
+
+
+def _cache(folder: Path) -> Place:
+    return Place(f"cache.dir {folder}", "set cache.dir, or XDG_CACHE_HOME, to a folder of yours")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # a file is there: "File exists" would not say what is wrong with that
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
 
 
 def compiler_cache(cache_dir: str | Path) -> Path:
@@ -33,10 +92,15 @@ def compiler_cache(cache_dir: str | Path) -> Path:
 
 @contextmanager
 def using_compiler_cache(cache_dir: str | Path) -> Iterator[Path]:
-    """The folder for what compilers keep, for whoever makes it; `prune` leaves it alone meanwhile."""
+    """The folder for what compilers keep, for whoever makes it; `prune` leaves it alone meanwhile.
+
+    Raises:
+        ConfigError: `cache_dir` cannot be written.
+    """
     folder = compiler_cache(cache_dir)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    handle = _open_lock(_compiler_lock(folder))
+    with _cache(folder.parent).writing():
+        _make_folder(folder.parent)
+        handle = _open_lock(_compiler_lock(folder))
     try:
         with contextlib.suppress(OSError):  # no locks on this file system: then `prune` removes nothing
             fcntl.flock(handle, fcntl.LOCK_SH)  # waits for a `prune` that is removing it: seconds
@@ -60,10 +124,15 @@ def runtimes_folder(cache_dir: str | Path) -> Path:
 
 @contextmanager
 def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the right to compile into `final`; `waiting` is called once when another process has it."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    """Holds the right to compile into `final`, which lies in a cache; `waiting` is called once when another has it.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
     path = final.parent / f".{final.name}.lock"
-    handle = _lock_file(path, waiting)
+    with place_of(final, is_output=False).writing():
+        _make_folder(final.parent)
+        handle = _lock_file(path, waiting)
     try:
         yield
     finally:
@@ -91,39 +160,47 @@ def _lock_file(path: Path, waiting: Callable[[], None]) -> int:
 
 
 @contextmanager
-def new_artifact_folder(final: Path, mode: int = 0o700) -> Iterator[Path]:
+def new_artifact_folder(final: Path, *, is_output: bool = False) -> Iterator[Path]:
     """A private folder to write into; it takes the place of `final` when the body ends well, and is removed otherwise.
 
     Args:
         final: the place; what lies there must be no whole runtime that is wanted.
-        mode: of the folder in the end.
+        is_output: --output named it: in the end all may read it. Otherwise it is one of a cache, and stays private.
+
+    Raises:
+        ConfigError: it cannot be written, or the disk is full.
     """
-    scratch, lock = _make_scratch(final)
+    place = place_of(final, is_output=is_output)
+    with place.writing():
+        scratch, lock = _make_scratch(final)
     try:
-        yield scratch
-        set_modes(scratch)
-        os.chmod(scratch, mode)
-        _publish(scratch, final)
+        with place.filling():
+            yield scratch
+        with place.writing():
+            set_modes(scratch)
+            os.chmod(scratch, 0o755 if is_output else 0o700)
+            _publish(scratch, final)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         os.close(lock)
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuses to put a runtime where something else lies.
+    """Refuses to put a runtime, with --output, where something else lies.
 
     Raises:
-        ConfigError: `folder` is a file, or a folder that holds something and is no runtime.
+        ConfigError: `folder` is a file, or a folder that holds something and is no runtime, or cannot be looked into.
     """
-    if not folder.exists():
-        return
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
-        raise ConfigError(f"{folder} exists and is no runtime: it is not replaced. Give a new or an empty folder.")
+    with place_of(folder, is_output=True).writing():
+        if not folder.exists():
+            return
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
+            raise ConfigError(f"{folder} exists and is no runtime: it is not replaced. Give a new or an empty folder.")
 
 
 def _make_scratch(final: Path) -> tuple[Path, int]:
     """The folder and the handle that keeps it locked. The store is locked meanwhile: no sweep comes between."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(final.parent)
     with _store_lock(final.parent):
         scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))  # mode 0700
         lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -161,11 +238,16 @@ def _store_lock(folder: Path) -> Iterator[None]:
 
 
 def sweep(runtimes: Path) -> list[int]:
-    """Removes what killed compiles left; returns how many bytes each folder gave back."""
-    if not runtimes.is_dir():
-        return []
-    with _store_lock(runtimes):
-        return [_remove(scratch) for scratch in runtimes.glob(".*.part") if _is_abandoned(scratch)]
+    """Removes what killed compiles left; returns how many bytes each folder gave back.
+
+    Raises:
+        ConfigError: the folder of runtimes cannot be looked into.
+    """
+    with _cache(runtimes.parent).writing():
+        if not runtimes.is_dir():
+            return []
+        with _store_lock(runtimes):
+            return [_remove(scratch) for scratch in runtimes.glob(".*.part") if _is_abandoned(scratch)]
 
 
 def _is_abandoned(scratch: Path) -> bool:
@@ -215,7 +297,11 @@ class StoredRuntime:
 
 
 def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
-    """Every runtime of the cache, the last used first."""
+    """Every runtime of the cache, the last used first.
+
+    Raises:
+        ConfigError: the cache cannot be read.
+    """
     found = []
     for folder in _folders(runtimes_folder(cache_dir)):
         manifest, problem = None, ""
@@ -229,9 +315,14 @@ def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
 
 
 def _folders(runtimes: Path) -> list[Path]:
-    if not runtimes.is_dir():
+    try:
+        return sorted(path for path in runtimes.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(path for path in runtimes.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(
+            f"{runtimes} cannot be read ({error.strerror}); set cache.dir, or XDG_CACHE_HOME, to a folder of yours"
+        ) from error
 
 
 def mark_used(folder: Path) -> None:
@@ -241,10 +332,15 @@ def mark_used(folder: Path) -> None:
 
 
 def remove_runtime(folder: Path) -> None:
-    """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all."""
-    gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(folder, gone)
+    """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    with place_of(folder, is_output=False).writing():
+        gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -281,6 +377,9 @@ class Pruned:
 def prune(cache_dir: str | Path, max_bytes: int) -> Pruned:
     """Removes what compilers and killed compiles left, unusable runtimes, and the least recently used until `max_bytes`
     are left.
+
+    Raises:
+        ConfigError: the cache cannot be written.
     """
     leftovers = sweep(runtimes_folder(cache_dir))
     compiler_bytes = _remove_compiler_cache(compiler_cache(cache_dir))
@@ -298,7 +397,8 @@ def _remove_compiler_cache(folder: Path) -> int | None:
     """Returns what that freed, None where a compile may be using it."""
     if not folder.is_dir():
         return 0
-    handle = _open_lock(_compiler_lock(folder))
+    with _cache(folder.parent).writing():
+        handle = _open_lock(_compiler_lock(folder))
     try:
         return _remove(folder) if _is_free(handle) else None
     finally:

@@ -6,6 +6,7 @@ the modules that this one calls; all that only a compile needs is imported when 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,10 +30,12 @@ from mllm_compile.artifact import (
     write_program,
 )
 from mllm_compile.artifact_store import (
+    Place,
     check_replaceable,
     compile_lock,
     mark_used,
     new_artifact_folder,
+    place_of,
     runtimes_folder,
     sweep,
     using_compiler_cache,
@@ -121,7 +124,8 @@ def load_or_compile(
     if artifact is None:
         artifact, was_cached = _compile_or_wait(target, options, timeline)
     if options.verify_weights:
-        artifact = _verify_weights(artifact, target.model.path, timeline)
+        place = place_of(artifact.folder, is_output=options.output is not None)
+        artifact = _verify_weights(artifact, target.model.path, place, timeline)
     mark_used(artifact.folder)
     root = artifact.folder if artifact.manifest.weights.is_packed else target.model.path
     return CompiledRuntime(artifact, target.config, root, was_cached, _seconds(timeline))
@@ -219,7 +223,7 @@ def _check_pass_names(config: ResolvedConfig) -> None:
 
 
 def _open_cached(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact | None:
-    if not (target.folder / MANIFEST).exists():
+    if not os.path.exists(target.folder / MANIFEST):  # also where it may not be looked: compiling says so
         return None
     try:
         with timeline.stage("check runtime"):
@@ -246,7 +250,7 @@ def _check_machine(artifact: Artifact, config: ResolvedConfig) -> None:
             )
 
 
-def _verify_weights(artifact: Artifact, checkpoint: Path, timeline: Timeline) -> Artifact:
+def _verify_weights(artifact: Artifact, checkpoint: Path, place: Place, timeline: Timeline) -> Artifact:
     """Hashes the data; the first time it is remembered, later it is compared."""
     weights = artifact.manifest.weights
     root = artifact.folder if weights.is_packed else checkpoint
@@ -256,7 +260,8 @@ def _verify_weights(artifact: Artifact, checkpoint: Path, timeline: Timeline) ->
     if weights.are_hashed:
         return artifact
     manifest = replace(artifact.manifest, weights=hashed)
-    write_manifest(artifact.folder, manifest)
+    with place.writing():
+        write_manifest(artifact.folder, manifest)
     return replace(artifact, manifest=manifest)
 
 
@@ -288,8 +293,7 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
     config, folder = target.config, target.folder
     reason = miss_note(target.factors, _nearest(target))
     timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This takes about a minute, once.")
-    mode = 0o700 if options.output is None else 0o755
-    with new_artifact_folder(folder, mode) as scratch:
+    with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         with timeline.stage("self-check"):
             from mllm_compile.self_check import self_check

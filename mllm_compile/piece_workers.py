@@ -52,7 +52,7 @@ class PieceWorkers:
             count: of pieces at a time; None: by the number of CPU cores.
 
         Raises:
-            ConfigError: `cache` belongs to another user, or others can write to it.
+            ConfigError: `cache` is no folder, belongs to another user, or others can write to it.
             CompileError: there is no C++ compiler.
         """
         self._device, self._max_sizes = device, max_sizes
@@ -110,12 +110,13 @@ def _check_compiler() -> None:
 
 
 def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} belongs to another user or can be written by others; what compilers keep there is executed. "
-            "Remove it, or set cache.dir to a folder of your own."
+            f"{folder} is no folder, belongs to another user or can be written by others; what compilers keep there is "
+            "executed. Remove it, or set cache.dir to a folder of your own."
         )
 
 

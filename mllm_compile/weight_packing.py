@@ -8,6 +8,7 @@ from pathlib import Path
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.weight_loader import WeightPart, WeightSpec, allocate_weights, fill_random, load_weights
+from mllm_compile.tensor_file import save_tensors
 from mllm_compile.weight_files import WeightFiles, weight_files
 
 _MAX_FILE_BYTES = 4 << 30
@@ -23,9 +24,8 @@ def pack_weights(
 
     Raises:
         CheckpointError: as load_weights.
+        OSError: as save_tensors.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir()
     root = folder.parent
     packed: list[WeightSpec] = []
@@ -38,7 +38,7 @@ def pack_weights(
             else:
                 load_weights(group, weights, checkpoint)
             path = folder / f"packed-{number:05d}.safetensors"
-            save_file(weights, path)
+            save_tensors(weights, path)
             paths.append(path)
             name = path.relative_to(root).as_posix()
             packed += [

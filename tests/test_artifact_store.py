@@ -1,16 +1,22 @@
-"""Where runtimes lie: published whole, one compile a key, what killed compiles left, list, prune, verify."""
+"""Where runtimes lie: published whole, one compile a key, what dead compiles left, full disks, list, prune, verify."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+from safetensors import SafetensorError
 
 from mllm_compile import artifact_store
 from mllm_compile.artifact_store import (
@@ -19,6 +25,7 @@ from mllm_compile.artifact_store import (
     compiler_cache,
     new_artifact_folder,
     prune,
+    remove_runtime,
     runtimes_folder,
     stored_runtimes,
     sweep,
@@ -26,8 +33,11 @@ from mllm_compile.artifact_store import (
 )
 from mllm_compile.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.cli import run
-from mllm_compile.compile import _workers
+from mllm_compile.compile import _workers, load_or_compile
+from mllm_compile.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError
+from mllm_compile.tensor_file import save_tensors
+from tests.tiny_model import tiny_config
 
 
 @pytest.fixture
@@ -102,6 +112,82 @@ def test_where_a_file_system_has_no_locks_compiles_go_on(tmp_path, monkeypatch):
         (scratch / "file").write_text("x")
     assert (final / "file").exists()
     assert sweep(final.parent) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_meanwhile_is_told_with_the_place_and_leaves_nothing(tmp_path, number):
+    cache = runtimes_folder(tmp_path) / "key"
+    with pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written .*make room"):
+        fill_the_disk(new_artifact_folder(cache), number)
+    with pytest.raises(ConfigError, match=rf"--output {tmp_path}/out cannot be written .*make room"):
+        fill_the_disk(new_artifact_folder(tmp_path / "out", is_output=True), number)
+    assert names(tmp_path) == set()
+    assert [path.name for path in tmp_path.iterdir()] == ["runtimes"]
+
+
+def fill_the_disk(folder: AbstractContextManager[Path], number: int) -> None:
+    with folder:
+        raise OSError(number, os.strerror(number))
+
+
+def test_what_cannot_be_read_meanwhile_is_no_matter_of_the_cache(tmp_path):
+    with pytest.raises(PermissionError), new_artifact_folder(tmp_path / "key"):
+        raise PermissionError(errno.EACCES, "Permission denied", "a checkpoint")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC])
+def test_a_cache_that_refuses_to_be_written_is_told_by_whatever_writes_it(cache, monkeypatch, number):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    compiler_cache(cache).mkdir()
+    final = runtimes_folder(cache) / "key"
+    for module, name in ((os, "open"), (os, "mkdir"), (tempfile, "mkdtemp")):
+        monkeypatch.setattr(module, name, refuse)
+    for use in (
+        lambda: compile_lock(final, pytest.fail).__enter__(),
+        lambda: new_artifact_folder(final).__enter__(),
+        lambda: using_compiler_cache(cache).__enter__(),
+        lambda: sweep(runtimes_folder(cache)),
+        lambda: remove_runtime(runtimes_folder(cache) / "new"),
+        lambda: prune(cache, 0),
+    ):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"cache.dir {cache} cannot be written ({os.strerror(number)})")
+        ):
+            use()
+
+
+def test_a_cache_that_cannot_be_read_is_told(cache, monkeypatch, capsys):
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert run(["cache", "list", "--dir", str(cache)]) == 2
+    assert f"{runtimes_folder(cache)} cannot be read (Permission denied); set cache.dir" in capsys.readouterr().err
+
+
+def test_a_cached_runtime_is_found_where_nothing_can_be_written_and_only_hashes_are_not_remembered(cache, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    config = tiny_config(cache, compile={"backend": "eager"})
+    load_or_compile(config)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    assert load_or_compile(config).was_cached
+    with pytest.raises(ConfigError, match=r"cannot be written \(Read-only file system\)"):
+        load_or_compile(config, options=CompileOptions(verify_weights=True))
+
+
+def test_a_full_disk_is_an_os_error_when_tensors_are_written_too(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", refuse)
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        save_tensors({}, tmp_path / "file")
+    assert refused.value.errno == errno.ENOSPC
 
 
 def test_what_a_dead_compile_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path):

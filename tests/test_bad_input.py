@@ -151,6 +151,11 @@ MISTAKES = {
         "made for at most 2048",
     ),
     "a GPU that is not there": (keys_of("runtime", device="cuda:99"), DeviceError, "runtime.device is 'cuda:99'"),
+    "a cache folder below a file": (
+        lambda folder: {"cache": {"dir": str(folder / "model.yaml" / "cache")}},
+        ConfigError,
+        r"cache\.dir .*/model\.yaml/cache cannot be written \(Not a directory\); set cache\.dir, or XDG_CACHE_HOME, to",
+    ),
     "a hub that cannot be reached": (
         keys_of("model", path="Qwen/Qwen3-0.6B"),
         ModelNotFoundError,
@@ -210,6 +215,19 @@ def assert_refused(command: list[str], said: str, capsys: pytest.CaptureFixture[
 def test_what_is_no_config_is_refused_by_the_engine_with_what_to_give(source, said):
     with pytest.raises(ConfigError, match=said):
         Engine(source)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_told_by_an_engine_too(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"cache\.dir .*/file cannot be written \(Not a directory\)"):
+        Engine(tiny_config(tmp_path / "file", compile={"backend": "eager"}))
+
+
+def test_an_output_folder_that_cannot_be_written_is_told_by_its_option(tmp_path, capsys):
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(tiny_config(tmp_path, compile={"backend": "eager"}).model_dump(mode="json")))
+    said = r"--output /.*/model\.yaml/out cannot be written \(Not a directory\); give --output a folder of yours"
+    assert_refused([str(path), "--output", str(path / "out")], said, capsys)
 
 
 def test_a_missing_config_file_is_told_with_its_name(capsys):

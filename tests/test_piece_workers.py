@@ -29,6 +29,12 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
         PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
 
 
+def test_a_file_in_its_place_is_refused(tmp_path):
+    (tmp_path / "compilers").write_text("x")
+    with pytest.raises(ConfigError, match=r"is no folder, .*Remove it, or set cache\.dir to a folder of your own"):
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+
+
 def test_a_link_to_a_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "compilers").symlink_to(tmp_path / "elsewhere")
