@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from mllm_compile.cache_key import FORMAT_VERSION
-from mllm_compile.errors import ArtifactError
+from mllm_compile.errors import ArtifactError, OldFormatError
 from mllm_compile.hf_model import ModelSizes
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.weight_loader import WeightSpec
@@ -192,6 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         ArtifactError: as open_artifact.
+        OldFormatError: as open_artifact.
     """
     return _read_manifest(TrustedFolder(folder))
 
@@ -201,6 +202,7 @@ def open_artifact(folder: Path) -> Artifact:
 
     Raises:
         ArtifactError: it is incomplete, changed, foreign, writable by others, or of another format.
+        OldFormatError: an older version wrote it.
     """
     trusted = TrustedFolder(folder)
     manifest = _read_manifest(trusted)
@@ -237,7 +239,10 @@ def _read_manifest(trusted: TrustedFolder) -> Manifest:
     data = trusted.read(MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
     written_format = _format_of(data)
     if written_format != FORMAT_VERSION:
-        raise ArtifactError(
+        is_old = isinstance(written_format, int) and written_format < FORMAT_VERSION
+        # Without a seal that holds, the number itself may be what was damaged.
+        error_class = OldFormatError if is_old and _is_sealed(data, path) else ArtifactError
+        raise error_class(
             f"{trusted.path} has format {written_format!r}, this version reads {FORMAT_VERSION}; "
             "compile the model again"
         )
@@ -254,6 +259,14 @@ def _format_of(data: bytes) -> Any:
     except (ValueError, RecursionError):
         return FORMAT_VERSION  # damaged: unsealing says so
     return content.get("format") if isinstance(content, dict) else None
+
+
+def _is_sealed(data: bytes, path: Path) -> bool:
+    try:
+        unseal(data, path)
+    except ArtifactError:
+        return False
+    return True
 
 
 def _check_listing(trusted: TrustedFolder, expected: set[str]) -> None:

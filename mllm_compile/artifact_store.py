@@ -284,14 +284,14 @@ class StoredRuntime:
     Attributes:
         folder: where it lies.
         manifest: None when it is unusable.
-        problem: why, "" otherwise.
+        problem: why; an OldFormatError where it is only old.
         num_bytes: on the disk.
         last_used: seconds since the epoch: when an engine last opened it.
     """
 
     folder: Path
     manifest: Manifest | None
-    problem: str
+    problem: ArtifactError | None
     num_bytes: int
     last_used: float
 
@@ -304,11 +304,11 @@ def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
     """
     found = []
     for folder in _folders(runtimes_folder(cache_dir)):
-        manifest, problem = None, ""
+        manifest, problem = None, None
         try:
             manifest = read_manifest(folder)
         except ArtifactError as error:
-            problem = str(error)
+            problem = error
         with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile
             found.append(StoredRuntime(folder, manifest, problem, folder_bytes(folder), folder.stat().st_mtime))
     return sorted(found, key=lambda runtime: (-runtime.last_used, runtime.folder.name))
@@ -374,9 +374,11 @@ class Pruned:
         return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + (self.compiler_bytes or 0)
 
 
-def prune(cache_dir: str | Path, max_bytes: int) -> Pruned:
-    """Removes what compilers and killed compiles left, unusable runtimes, and the least recently used until `max_bytes`
-    are left.
+def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
+    """Removes what compilers and killed compiles left, and runtimes.
+
+    Args:
+        max_bytes: beside the unusable runtimes the least recently used go, until this is left; None: no others go.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -386,7 +388,7 @@ def prune(cache_dir: str | Path, max_bytes: int) -> Pruned:
     runtimes = stored_runtimes(cache_dir)
     removed = [runtime for runtime in runtimes if runtime.manifest is None]
     kept = [runtime for runtime in runtimes if runtime.manifest is not None]
-    while kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
+    while max_bytes is not None and kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
         removed.append(kept.pop())
     for runtime in removed:
         remove_runtime(runtime.folder)

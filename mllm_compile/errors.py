@@ -11,6 +11,7 @@ from mllm_compile.runtime.errors import (
     EngineDeadError,
     MllmError,
     ModelNotFoundError,
+    OldFormatError,
     RequestError,
     UnsupportedModelError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "EngineDeadError",
     "MllmError",
     "ModelNotFoundError",
+    "OldFormatError",
     "RequestError",
     "UnsupportedModelError",
 ]

@@ -30,6 +30,10 @@ class ArtifactError(MllmError):
     """A cached runtime that is incomplete, changed, of another format, or not to be trusted."""
 
 
+class OldFormatError(ArtifactError):
+    """A cached runtime that an older version of this project wrote: nothing is damaged, but this one cannot read it."""
+
+
 class CompileError(MllmError):
     """The compiler could not build a piece."""
 

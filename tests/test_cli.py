@@ -82,6 +82,14 @@ def test_there_is_help_everywhere(args, capsys):
     assert "Usage: mllm-compile" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("group", ["bench", "cache"])
+def test_a_group_alone_is_its_help_and_no_error(group, capsys):
+    assert run([group]) == 0
+    out, err = capsys.readouterr()
+    assert f"Usage: mllm-compile {group}" in out
+    assert err == ""
+
+
 def test_the_version_is_told(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("mllm-compile 0.")

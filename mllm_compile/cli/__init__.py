@@ -86,9 +86,12 @@ def main() -> NoReturn:
 
 
 def _with_default_command(args: list[str]) -> list[str]:
-    """Puts `compile` in front of what is no command: a file, what looks like a path, or an option of compile."""
-    if not args:
-        return ["--help"]
+    """Puts `compile` in front of what is no command: a file, what looks like a path, or an option of compile.
+
+    Nothing, or a group alone, asks for help.
+    """
+    if not args or (len(args) == 1 and args[0] in _GROUPS):
+        return [*args, "--help"]
     first = args[0]
     if first in _COMMANDS or first in _GROUPS or first in ("--help", "--version"):
         return args

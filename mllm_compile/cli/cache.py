@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from mllm_compile.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.console import print_table
-from mllm_compile.errors import ArtifactError
+from mllm_compile.errors import ArtifactError, ConfigError, OldFormatError
 
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="The cache folder (cache.dir of a config); by default the user's.")
@@ -19,7 +20,7 @@ DirOption = Annotated[
 
 
 def make_cache_app() -> typer.Typer:
-    app = typer.Typer(help="List, check and remove compiled runtimes.", no_args_is_help=True)
+    app = typer.Typer(help="List, check and remove compiled runtimes.")
     app.command("list")(list_command)
     app.command("prune")(prune_command)
     app.command("verify")(verify_command)
@@ -35,27 +36,33 @@ def list_command(cache_dir: DirOption = None) -> None:
     rows = [
         (
             runtime.folder.name,
-            str(runtime.manifest.config["model"]["source"]) if runtime.manifest else "unusable",
+            str(runtime.manifest.config["model"]["source"]) if runtime.manifest else _state(runtime.problem),
             format_bytes(runtime.num_bytes),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(runtime.last_used)),
         )
         for runtime in runtimes
     ]
     print_table(sys.stdout, f"{folder}", ("runtime", "model", "size", "last used"), rows)
+    for runtime in runtimes:
+        if runtime.problem is not None:
+            print(f"{runtime.folder.name} is {_state(runtime.problem)}: {runtime.problem}")
     print(f"{len(runtimes)} runtimes, {format_bytes(sum(runtime.num_bytes for runtime in runtimes))}")
     compilers = compiler_cache(folder)
     print(f"kept by compilers in {compilers.name}/: {format_bytes(folder_bytes(compilers))}")
 
 
 def prune_command(
-    max_size: Annotated[str, typer.Option(help="Remove the least recently used until this is left: 0, 500M, 20G.")],
+    max_size: Annotated[
+        str | None,
+        typer.Option(help="Also remove the least recently used runtimes until this is left: 0, 500M, 20G."),
+    ] = None,
     cache_dir: DirOption = None,
 ) -> None:
-    """Remove unusable runtimes, the least recently used ones, and what killed compiles left and compilers keep.
+    """Remove unusable and old runtimes, what killed compiles left, and what compilers keep.
 
     What compilers keep makes a later compile faster, and is needed by no runtime. It stays while something compiles.
     """
-    limit = parse_bytes(max_size)
+    limit = None if max_size is None else parse_bytes(max_size)
 
     from mllm_compile.artifact_store import compiler_cache, prune
 
@@ -76,7 +83,7 @@ def prune_command(
 
 
 def verify_command(cache_dir: DirOption = None) -> None:
-    """Check every file of every runtime; exit code 1 when one is unusable."""
+    """Check every file of every runtime; exit code 1 when one is unusable, but not when it is only old."""
     from mllm_compile.artifact import open_artifact
     from mllm_compile.artifact_store import stored_runtimes
 
@@ -86,13 +93,22 @@ def verify_command(cache_dir: DirOption = None) -> None:
             open_artifact(runtime.folder)
             print(f"{runtime.folder.name}: good")
         except ArtifactError as error:
-            num_bad += 1
-            print(f"{runtime.folder.name}: {error}")
+            num_bad += not isinstance(error, OldFormatError)
+            print(f"{runtime.folder.name}: {_state(error)}: {error}")
     if num_bad:
         raise typer.Exit(1)
+
+
+def _state(problem: ArtifactError | None) -> str:
+    return "old" if isinstance(problem, OldFormatError) else "unusable"
 
 
 def _folder(cache_dir: Path | None) -> Path:
     from mllm_compile.resolve import auto_cache_dir
 
-    return cache_dir or Path(auto_cache_dir()[0])
+    if cache_dir is None:
+        return Path(auto_cache_dir()[0])
+    if not os.path.isdir(cache_dir):
+        what = "is no folder" if os.path.exists(cache_dir) else "does not exist"
+        raise ConfigError(f"--dir {cache_dir} {what}; give the folder that a config has as cache.dir")
+    return cache_dir
