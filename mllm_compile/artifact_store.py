@@ -11,78 +11,19 @@ needs that lock alone.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from mllm_compile.artifact import MANIFEST, Manifest, read_manifest, set_modes
-from mllm_compile.errors import ArtifactError, ConfigError
+from mllm_compile.artifact import MANIFEST, read_manifest, set_modes
+from mllm_compile.errors import ConfigError
+from mllm_compile.writable_place import cache_place, make_folder, place_of
 
 RUNTIMES = "runtimes"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a user had something written, for the errors of doing so.
-
-    Attributes:
-        name: what the user calls it.
-        remedy: what to do when it cannot be written.
-    """
-
-    name: str
-    remedy: str
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Whatever the system refuses in the body is a ConfigError."""
-        try:
-            yield
-        except OSError as error:
-            raise self._cannot_write(error) from error
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Only a full disk is: the body reads elsewhere too."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            raise self._cannot_write(error) from error
-
-    def _cannot_write(self, error: OSError) -> ConfigError:
-        room = "make room (mllm-compile cache prune removes what is not needed), or " if error.errno in _FULL else ""
-        return ConfigError(f"{self.name} cannot be written ({error.strerror or error}); {room}{self.remedy}")
-
-
-def place_of(final: Path, *, is_output: bool) -> Place:
-    """
-    Args:
-        final: where a runtime is to lie.
-        is_output: --output named it; otherwise it is one of a cache.
-    """
-    if is_output:
-        return Place(f"--output {final}", "give --output a folder of yours")
-    return _cache(final.parent.parent)
-
-
-def _cache(folder: Path) -> Place:
-    return Place(f"cache.dir {folder}", "set cache.dir, or XDG_CACHE_HOME, to a folder of yours")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # a file is there: "File exists" would not say what is wrong with that
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
 
 
 def compiler_cache(cache_dir: str | Path) -> Path:
@@ -98,8 +39,8 @@ def using_compiler_cache(cache_dir: str | Path) -> Iterator[Path]:
         ConfigError: `cache_dir` cannot be written.
     """
     folder = compiler_cache(cache_dir)
-    with _cache(folder.parent).writing():
-        _make_folder(folder.parent)
+    with cache_place(folder.parent).writing():
+        make_folder(folder.parent)
         handle = _open_lock(_compiler_lock(folder))
     try:
         with contextlib.suppress(OSError):  # no locks on this file system: then `prune` removes nothing
@@ -131,7 +72,7 @@ def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """
     path = final.parent / f".{final.name}.lock"
     with place_of(final, is_output=False).writing():
-        _make_folder(final.parent)
+        make_folder(final.parent)
         handle = _lock_file(path, waiting)
     try:
         yield
@@ -200,7 +141,7 @@ def check_replaceable(folder: Path) -> None:
 
 def _make_scratch(final: Path) -> tuple[Path, int]:
     """The folder and the handle that keeps it locked. The store is locked meanwhile: no sweep comes between."""
-    _make_folder(final.parent)
+    make_folder(final.parent)
     with _store_lock(final.parent):
         scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))  # mode 0700
         lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -243,7 +184,7 @@ def sweep(runtimes: Path) -> list[int]:
     Raises:
         ConfigError: the folder of runtimes cannot be looked into.
     """
-    with _cache(runtimes.parent).writing():
+    with cache_place(runtimes.parent).writing():
         if not runtimes.is_dir():
             return []
         with _store_lock(runtimes):
@@ -277,71 +218,10 @@ def _remove(folder: Path) -> int:
     return before - folder_bytes(folder)
 
 
-@dataclass(frozen=True)
-class StoredRuntime:
-    """One runtime of the cache.
-
-    Attributes:
-        folder: where it lies.
-        manifest: None when it is unusable.
-        problem: why; an OldFormatError where it is only old.
-        num_bytes: on the disk.
-        last_used: seconds since the epoch: when an engine last opened it.
-    """
-
-    folder: Path
-    manifest: Manifest | None
-    problem: ArtifactError | None
-    num_bytes: int
-    last_used: float
-
-
-def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
-    """Every runtime of the cache, the last used first.
-
-    Raises:
-        ConfigError: the cache cannot be read.
-    """
-    found = []
-    for folder in _folders(runtimes_folder(cache_dir)):
-        manifest, problem = None, None
-        try:
-            manifest = read_manifest(folder)
-        except ArtifactError as error:
-            problem = error
-        with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile
-            found.append(StoredRuntime(folder, manifest, problem, folder_bytes(folder), folder.stat().st_mtime))
-    return sorted(found, key=lambda runtime: (-runtime.last_used, runtime.folder.name))
-
-
-def _folders(runtimes: Path) -> list[Path]:
-    try:
-        return sorted(path for path in runtimes.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise ConfigError(
-            f"{runtimes} cannot be read ({error.strerror}); set cache.dir, or XDG_CACHE_HOME, to a folder of yours"
-        ) from error
-
-
 def mark_used(folder: Path) -> None:
     """Notes the time for `prune`; nothing else looks at it."""
     with contextlib.suppress(OSError):
         os.utime(folder)
-
-
-def remove_runtime(folder: Path) -> None:
-    """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all.
-
-    Raises:
-        ConfigError: the cache cannot be written.
-    """
-    with place_of(folder, is_output=False).writing():
-        gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -354,52 +234,11 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """What `prune` removed.
-
-    Attributes:
-        runtimes: in the order in which they went.
-        leftovers: bytes of each folder that a killed compile had left.
-        compiler_bytes: of what compilers kept; None: a compile may be using it, and it was left alone.
-    """
-
-    runtimes: list[StoredRuntime]
-    leftovers: list[int]
-    compiler_bytes: int | None
-
-    @property
-    def num_bytes(self) -> int:
-        """All that was freed."""
-        return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + (self.compiler_bytes or 0)
-
-
-def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
-    """Removes what compilers and killed compiles left, and runtimes.
-
-    Args:
-        max_bytes: beside the unusable runtimes the least recently used go, until this is left; None: no others go.
-
-    Raises:
-        ConfigError: the cache cannot be written.
-    """
-    leftovers = sweep(runtimes_folder(cache_dir))
-    compiler_bytes = _remove_compiler_cache(compiler_cache(cache_dir))
-    runtimes = stored_runtimes(cache_dir)
-    removed = [runtime for runtime in runtimes if runtime.manifest is None]
-    kept = [runtime for runtime in runtimes if runtime.manifest is not None]
-    while max_bytes is not None and kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
-        removed.append(kept.pop())
-    for runtime in removed:
-        remove_runtime(runtime.folder)
-    return Pruned(removed, leftovers, compiler_bytes)
-
-
-def _remove_compiler_cache(folder: Path) -> int | None:
+def remove_compiler_cache(folder: Path) -> int | None:
     """Returns what that freed, None where a compile may be using it."""
     if not folder.is_dir():
         return 0
-    with _cache(folder.parent).writing():
+    with cache_place(folder.parent).writing():
         handle = _open_lock(_compiler_lock(folder))
     try:
         return _remove(folder) if _is_free(handle) else None

@@ -30,12 +30,10 @@ from mllm_compile.artifact import (
     write_program,
 )
 from mllm_compile.artifact_store import (
-    Place,
     check_replaceable,
     compile_lock,
     mark_used,
     new_artifact_folder,
-    place_of,
     runtimes_folder,
     sweep,
     using_compiler_cache,
@@ -52,6 +50,7 @@ from mllm_compile.resolve import ResolvedConfig, resolve
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.timeline import Timeline, timeline_of
 from mllm_compile.weight_files import WeightFiles, weight_files
+from mllm_compile.writable_place import Place, place_of
 
 if TYPE_CHECKING:
     from mllm_compile.early_pieces import EarlyPiece

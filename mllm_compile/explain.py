@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mllm_compile.artifact import Manifest
-from mllm_compile.artifact_store import stored_runtimes
+from mllm_compile.cache_contents import stored_runtimes
 from mllm_compile.cache_key import changed_parts
 
 _SAME_MODEL = ("model config", "weights")  # a runtime that shares none of them is of another model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,18 @@ def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("eager_cache")
     load_or_compile(tiny_config(cache, compile={"backend": "eager"}))
     return cache
+
+
+@pytest.fixture
+def cache(eager_cache: Path, tmp_path: Path) -> Path:
+    """With two runtimes, `old` used before `new`, and a broken one."""
+    from mllm_compile.artifact_store import runtimes_folder
+
+    (whole,) = runtimes_folder(eager_cache).iterdir()
+    for age, name in enumerate(("new", "old", "broken")):
+        folder = runtimes_folder(tmp_path) / name
+        shutil.copytree(whole, folder)
+        os.utime(folder, (1000 - age, 1000 - age))
+    (runtimes_folder(tmp_path) / "broken" / "manifest.json").write_text("{}")
+    os.utime(runtimes_folder(tmp_path) / "broken", (2000, 2000))
+    return tmp_path

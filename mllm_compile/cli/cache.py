@@ -29,7 +29,8 @@ def make_cache_app() -> typer.Typer:
 
 def list_command(cache_dir: DirOption = None) -> None:
     """List the runtimes, the last used first."""
-    from mllm_compile.artifact_store import compiler_cache, folder_bytes, stored_runtimes
+    from mllm_compile.artifact_store import compiler_cache, folder_bytes
+    from mllm_compile.cache_contents import stored_runtimes
 
     folder = _folder(cache_dir)
     runtimes = stored_runtimes(folder)
@@ -64,7 +65,8 @@ def prune_command(
     """
     limit = None if max_size is None else parse_bytes(max_size)
 
-    from mllm_compile.artifact_store import compiler_cache, prune
+    from mllm_compile.artifact_store import compiler_cache
+    from mllm_compile.cache_contents import prune
 
     folder = _folder(cache_dir)
     pruned = prune(folder, limit)
@@ -85,7 +87,7 @@ def prune_command(
 def verify_command(cache_dir: DirOption = None) -> None:
     """Check every file of every runtime; exit code 1 when one is unusable, but not when it is only old."""
     from mllm_compile.artifact import open_artifact
-    from mllm_compile.artifact_store import stored_runtimes
+    from mllm_compile.cache_contents import stored_runtimes
 
     num_bad = 0
     for runtime in stored_runtimes(_folder(cache_dir)):

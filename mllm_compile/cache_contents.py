@@ -1,0 +1,117 @@
+"""What lies in a cache: its runtimes, usable or not, and what of it is removed to make room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from mllm_compile.artifact import Manifest, read_manifest
+from mllm_compile.artifact_store import compiler_cache, folder_bytes, remove_compiler_cache, runtimes_folder, sweep
+from mllm_compile.errors import ArtifactError, ConfigError
+from mllm_compile.writable_place import place_of
+
+
+@dataclass(frozen=True)
+class StoredRuntime:
+    """One runtime of the cache.
+
+    Attributes:
+        folder: where it lies.
+        manifest: None when it is unusable.
+        problem: why; an OldFormatError where it is only old.
+        num_bytes: on the disk.
+        last_used: seconds since the epoch: when an engine last opened it.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    problem: ArtifactError | None
+    num_bytes: int
+    last_used: float
+
+
+def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
+    """Every runtime of the cache, the last used first.
+
+    Raises:
+        ConfigError: the cache cannot be read.
+    """
+    found = []
+    for folder in _folders(runtimes_folder(cache_dir)):
+        manifest, problem = None, None
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError as error:
+            problem = error
+        with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile
+            found.append(StoredRuntime(folder, manifest, problem, folder_bytes(folder), folder.stat().st_mtime))
+    return sorted(found, key=lambda runtime: (-runtime.last_used, runtime.folder.name))
+
+
+def _folders(runtimes: Path) -> list[Path]:
+    try:
+        return sorted(path for path in runtimes.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"{runtimes} cannot be read ({error.strerror}); set cache.dir, or XDG_CACHE_HOME, to a folder of yours"
+        ) from error
+
+
+def remove_runtime(folder: Path) -> None:
+    """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    with place_of(folder, is_output=False).writing():
+        gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` removed.
+
+    Attributes:
+        runtimes: in the order in which they went.
+        leftovers: bytes of each folder that a killed compile had left.
+        compiler_bytes: of what compilers kept; None: a compile may be using it, and it was left alone.
+    """
+
+    runtimes: list[StoredRuntime]
+    leftovers: list[int]
+    compiler_bytes: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        """All that was freed."""
+        return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + (self.compiler_bytes or 0)
+
+
+def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
+    """Removes what compilers and killed compiles left, and runtimes.
+
+    Args:
+        max_bytes: beside the unusable runtimes the least recently used go, until this is left; None: no others go.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    leftovers = sweep(runtimes_folder(cache_dir))
+    compiler_bytes = remove_compiler_cache(compiler_cache(cache_dir))
+    runtimes = stored_runtimes(cache_dir)
+    removed = [runtime for runtime in runtimes if runtime.manifest is None]
+    kept = [runtime for runtime in runtimes if runtime.manifest is not None]
+    while max_bytes is not None and kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
+        removed.append(kept.pop())
+    for runtime in removed:
+        remove_runtime(runtime.folder)
+    return Pruned(removed, leftovers, compiler_bytes)
