@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mllm_compile.artifact import MANIFEST, read_manifest, set_modes
 from mllm_compile.errors import ConfigError
-from mllm_compile.writable_place import cache_place, make_folder, place_of
+from mllm_compile.writable_place import Place, cache_place, make_folder, place_of
 
 RUNTIMES = "runtimes"
 
@@ -71,9 +71,10 @@ def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
         ConfigError: the cache cannot be written.
     """
     path = final.parent / f".{final.name}.lock"
-    with place_of(final, is_output=False).writing():
+    place = place_of(final, is_output=False)
+    with place.writing():
         make_folder(final.parent)
-        handle = _lock_file(path, waiting)
+    handle = _lock_file(path, place, waiting)
     try:
         yield
     finally:
@@ -81,10 +82,11 @@ def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
         os.close(handle)
 
 
-def _lock_file(path: Path, waiting: Callable[[], None]) -> int:
+def _lock_file(path: Path, place: Place, waiting: Callable[[], None]) -> int:
     has_told = False
     while True:
-        handle = _open_lock(path)
+        with place.writing():
+            handle = _open_lock(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,7 +117,7 @@ def new_artifact_folder(final: Path, *, is_output: bool = False) -> Iterator[Pat
     with place.writing():
         scratch, lock = _make_scratch(final)
     try:
-        with place.filling():
+        with place.filling(scratch):
             yield scratch
         with place.writing():
             set_modes(scratch)
@@ -188,7 +190,7 @@ def sweep(runtimes: Path) -> list[int]:
         if not runtimes.is_dir():
             return []
         with _store_lock(runtimes):
-            return [_remove(scratch) for scratch in runtimes.glob(".*.part") if _is_abandoned(scratch)]
+            return [remove_folder(scratch) for scratch in runtimes.glob(".*.part") if _is_abandoned(scratch)]
 
 
 def _is_abandoned(scratch: Path) -> bool:
@@ -211,7 +213,7 @@ def _is_free(handle: int) -> bool:
     return True
 
 
-def _remove(folder: Path) -> int:
+def remove_folder(folder: Path) -> int:
     """Returns the bytes that are gone, which are not all where something cannot be removed."""
     before = folder_bytes(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -241,6 +243,6 @@ def remove_compiler_cache(folder: Path) -> int | None:
     with cache_place(folder.parent).writing():
         handle = _open_lock(_compiler_lock(folder))
     try:
-        return _remove(folder) if _is_free(handle) else None
+        return remove_folder(folder) if _is_free(handle) else None
     finally:
         os.close(handle)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mllm_compile.artifact import Manifest, read_manifest
-from mllm_compile.artifact_store import compiler_cache, folder_bytes, remove_compiler_cache, runtimes_folder, sweep
+from mllm_compile.artifact_store import (
+    compiler_cache,
+    folder_bytes,
+    remove_compiler_cache,
+    remove_folder,
+    runtimes_folder,
+    sweep,
+)
 from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.writable_place import place_of
 
@@ -63,17 +69,23 @@ def _folders(runtimes: Path) -> list[Path]:
         ) from error
 
 
-def remove_runtime(folder: Path) -> None:
+def remove_runtime(folder: Path) -> int:
     """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all.
+
+    Returns:
+        The bytes that are gone, which are not all where files are another user's.
 
     Raises:
         ConfigError: the cache cannot be written.
     """
     with place_of(folder, is_output=False).writing():
         gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(folder, gone)
+        finally:
+            freed = remove_folder(gone)
+    return freed
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ class Pruned:
     """What `prune` removed.
 
     Attributes:
-        runtimes: in the order in which they went.
+        runtimes: in the order in which they went, each with the bytes that it gave back.
         leftovers: bytes of each folder that a killed compile had left.
         compiler_bytes: of what compilers kept; None: a compile may be using it, and it was left alone.
     """
@@ -112,6 +124,5 @@ def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
     kept = [runtime for runtime in runtimes if runtime.manifest is not None]
     while max_bytes is not None and kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
         removed.append(kept.pop())
-    for runtime in removed:
-        remove_runtime(runtime.folder)
-    return Pruned(removed, leftovers, compiler_bytes)
+    gone = [replace(runtime, num_bytes=remove_runtime(runtime.folder)) for runtime in removed]
+    return Pruned(gone, leftovers, compiler_bytes)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # Names a message's reasoning goes by; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# One of these is what a message says: an assistant's may have no content beside its calls or its reasoning.
-_SAYING_KEYS = ("content", "tool_calls", "function_call", *_REASONING_KEYS)
 _EXPECTED = "{'role': …, 'content': …}"
 
 
@@ -44,7 +42,7 @@ def check_messages(messages: Any) -> None:
     """Refuses what is no conversation, before a template makes of it what it can.
 
     Raises:
-        RequestError: no list, an empty one, or a message without a role or with nothing to say.
+        RequestError: no list, an empty one, a message without a role, or a user's without content.
     """
     if not _is_list(messages):
         raise RequestError(f"messages: expected a list of {_EXPECTED}, got {brief(messages)}.")
@@ -55,8 +53,8 @@ def check_messages(messages: Any) -> None:
             fault = "is no message"
         elif not isinstance(message.get("role"), str):
             fault = "has no role"
-        elif all(message.get(key) is None for key in _SAYING_KEYS):
-            fault = "has no content"
+        elif message["role"] == "user" and message.get("content") is None:
+            fault = "has no content"  # others may have none: tools, calls, responses, by names that templates give them
         else:
             continue
         raise RequestError(f"messages: message {index} {fault}; expected {_EXPECTED}, got {brief(message)}.")

@@ -291,7 +291,7 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
 def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
     config, folder = target.config, target.folder
     reason = miss_note(target.factors, _nearest(target))
-    timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This takes about a minute, once.")
+    timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This is done once.")
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         with timeline.stage("self-check"):

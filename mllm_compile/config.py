@@ -237,9 +237,10 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
             "as {'model': {'path': …}}"
         )
     path = Path(source)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return EngineConfig.from_yaml(path)
-    if not _is_runtime(path):
+    # One that this user may not enter could be a runtime: whoever opens it says so.
+    if os.access(path, os.X_OK) and not _is_runtime(path):
         raise ConfigError(f"{path}: {_describe_folder(path)}")
     return path
 
@@ -295,7 +296,7 @@ def _read_yaml(path: Path) -> Any:
 
 def _is_runtime(folder: Path) -> bool:
     """True also of one that lost its manifest: what it lacks is for whoever opens it to say."""
-    return any((folder / name).is_file() for name in _RUNTIME_FILES)
+    return any(os.path.isfile(folder / name) for name in _RUNTIME_FILES)
 
 
 def _describe_missing(path: Path) -> str:
@@ -314,7 +315,7 @@ def _describe_folder(folder: Path) -> str:
             "this is the folder of a compiled runtime, which Engine, mllm-compile generate and mllm-compile inspect "
             "--html take; expected a YAML config here"
         )
-    if (folder / _MODEL_FILE).is_file():
+    if os.path.isfile(folder / _MODEL_FILE):
         return (
             "this is a model's folder, no runtime's and no YAML config: put it into a config's model.path, or into "
             f"EngineConfig(model={{'path': {str(folder)!r}}})"

@@ -24,6 +24,7 @@ from typing import Any
 
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import SYSTEM_CXX, PieceInput
+from mllm_compile.writable_place import cache_place
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
 _COMMAND = (sys.executable, "-m", "mllm_compile.compiler_process")
@@ -52,7 +53,7 @@ class PieceWorkers:
             count: of pieces at a time; None: by the number of CPU cores.
 
         Raises:
-            ConfigError: `cache` is no folder, belongs to another user, or others can write to it.
+            ConfigError: `cache` cannot be made, is no folder, belongs to another user, or others can write to it.
             CompileError: there is no C++ compiler.
         """
         self._device, self._max_sizes = device, max_sizes
@@ -110,7 +111,7 @@ def _check_compiler() -> None:
 
 
 def _make_private(folder: Path) -> None:
-    with contextlib.suppress(FileExistsError):
+    with cache_place(folder.parent).writing(), contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:

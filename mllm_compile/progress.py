@@ -43,6 +43,7 @@ class Reporter(Protocol):
 
     def announce(self, text: str) -> None:
         """A note on why it will be long, for whoever sees no stages."""
+        self.note(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 

@@ -67,7 +67,7 @@ class Timeline:
         self._reporter.note(text)
 
     def announce(self, text: str) -> None:
-        self._reporter.announce(text)
+        getattr(self._reporter, "announce", self._reporter.note)(text)  # a caller's own may have no such method
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self._reporter.table(title, columns, rows)

@@ -12,6 +12,7 @@ from pathlib import Path
 from mllm_compile.errors import ConfigError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MAKE_ROOM = "make room (mllm-compile cache prune removes what is not needed)"
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,19 @@ class Place:
             raise self._cannot_write(error) from error
 
     @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Only a full disk is: the body reads elsewhere too."""
+    def filling(self, folder: Path) -> Iterator[None]:
+        """Only a full disk is: the body, which writes into `folder`, reads and writes elsewhere too."""
         try:
             yield
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            raise self._cannot_write(error) from error
+            if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(folder):
+                raise self._cannot_write(error) from error
+            raise ConfigError(f"{error.filename} cannot be written ({error.strerror}); {_MAKE_ROOM}") from error
 
     def _cannot_write(self, error: OSError) -> ConfigError:
-        room = "make room (mllm-compile cache prune removes what is not needed), or " if error.errno in _FULL else ""
+        room = f"{_MAKE_ROOM}, or " if error.errno in _FULL else ""
         return ConfigError(f"{self.name} cannot be written ({error.strerror or error}); {room}{self.remedy}")
 
 

@@ -116,6 +116,24 @@ def fill_the_disk(folder: AbstractContextManager[Path], number: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def test_another_disk_that_fills_up_is_told_by_its_own_name(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/log")
+    with (
+        pytest.raises(ConfigError, match=r"^/elsewhere/log cannot be written \(No space left on device\); make room"),
+        new_artifact_folder(tmp_path / "key"),
+    ):
+        raise full
+
+
+def test_what_goes_wrong_with_telling_that_one_waits_is_no_matter_of_the_cache(tmp_path):
+    def closed() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    final = runtimes_folder(tmp_path) / "key"
+    with compile_lock(final, closed), pytest.raises(BrokenPipeError), compile_lock(final, closed):
+        pass
+
+
 def test_what_cannot_be_read_meanwhile_is_no_matter_of_the_cache(tmp_path):
     with pytest.raises(PermissionError), new_artifact_folder(tmp_path / "key"):
         raise PermissionError(errno.EACCES, "Permission denied", "a checkpoint")

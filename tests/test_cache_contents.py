@@ -47,6 +47,15 @@ def test_pruning_removes_the_unusable_then_the_least_recently_used(cache):
     assert prune(cache, 0) == Pruned([], [], 0)
 
 
+def test_what_cannot_be_removed_is_not_said_to_be_freed(cache, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+    pruned = prune(cache, 0)
+    assert [runtime.num_bytes for runtime in pruned.runtimes] == [0, 0, 0]
+    assert pruned.num_bytes == 0
+    assert run(["cache", "prune", "--dir", str(cache)]) == 0
+    assert capsys.readouterr().out == "freed 0 B\n"
+
+
 def test_pruning_without_a_size_keeps_every_usable_runtime(cache, capsys):
     assert run(["cache", "prune", "--dir", str(cache)]) == 0
     assert names(cache) == {"new", "old"}

@@ -244,13 +244,13 @@ def test_sampling_values_that_cannot_be_are_refused_before_anything_is_loaded(en
     assert option[0].strip("-").replace("-", "_") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("chat", [[], ["--chat"]])
-def test_an_empty_prompt_is_refused_before_anything_is_loaded(engine, config, capsys, monkeypatch, chat):
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(engine, config, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: ""))
     for prompt in ("", "-"):
-        assert run(["generate", config, "--prompt", prompt, *chat]) == 2
+        assert run(["generate", config, "--prompt", prompt]) == 2
         assert "the prompt is empty; expected at least one character" in capsys.readouterr().err
     assert (engine.starts, engine.asked) == (0, [])
+    assert run(["generate", config, "--prompt", "", "--chat"]) == 0, "a template says more than the message"
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_compiled(engine, capsys):

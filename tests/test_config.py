@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,11 @@ def test_a_folder_in_place_of_a_yaml_is_told_what_it_is(tmp_path):
     assert config_or_runtime(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match=r"the folder of a compiled runtime.*expected a YAML config here"):
         EngineConfig.from_yaml(tmp_path)
+
+
+def test_a_folder_that_may_not_be_entered_is_left_to_whoever_opens_runtimes(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert config_or_runtime(tmp_path) == tmp_path
 
 
 def test_an_engine_takes_a_config_as_a_dict_too():

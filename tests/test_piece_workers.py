@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -39,6 +40,15 @@ def test_a_link_to_a_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "compilers").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"Remove it, or set cache\.dir to a folder of your own"):
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written \(Permission denied\)"):
         PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,13 @@ def test_what_is_announced_is_a_line_where_lines_are_seen():
     for stream, reporter_class in ((Terminal(), RichReporter), (io.StringIO(), PlainReporter)):
         reporter_class(stream).announce("compiling")
         assert "compiling\n" in stream.getvalue()
+
+
+def test_a_reporter_of_a_callers_own_that_announces_nothing_gets_it_as_a_note():
+    notes = []
+    timeline = Timeline(SimpleNamespace(note=notes.append))
+    timeline.announce("compiling")
+    assert notes == ["compiling"]
 
 
 def test_a_terminal_sees_stages_inside_each_other_and_then_their_seconds():

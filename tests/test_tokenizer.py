@@ -140,6 +140,11 @@ def test_reasoning_is_found_under_its_older_names(folder):
     assert load(folder).apply_chat_template([{"role": "a", "content": "c", "thinking": "t"}]) == "t:c\n"
 
 
+def test_a_message_may_have_what_its_template_reads_in_place_of_content(folder):
+    write_config(folder, chat_template="{% for m in messages %}{{ m.role }} {{ m.tools }}{% endfor %}")
+    assert load(folder).apply_chat_template([{"role": "system", "tools": ["t"]}]) == "system ['t']"
+
+
 def test_a_template_file_wins_over_the_config(folder):
     write_config(folder, chat_template="old")
     (folder / "chat_template.jinja").write_text("new {{ messages[0].content }}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,10 @@ from mllm_compile.bench import workloads
 from mllm_compile.cli.arguments import ConfigArgument
 from mllm_compile.cli.output_paths import check_output_file
 from mllm_compile.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mllm_compile.bench.results import BenchResult
+    from mllm_compile.bench.roofline_report import Roofline
 
 # What a request of the latency work has in the middle of its answer.
 _ROOFLINE_CONTEXT = workloads.INPUT_LEN + workloads.OUTPUT_LEN // 2
@@ -58,9 +63,7 @@ def latency_command(
     if plot is not None:
         figure_class()
     result = run_latency(config, _names(engine), work)
-    print_result(result, sys.stdout)
-    if json_path is not None:
-        result.write(json_path)
+    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
     if plot is not None:
         plot_latency(result, plot)
 
@@ -90,9 +93,7 @@ def throughput_command(
     from mllm_compile.bench.report import print_result
 
     result = run_throughput(config, _names(engine), work)
-    print_result(result, sys.stdout)
-    if json_path is not None:
-        result.write(json_path)
+    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
 
 
 def startup_command(
@@ -109,9 +110,7 @@ def startup_command(
     from mllm_compile.bench.report import print_result
 
     result = run_startup(config, _names(engine), work)
-    print_result(result, sys.stdout)
-    if json_path is not None:
-        result.write(json_path)
+    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
 
 
 def roofline_command(
@@ -128,9 +127,16 @@ def roofline_command(
     from mllm_compile.bench.roofline_report import print_roofline, run_roofline
 
     result = run_roofline(config, batch, context, steps)
-    print_roofline(result, top, sys.stdout)
-    if json_path is not None:
-        result.write(json_path)
+    _save_and_show(result, json_path, lambda: print_roofline(result, top, sys.stdout))
+
+
+def _save_and_show(result: BenchResult | Roofline, json_path: Path | None, show: Callable[[], None]) -> None:
+    """The file first: whoever reads the table may stop reading. And the table also where the file cannot be written."""
+    try:
+        if json_path is not None:
+            result.write(json_path)
+    finally:
+        show()
 
 
 def table_command(

@@ -72,7 +72,7 @@ def prune_command(
     pruned = prune(folder, limit)
     for runtime in pruned.runtimes:
         print(f"removed {runtime.folder.name}: {format_bytes(runtime.num_bytes)}")
-    if pruned.leftovers:
+    if sum(pruned.leftovers):
         print(f"removed what killed compiles left: {format_bytes(sum(pruned.leftovers))}")
     if pruned.compiler_bytes is None:
         print(

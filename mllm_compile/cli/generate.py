@@ -48,7 +48,7 @@ def generate_command(
     timeline.add("start Python, read the command line", 0.0, seconds_since_start())
     engine_config = config_or_runtime(config)  # a mistake is told before anything heavy is imported
     text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
+    if not text and not chat:
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
     if isinstance(engine_config, EngineConfig) and _surely_has_no_tokenizer(engine_config):
         raise _no_tokenizer(config)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mllm_compile.bench import harness
 from mllm_compile.bench.results import BenchResult
 from mllm_compile.cli import run as command_line
+from mllm_compile.cli.bench import _save_and_show
 from tests.bench.result_cases import result, run, tpot
 from tests.tiny_model import TINY
 
@@ -22,6 +24,21 @@ RESULT = result(run("mllm", tpot(1, 4.0, limit=3.0)))
 def test_every_command_has_help(command, capsys):
     assert command_line(["bench", command, "--help"]) == 0
     assert f"mllm-compile bench {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["file", "table"])
+def test_a_table_is_shown_and_a_file_written_whichever_of_them_fails(tmp_path, fault):
+    done = []
+
+    def do(what: str) -> None:
+        done.append(what)
+        if what == fault:
+            raise OSError(what)
+
+    result = SimpleNamespace(write=lambda path: do("file"))
+    with pytest.raises(OSError, match=fault):
+        _save_and_show(result, tmp_path / "r.json", lambda: do("table"))
+    assert done == ["file", "table"]
 
 
 def test_sizes_and_engines_are_handed_on(monkeypatch, capsys):
