@@ -187,6 +187,11 @@ def test_a_second_call_says_that_it_found_the_runtime(monkeypatch, config, capsy
     assert capsys.readouterr().out == "already compiled: /cache/r\n"
 
 
+def test_a_page_and_a_folder_of_graphs_are_not_asked_for_at_once(config, tmp_path, capsys):
+    assert run(["inspect", config, "--html", str(tmp_path / "p.html"), "--out", str(tmp_path)]) == 2
+    assert "--html writes one page, --out a folder of graphs; give one of them" in capsys.readouterr().err
+
+
 def test_inspecting_prints_the_passes(monkeypatch, config, capsys, tmp_path):
     def inspect_model(config, out_dir, reporter):
         with reporter.stage("trace"):

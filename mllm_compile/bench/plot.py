@@ -9,12 +9,18 @@ from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.results import BenchResult, EngineRun, Measurement
 
 
-def figure_class() -> Any:
-    """matplotlib's Figure; asked for before anything is measured for a picture that cannot be drawn.
+def check_picture(path: Path) -> None:
+    """Before anything is measured for a picture that cannot be drawn.
 
     Raises:
-        BenchmarkError: matplotlib is not installed.
+        BenchmarkError: matplotlib is not installed, or does not write files with this ending.
     """
+    known = sorted(_figure_class()().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise BenchmarkError(f"--plot {path}: expected a file that ends in one of {', '.join(known)}")
+
+
+def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -28,7 +34,7 @@ def plot_latency(result: BenchResult, path: Path) -> None:
     Raises:
         BenchmarkError: matplotlib is not installed, or it cannot write this file.
     """
-    figure = figure_class()(figsize=(11, 4.5), layout="constrained")
+    figure = _figure_class()(figsize=(11, 4.5), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("tpot", "prefill"), strict=True):
         _plot_line(axes, result, name)
     figure.suptitle(f"{result.model} on {result.environment.get('device', '?')}")

@@ -57,11 +57,11 @@ def latency_command(
     check_output_file("--plot", plot)
 
     from mllm_compile.bench.harness import run_latency
-    from mllm_compile.bench.plot import figure_class, plot_latency
+    from mllm_compile.bench.plot import check_picture, plot_latency
     from mllm_compile.bench.report import print_result
 
     if plot is not None:
-        figure_class()
+        check_picture(plot)
     result = run_latency(config, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
     if plot is not None:

@@ -31,6 +31,8 @@ def inspect_command(
 ) -> None:
     """Write the graph before and after every pass, and the program with its pieces, as text; or all as one page."""
     source = config_or_runtime(config)
+    if html is not None and out is not None:
+        raise ConfigError("--html writes one page, --out a folder of graphs; give one of them")
     if html is not None:
         _write_page(source, html)
     elif isinstance(source, Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,14 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(m
     monkeypatch.setattr(harness, "run_latency", lambda *args: pytest.fail("it was measured"))
     assert command_line(["bench", "latency", "c.yaml", "--plot", "p.png"]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["p.xyz", "p"])
+def test_a_picture_of_no_known_kind_is_refused_before_anything_is_measured(monkeypatch, capsys, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(harness, "run_latency", lambda *args: pytest.fail("it was measured"))
+    assert command_line(["bench", "latency", "c.yaml", "--plot", str(tmp_path / name)]) == 2
+    assert re.search(r"--plot .*: expected a file that ends in one of .*png", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("batch", ["", "one", "1;2", "1,"])

@@ -1,68 +1,24 @@
-"""The engine over a fake model: answers, control, failures. Every test ends with all pages back."""
+"""The engine over a fake model: answers, refusals, streams, control, the end."""
 
 import os
-import re
 import signal
 import threading
 import time
-import weakref
 
 import pytest
 
 from mllm_compile import engine as engine_module
-from mllm_compile.errors import DeviceMemoryError, EngineDeadError, MllmError, RequestError
-from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.errors import EngineDeadError, RequestError
+from tests.engine.cases import params, start, until
 from tests.fakes import (
     EOS,
     VOCAB_SIZE,
     FakeStepRunner,
-    StepFailed,
     all_pages_are_back,
     expected_tokens,
     fake_engine,
     recite,
 )
-
-
-@pytest.fixture
-def runner():
-    return FakeStepRunner()
-
-
-@pytest.fixture
-def engine(runner):
-    with fake_engine(runner) as engine:
-        yield engine
-        runner.gate.set()
-        if engine.is_alive:
-            until(lambda: all_pages_are_back(engine))
-
-
-def params(**changes):
-    return SamplingParams(**({"temperature": 0, "max_tokens": 8} | changes))
-
-
-def until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
-
-
-def start(function, *args):
-    """Runs it in a thread; returns (thread, list that gets the result or the error)."""
-    results = []
-
-    def run():
-        try:
-            results.append(function(*args))
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
-
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
@@ -177,57 +133,6 @@ def test_without_a_tokenizer_prompts_are_token_ids_and_answers_have_no_text():
         ):
             with pytest.raises(RequestError, match="no tokenizer"):
                 call()
-
-
-def test_a_chat_goes_through_the_template(engine):
-    messages = [{"role": "user", "content": "hi"}]
-    output = engine.chat(messages, params())[0]
-    assert output.prompt == "user=hi;assistant="
-    assert engine.chat(messages, params(), suffix="!")[0].prompt == "user=hi;!"
-    outputs = engine.chat([messages, messages], params())
-    assert [o.token_ids for o in outputs] == [output.token_ids] * 2
-
-
-NO_CONVERSATIONS = ["hello", ["hello"], {"role": "user", "content": "x"}, None, 3, b"hello"]
-NO_CONVERSATION = [
-    ([{"content": "x"}], r"message 0 has no role; expected \{'role': …, 'content': …\}, got dict \{'content': 'x'\}"),
-    ([{"role": "user", "content": "x"}, {"role": "user", "text": "y"}], "message 1 has no content"),
-    ([{"role": "user", "content": None}], "message 0 has no content"),
-    ([{"role": "user", "content": "x"}, "y"], "message 1 is no message"),
-    ([], "no messages; expected at least one"),
-]
-
-
-@pytest.mark.parametrize("messages", NO_CONVERSATIONS, ids=repr)
-def test_what_is_no_list_of_messages_is_no_chat(engine, messages):
-    said = r"messages: expected a list of \{'role': …, 'content': …\}, or a list of such lists, got "
-    with pytest.raises(RequestError, match=said + type(messages).__name__):
-        engine.chat(messages, params())
-
-
-@pytest.mark.parametrize(("messages", "said"), NO_CONVERSATION, ids=lambda value: str(value)[:20])
-def test_a_message_without_role_or_content_is_refused_before_the_template_sees_it(engine, messages, said):
-    with pytest.raises(RequestError, match=said):
-        engine.chat(messages, params())
-    with pytest.raises(RequestError, match=said):
-        engine.stream_chat(messages, params())
-    good = [{"role": "user", "content": "hi"}]
-    refused, answered, no_list = engine.chat([messages, good, "hello"], params())
-    assert re.search(said, refused.error)
-    assert "expected a list of {'role': …, 'content': …}, got str 'hello'" in no_list.error
-    assert answered.finish_reason == "length"
-
-
-def test_an_assistants_calls_need_no_content_and_further_keys_are_the_templates(engine):
-    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "Ann"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "assistant", "tool_calls": calls},
-        {"role": "assistant", "thinking": "t", "other": 1},
-        {"role": "tool", "content": "", "tool_call_id": "1"},
-    ]
-    assert engine.chat(messages, params())[0].finish_reason == "length"
 
 
 def test_metrics_say_where_the_time_went(engine):
@@ -526,111 +431,3 @@ def test_an_engine_that_nobody_holds_ends_its_thread():
     del engine
     thread.join(5)
     assert not thread.is_alive()
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["fail_submit", "fail_wait"])
-@pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(engine, runner, where, step):
-    getattr(runner, where)[step] = StepFailed("boom")
-    outputs = engine.generate([[i] for i in range(1, 9)], params())  # four of them run at once
-    failed = [output for output in outputs if output.finish_reason == "error"]
-    fine = [output for output in outputs if output.finish_reason == "length"]
-    assert failed and fine and len(failed) + len(fine) == 8
-    assert all("boom" in output.error and "goes on" in output.error for output in failed)
-    for output in outputs:
-        count = len(output.token_ids)
-        assert output.token_ids == expected_tokens(output.prompt_token_ids, count)
-    assert engine.generate("abc", params())[0].token_ids == expected_tokens(b"abc", 8)
-
-
-def test_a_failed_step_s_tensors_are_let_go(runner):
-    class Tensor:
-        pass
-
-    held = []
-
-    def submit(batch):
-        activations = Tensor()
-        held.append(weakref.ref(activations))
-        raise StepFailed("boom")
-
-    runner.submit = submit
-    with fake_engine(runner) as engine:
-        outputs = engine.generate(["abc", "def"], params())
-        assert [output.finish_reason for output in outputs] == ["error", "error"]
-        assert [ref() for ref in held] == [None] * len(held)
-
-
-def test_two_steps_lost_in_a_row(engine, runner):
-    runner.fail_wait |= {2: StepFailed("first"), 3: StepFailed("second")}
-    with pytest.raises(MllmError, match="first"):
-        engine.generate("abc", params())
-    assert engine.is_alive
-
-
-def test_running_out_of_memory_is_named(engine, runner):
-    runner.fail_submit[1] = DeviceMemoryError("a step of 1 tokens does not fit")
-    with pytest.raises(DeviceMemoryError, match="does not fit"):
-        engine.generate("abc", params())
-
-
-def test_a_failed_step_ends_all_completions_of_its_prompt(engine, runner):
-    runner.fail_wait[3] = StepFailed("boom")
-    outputs = engine.generate([list(range(1, 30)), [5]], [params(n=6, temperature=1.0), params()])
-    assert [completion.finish_reason for completion in outputs[0].outputs] == ["error"] * 6
-    assert len(outputs[0].outputs[0].token_ids) > 0
-
-
-def test_a_stream_whose_step_fails_raises_after_what_it_had(engine, runner):
-    runner.fail_wait[4] = StepFailed("boom")
-    tokens = []
-    with pytest.raises(MllmError, match="boom"):
-        for output in engine.stream("abc", params(stop="@@")):
-            tokens += output.token_ids
-    assert tokens == expected_tokens(b"abc", len(tokens))
-
-
-def test_a_device_that_does_not_answer_kills_the_engine(runner):
-    def check_device():
-        raise StepFailed("illegal memory access")
-
-    with fake_engine(runner, check_device=check_device) as engine:
-        runner.fail_wait[3] = StepFailed("boom")
-        outputs = engine.generate([[i] for i in range(1, 9)], params())
-        assert {output.finish_reason for output in outputs} == {"error"}
-        assert all("illegal memory access" in output.error for output in outputs)
-        assert not engine.is_alive
-        for call in (lambda: engine.generate("abc"), lambda: engine.stream("abc")):
-            with pytest.raises(EngineDeadError, match="boom"):
-                call()
-        assert engine.stats().finished == {"error": 8}
-
-
-def test_a_fault_in_the_scheduler_kills_the_engine_and_nobody_waits_for_ever(runner):
-    with fake_engine(runner) as engine:
-        runner.gate.clear()
-        running = [start(engine.generate, "abc", params()) for _ in range(6)]
-        until(lambda: runner.batches)
-        engine.core._scheduler.update = None
-        runner.gate.set()
-        for thread, results in running:
-            thread.join(5)
-            assert isinstance(results[0], EngineDeadError) and "internal error" in str(results[0])
-
-
-def test_a_tokenizer_that_fails_hurts_only_its_request(engine, runner, monkeypatch):
-    decode = type(engine.tokenizer).decode
-
-    def fragile(self, token_ids, skip_special_tokens=True):
-        if ord("!") in token_ids:
-            raise ValueError("cannot decode")
-        return decode(self, token_ids, skip_special_tokens)
-
-    monkeypatch.setattr(type(engine.tokenizer), "decode", fragile)
-    runner.next_token = lambda ids: ord("!") if ids[0] == 1 and len(ids) == 4 else 97
-    outputs = engine.generate([[1], [2]], params(stop="@@"))
-    assert [output.finish_reason for output in outputs] == ["error", "length"]
-    assert "cannot decode" in outputs[0].error

@@ -1,0 +1,118 @@
+"""Steps, devices and schedulers that fail: who is told, and who goes on."""
+
+import weakref
+
+import pytest
+
+from mllm_compile.errors import DeviceMemoryError, EngineDeadError, MllmError
+from tests.engine.cases import params, start, until
+from tests.fakes import (
+    StepFailed,
+    expected_tokens,
+    fake_engine,
+)
+
+
+@pytest.mark.parametrize("where", ["fail_submit", "fail_wait"])
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(engine, runner, where, step):
+    getattr(runner, where)[step] = StepFailed("boom")
+    outputs = engine.generate([[i] for i in range(1, 9)], params())  # four of them run at once
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    fine = [output for output in outputs if output.finish_reason == "length"]
+    assert failed and fine and len(failed) + len(fine) == 8
+    assert all("boom" in output.error and "goes on" in output.error for output in failed)
+    for output in outputs:
+        count = len(output.token_ids)
+        assert output.token_ids == expected_tokens(output.prompt_token_ids, count)
+    assert engine.generate("abc", params())[0].token_ids == expected_tokens(b"abc", 8)
+
+
+def test_a_failed_step_s_tensors_are_let_go(runner):
+    class Tensor:
+        pass
+
+    held = []
+
+    def submit(batch):
+        activations = Tensor()
+        held.append(weakref.ref(activations))
+        raise StepFailed("boom")
+
+    runner.submit = submit
+    with fake_engine(runner) as engine:
+        outputs = engine.generate(["abc", "def"], params())
+        assert [output.finish_reason for output in outputs] == ["error", "error"]
+        assert [ref() for ref in held] == [None] * len(held)
+
+
+def test_two_steps_lost_in_a_row(engine, runner):
+    runner.fail_wait |= {2: StepFailed("first"), 3: StepFailed("second")}
+    with pytest.raises(MllmError, match="first"):
+        engine.generate("abc", params())
+    assert engine.is_alive
+
+
+def test_running_out_of_memory_is_named(engine, runner):
+    runner.fail_submit[1] = DeviceMemoryError("a step of 1 tokens does not fit")
+    with pytest.raises(DeviceMemoryError, match="does not fit"):
+        engine.generate("abc", params())
+
+
+def test_a_failed_step_ends_all_completions_of_its_prompt(engine, runner):
+    runner.fail_wait[3] = StepFailed("boom")
+    outputs = engine.generate([list(range(1, 30)), [5]], [params(n=6, temperature=1.0), params()])
+    assert [completion.finish_reason for completion in outputs[0].outputs] == ["error"] * 6
+    assert len(outputs[0].outputs[0].token_ids) > 0
+
+
+def test_a_stream_whose_step_fails_raises_after_what_it_had(engine, runner):
+    runner.fail_wait[4] = StepFailed("boom")
+    tokens = []
+    with pytest.raises(MllmError, match="boom"):
+        for output in engine.stream("abc", params(stop="@@")):
+            tokens += output.token_ids
+    assert tokens == expected_tokens(b"abc", len(tokens))
+
+
+def test_a_device_that_does_not_answer_kills_the_engine(runner):
+    def check_device():
+        raise StepFailed("illegal memory access")
+
+    with fake_engine(runner, check_device=check_device) as engine:
+        runner.fail_wait[3] = StepFailed("boom")
+        outputs = engine.generate([[i] for i in range(1, 9)], params())
+        assert {output.finish_reason for output in outputs} == {"error"}
+        assert all("illegal memory access" in output.error for output in outputs)
+        assert not engine.is_alive
+        for call in (lambda: engine.generate("abc"), lambda: engine.stream("abc")):
+            with pytest.raises(EngineDeadError, match="boom"):
+                call()
+        assert engine.stats().finished == {"error": 8}
+
+
+def test_a_fault_in_the_scheduler_kills_the_engine_and_nobody_waits_for_ever(runner):
+    with fake_engine(runner) as engine:
+        runner.gate.clear()
+        running = [start(engine.generate, "abc", params()) for _ in range(6)]
+        until(lambda: runner.batches)
+        engine.core._scheduler.update = None
+        runner.gate.set()
+        for thread, results in running:
+            thread.join(5)
+            assert isinstance(results[0], EngineDeadError) and "internal error" in str(results[0])
+
+
+def test_a_tokenizer_that_fails_hurts_only_its_request(engine, runner, monkeypatch):
+    decode = type(engine.tokenizer).decode
+
+    def fragile(self, token_ids, skip_special_tokens=True):
+        if ord("!") in token_ids:
+            raise ValueError("cannot decode")
+        return decode(self, token_ids, skip_special_tokens)
+
+    monkeypatch.setattr(type(engine.tokenizer), "decode", fragile)
+    runner.next_token = lambda ids: ord("!") if ids[0] == 1 and len(ids) == 4 else 97
+    outputs = engine.generate([[1], [2]], params(stop="@@"))
+    assert [output.finish_reason for output in outputs] == ["error", "length"]
+    assert "cannot decode" in outputs[0].error
