@@ -21,6 +21,7 @@ from mllm_compile.runtime.model_source import LoadedModel
 from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
 from mllm_compile.runtime.program import LayerSpec, ProgramExecutor, SamplingForms
 from mllm_compile.runtime.sampler import SamplingPieces
+from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.weight_loader import allocate_weights, fill_random, load_weights
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class ArtifactSource:
     def _load_pieces(self, device: torch.device) -> dict[str, PackagedPiece | SourcePiece]:
         suffix = self._artifact.manifest.piece_suffix
         with self._reporter.stage("load pieces"), current_device(device):
+            load_kernels(self._artifact.program.linears, self._artifact.linears, device)
             return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
 
     def _find_kernels(self) -> None:

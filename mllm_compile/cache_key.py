@@ -24,7 +24,7 @@ from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -46,6 +46,8 @@ _SHAPING_SOURCES = (
     "piece_source.py",
     "piece_compiler.py",
     "dependent_launcher.py",
+    "linear_kernels.py",
+    "nvrtc.py",
     "runtime/counter_rng.py",
     "runtime/dependent_launch.py",
     "runtime/draw_ops.py",
@@ -54,6 +56,8 @@ _SHAPING_SOURCES = (
     "runtime/few_token_ops.py",
     "runtime/few_token_shapes.py",
     "runtime/silu_mul_ops.py",
+    "runtime/stream_linear/*.py",
+    "runtime/stream_linear/kernel.cu",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",

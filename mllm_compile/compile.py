@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.artifact import (
     GRAPHS,
     KERNELS,
+    LINEARS,
     MANIFEST,
     PIECES,
     TOKENIZER,
@@ -297,7 +298,7 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
         with timeline.stage("self-check"):
             from mllm_compile.self_check import self_check
 
-            self_check(lowered, scratch / PIECES, suffix, config.runtime.device, config.runtime.page_size)
+            self_check(lowered, scratch, suffix, config.runtime.device, config.runtime.page_size)
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),
@@ -403,7 +404,7 @@ def _build_pieces(
 
     (scratch / PIECES).mkdir()
     jobs = write_pieces(lowered, scratch / PIECES)
-    with _kernels(config, lowered, scratch / KERNELS, timeline):
+    with _kernels(config, lowered, scratch, timeline):
         if workers is None:
             return SOURCE_SUFFIX
         from mllm_compile.early_pieces import compile_pieces
@@ -417,16 +418,22 @@ def _build_pieces(
 
 
 @contextmanager
-def _kernels(config: ResolvedConfig, lowered: Lowered, folder: Path, timeline: Timeline) -> Iterator[None]:
-    """Attention's kernels are built by nvcc (or only copied, where FlashInfer has them): beside the pieces."""
-    if config.runtime.attention_backend != "flashinfer":
-        yield
-        return
+def _kernels(config: ResolvedConfig, lowered: Lowered, scratch: Path, timeline: Timeline) -> Iterator[None]:
+    """Builds beside the pieces what they and the engine call: attention's kernels by nvcc (or only copied, where
+    FlashInfer has them), those of linears by NVRTC."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from mllm_compile.attention_kernels import collect_kernels
+    with ThreadPoolExecutor(2, thread_name_prefix="kernels") as threads:
+        running = []
+        if config.runtime.attention_backend == "flashinfer":
+            from mllm_compile.attention_kernels import collect_kernels
 
-    with ThreadPoolExecutor(1, thread_name_prefix="kernels") as thread:
-        built = thread.submit(collect_kernels, config, lowered.program, folder, timeline)
+            running.append(threads.submit(collect_kernels, config, lowered.program, scratch / KERNELS, timeline))
+        if lowered.program.linears:
+            from mllm_compile.linear_kernels import compile_linears
+
+            (scratch / LINEARS).mkdir()
+            running.append(threads.submit(compile_linears, lowered.program.linears, scratch / LINEARS, timeline))
         yield
-        built.result()
+        for built in running:
+            built.result()

@@ -6,7 +6,7 @@ Each stage's own work is in the module that it calls; transformers is imported h
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 
 from mllm_compile.cache_key import max_traced_tokens
 from mllm_compile.decode_attention import add_decode_attention
+from mllm_compile.linear_kernels import can_compile_linears, streamed_linears
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from mllm_compile.trace import Trace
 
 # Passes that put kernels of ours into pieces.
-KERNEL_PASSES = ("fuse_rope_cache", "fuse_single_token", "fuse_few_tokens", "fuse_silu_mul")
+KERNEL_PASSES = ("fuse_rope_cache", "fuse_single_token", "stream_linears", "fuse_few_tokens", "fuse_silu_mul")
 
 _GRAPH_TEXT = re.compile(r"\d{2,}_(\w+)\.txt")  # a stage's graph, as _GraphDumper names it
 
@@ -123,6 +124,7 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
     program, decode_pieces = add_decode_attention(config, build_program(graph))
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     program, sampling_pieces = add_sampling_pieces(config, program, output.args[0][0].meta["val"])
+    program = replace(program, linears=streamed_linears(graph, program))
     return Lowered(hf_model, graph, program, reports, size_symbols(graph), (*decode_pieces, *sampling_pieces))
 
 
@@ -156,7 +158,8 @@ def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
     model's is written by the runtime, which knows how to round to it."""
     kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
     converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
-    return (*config.compile.disable_passes, *kernels, *converts)
+    streams = () if can_compile_linears(config.runtime.device) else ("stream_linears",)
+    return (*config.compile.disable_passes, *kernels, *converts, *streams)
 
 
 def plan_lowered_weights(

@@ -154,7 +154,8 @@ def compile_piece(
         import mllm_compile.runtime.rope_cache_ops
         import mllm_compile.runtime.silu_mul_ops
         import mllm_compile.runtime.single_token_ops
-        import mllm_compile.runtime.split_decode_ops  # noqa: F401  (these define ops; they need Triton)
+        import mllm_compile.runtime.split_decode_ops
+        import mllm_compile.runtime.stream_linear.ops  # noqa: F401  (these define ops; all but the last need Triton)
         from mllm_compile.dependent_launcher import hide_waits_from_analysis
 
         hide_waits_from_analysis()

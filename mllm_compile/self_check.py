@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mllm_compile.artifact import LINEARS, PIECES
 from mllm_compile.artifact_source import attention_layer, current_device
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import ModelSizes
@@ -28,6 +29,8 @@ from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.pieces import load_piece
 from mllm_compile.runtime.program import Program, ProgramExecutor
+from mllm_compile.runtime.stream_linear.ops import load_kernels
+from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS
 from mllm_compile.runtime.trace_ops import attention_reference
 from mllm_compile.small_weights import materialise
 
@@ -44,11 +47,11 @@ SECOND_REQUEST_POSITION = 100
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
-def self_check(lowered: Lowered, pieces_folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
+def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
     """
     Args:
         lowered: what was compiled; the (fake) parameters of its model are replaced by small real ones here.
-        pieces_folder: where its pieces lie.
+        folder: the runtime's, with its pieces and the kernels of its linears.
         piece_suffix: which of a piece's files to run.
         device: where to run.
         page_size: tokens of a KV page.
@@ -60,7 +63,9 @@ def self_check(lowered: Lowered, pieces_folder: Path, piece_suffix: str, device:
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
         bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
-        files = {piece: pieces_folder / (piece + piece_suffix) for piece in program.piece_ids()}
+        binaries = {path.stem: path.read_bytes() for path in (folder / LINEARS).glob("*")}
+        load_kernels(program.linears, binaries, torch.device(device))
+        files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         logits = _check_program(lowered, ProgramExecutor(program, pieces, bound), device)
         check_written_pieces(program, pieces, page_size, hf_model.model.dtype, logits)
@@ -120,11 +125,11 @@ def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tup
     """Ids and positions of each batch, the smallest first: every form of a piece runs, the one for any number last."""
     sizes = {form.max_size for form in program.all_small_forms()}
     batches = [([ids[0][:1]], [positions[0][:1]])] if 1 in sizes else []
-    batches.append((ids, positions))
+    tokens = sum(REQUEST_LENGTHS)
     most = max(sizes, default=1)
-    if most > 1:
-        count = most // sum(REQUEST_LENGTHS) + 1
-        batches.append((ids * count, positions * count))
+    kernels = [bucket // tokens for bucket in TOKEN_BUCKETS if program.linears and tokens < bucket <= most]
+    beyond = [most // tokens + 1] if most > 1 else []
+    batches += [(ids * count, positions * count) for count in (1, *kernels, *beyond)]
     return batches
 
 
@@ -134,12 +139,15 @@ def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch
     Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
     Transformers 5.17. A request that begins at 0 is not told its positions: some models count them from elsewhere.
     """
+    count = max(1, len(ids) // len(REQUEST_LENGTHS))  # the same requests again and again
+    ids, positions = ids[: len(REQUEST_LENGTHS)], positions[: len(REQUEST_LENGTHS)]
     told = [{} if position[0] == 0 else {"position_ids": position[None]} for position in positions]
 
     def run(implementation: str) -> torch.Tensor:
         with torch.no_grad(), attention_implementation(model, implementation):
             each = zip(ids, told, strict=True)
-            return torch.cat([model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in each])
+            alone = [model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in each]
+            return torch.cat(alone * count)
 
     try:
         return run("eager")

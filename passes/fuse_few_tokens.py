@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,8 +49,39 @@ class FuseFewTokens:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = add_forms(gm, MAX_FEW_TOKENS, "_few_tokens", few_token_form)
+        matches = add_forms(gm, MAX_FEW_TOKENS, "_few_tokens", lambda piece: few_token_form(piece, FEW))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+@dataclass(frozen=True)
+class LinearOps:
+    """A family of ops for few tokens: `mllm.<prefix>_linear`, `…_linear_residual` and `…_linear_residual_norm`.
+
+    Attributes:
+        prefix: of their names.
+        module: defines them.
+        is_taken: whether they take a weight of [rows, columns].
+        num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
+        takes_float16: as well as bfloat16.
+    """
+
+    prefix: str
+    module: str
+    is_taken: Callable[[int, int], bool]
+    num_norm_blocks: Callable[[int, int], int | None]
+    takes_float16: bool
+
+    def match(self, node: object) -> Linear | None:
+        """A linear that these ops take."""
+        linear = match_linear(node)
+        return linear if linear is not None and self.take(linear) else None
+
+    def take(self, linear: Linear) -> bool:
+        is_dtype = self.takes_float16 or linear.weight.meta["val"].dtype == torch.bfloat16
+        return is_dtype and self.is_taken(*linear.shape)
+
+
+FEW = LinearOps("few", "mllm_compile.runtime.few_token_ops", is_taken, num_norm_blocks, takes_float16=True)
 
 
 @dataclass(frozen=True)
@@ -60,10 +93,10 @@ class _Scaled:
     eps: float
 
 
-def few_token_form(piece: fx.GraphModule) -> fx.GraphModule | None:
+def few_token_form(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | None:
     """The piece with its linears fused, or None where nothing matches."""
     form = copy_of(piece)
-    fusion = _Fusion(form.graph)
+    fusion = _Fusion(form.graph, ops)
     # In this order: a linear is read by all that it can be a part of.
     for fuse in (fusion.residual, fusion.gated, fusion.linear):
         for node in list(form.graph.nodes):
@@ -80,9 +113,10 @@ class _Fusion:
         fused: linears that a kernel of ours stands for now.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, ops: LinearOps) -> None:
         self.fused: set[fx.Node] = set()
         self._graph = graph
+        self._ops = ops
         self._scaled: dict[fx.Node, _Scaled] = {}  # by the norm that it stands for
         self._norms: defaultdict[fx.Node, list[tuple[fx.Node, RMSNorm]]] = defaultdict(list)  # by what is normed
         for node in graph.nodes:
@@ -93,40 +127,40 @@ class _Fusion:
     def residual(self, node: fx.Node) -> None:
         """residual + linear, with the one norm behind it if only linears of ours read that."""
         for linear, residual in match_residual(node):
-            if is_taken(*linear.shape):
+            if self._ops.take(linear):
                 norms = self._norms[node]
-                if len(norms) == 1 and _can_go(*norms[0], linear):
+                if len(norms) == 1 and self._can_go(*norms[0], linear):
                     out = self._call_norm_op(node, linear, residual, *norms[0])
                 else:
-                    out = self._call(node, "few_linear_residual", linear.source, linear.weight, residual)
+                    out = self._call(node, "linear_residual", linear.source, linear.weight, residual)
                 self._replace(node, linear, out)
                 return
 
     def gated(self, node: fx.Node) -> None:
         """silu(gate) * up over the halves of a linear."""
-        linear = match_linear(match_silu_mul(node))
-        if linear is not None and is_taken(*linear.shape) and is_taken(linear.shape[0] // 2, linear.shape[1]):
+        linear = self._ops.match(match_silu_mul(node))
+        if linear is not None and self._ops.is_taken(linear.shape[0] // 2, linear.shape[1]):
             self._replace(node, linear, self._call_linear(node, linear, True))
 
     def linear(self, node: fx.Node) -> None:
         """What is part of nothing else."""
-        linear = None if node in self.fused else match_linear(node)
-        if linear is not None and is_taken(*linear.shape):
+        linear = None if node in self.fused else self._ops.match(node)
+        if linear is not None:
             self._replace(node, linear, self._call_linear(node, linear, False))
 
     def _call_linear(self, node: fx.Node, linear: Linear, is_gated: bool) -> fx.Node:
         norm = self._scaled.get(linear.source)
         if norm is None:
-            return self._call(node, "few_linear", linear.source, linear.weight, None, 0.0, is_gated)
-        return self._call(node, "few_linear", norm.value, linear.weight, norm.squares, norm.eps, is_gated)
+            return self._call(node, "linear", linear.source, linear.weight, None, 0.0, is_gated)
+        return self._call(node, "linear", norm.value, linear.weight, norm.squares, norm.eps, is_gated)
 
     def _call_norm_op(
         self, node: fx.Node, linear: Linear, residual: fx.Node, norm_node: fx.Node, norm: RMSNorm
     ) -> fx.Node:
-        op = "few_linear_residual_norm"
+        op = "linear_residual_norm"
         together = self._call(node, op, linear.source, linear.weight, residual, norm.weight)
         val = node.meta["val"]
-        squares = val.new_empty((*val.shape[:-1], num_norm_blocks(*linear.shape)), dtype=torch.float32)
+        squares = val.new_empty((*val.shape[:-1], self._ops.num_norm_blocks(*linear.shape)), dtype=torch.float32)
         together.meta["val"] = (val, torch.empty_like(val), squares)
         with self._graph.inserting_before(node):
             out, value, sums = (self._graph.call_function(operator.getitem, (together, index)) for index in range(3))
@@ -137,8 +171,9 @@ class _Fusion:
 
     def _call(self, node: fx.Node, name: str, *operands: Any) -> fx.Node:
         """A call in the place of `node`."""
+        name = f"{self._ops.prefix}_{name}"
         if not hasattr(torch.ops.mllm, name):
-            import mllm_compile.runtime.few_token_ops  # noqa: F401  (defines the ops; needs Triton)
+            importlib.import_module(self._ops.module)  # of Triton's, only where it is needed
         with self._graph.inserting_before(node):
             made = self._graph.call_function(getattr(torch.ops.mllm, name).default, operands)
         made.meta.update(node.meta)
@@ -149,9 +184,8 @@ class _Fusion:
         node.replace_all_uses_with(by)
         self._graph.erase_node(node)
 
-
-def _can_go(norm_node: fx.Node, norm: RMSNorm, linear: Linear) -> bool:
-    """Whether the linear that makes a norm's input and the linears that read the norm can do without it."""
-    readers = [match_linear(user) for user in norm_node.users]
-    are_ours = all(reader is not None and is_taken(*reader.shape) for reader in readers)
-    return norm.x.meta["val"].dtype == torch.bfloat16 and are_ours and num_norm_blocks(*linear.shape) is not None
+    def _can_go(self, norm_node: fx.Node, norm: RMSNorm, linear: Linear) -> bool:
+        """Whether the linear that makes a norm's input and the linears that read the norm can do without it."""
+        are_ours = all(self._ops.match(user) is not None for user in norm_node.users)
+        is_bfloat16 = norm.x.meta["val"].dtype == torch.bfloat16
+        return is_bfloat16 and are_ours and self._ops.num_norm_blocks(*linear.shape) is not None

@@ -7,8 +7,9 @@
 5. split_at_attention  one submodule per stretch between attentions, and one for the head
 6. deduplicate_pieces  equal stretches share one module
 7. fuse_single_token   on CUDA, a form of each piece for steps of one token
-8. fuse_few_tokens     and one for steps of few tokens
-9. fuse_silu_mul       on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
+8. stream_linears      and one for steps of up to 64 tokens, on Hopper
+9. fuse_few_tokens     or for few tokens, elsewhere
+10. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
 
 To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
 """
@@ -33,6 +34,7 @@ from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.verify import verify_graph
 
 PASSES: tuple[type[GraphPass], ...] = (
@@ -43,6 +45,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     SplitAtAttention,
     DeduplicatePieces,
     FuseSingleToken,
+    StreamLinears,
     FuseFewTokens,
     FuseSiluMul,
 )

@@ -24,12 +24,15 @@ def copy_of(piece: fx.GraphModule) -> fx.GraphModule:
 def add_forms(
     gm: fx.GraphModule, size: int, suffix: str, make: Callable[[fx.GraphModule], fx.GraphModule | None]
 ) -> int:
-    """Adds to every piece that is called its form for up to `size` tokens, where `make` has one; returns how many."""
+    """Adds to every piece that is called its form for up to `size` tokens, where `make` has one; returns how many.
+
+    A piece that has a form for several tokens already keeps that one.
+    """
     forms: dict[str, dict[int, str]] = gm.meta.setdefault(SMALL_FORMS, {})
     matches = 0
     for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"):
         piece: Any = gm.get_submodule(name)
-        form = None if size in forms.get(name, {}) else make(piece)
+        form = None if max(forms.get(name, {}), default=0) >= size else make(piece)
         if form is not None:
             forms.setdefault(name, {})[size] = name + suffix
             gm.add_module(name + suffix, form)

@@ -85,6 +85,7 @@ AFTER: dict[str, tuple[Check, ...]] = {
     "split_at_attention": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "deduplicate_pieces": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "fuse_single_token": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
+    "stream_linears": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "fuse_few_tokens": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "fuse_silu_mul": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
 }

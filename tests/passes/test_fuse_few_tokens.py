@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from mllm_compile.passes.base import SMALL_FORMS
-from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
+from mllm_compile.passes.fuse_few_tokens import FEW, FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, num_norm_blocks
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
@@ -56,7 +56,7 @@ def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def test_a_decoder_piece_becomes_four_kernels_without_a_norm():
     piece, _ = decoder_piece(4)
-    form = few_token_form(piece)
+    form = few_token_form(piece, FEW)
     assert form is not None
     form.graph.lint()
     assert fused_ops(form) == ["few_linear_residual_norm", "few_linear"] * 2
@@ -67,7 +67,7 @@ def test_a_decoder_piece_becomes_four_kernels_without_a_norm():
 def test_the_form_computes_what_the_piece_does_and_the_piece_stays():
     piece, inputs = decoder_piece(4)
     before, text = piece(*inputs), str(piece.graph)
-    form = few_token_form(piece)
+    form = few_token_form(piece, FEW)
     assert form is not None
     assert str(piece.graph) == text
     for ours, theirs in zip(form(*inputs), before, strict=True):
@@ -76,7 +76,7 @@ def test_the_form_computes_what_the_piece_does_and_the_piece_stays():
 
 def test_in_float16_norms_stay():
     piece, inputs = decoder_piece(4, torch.float16)
-    form = few_token_form(piece)
+    form = few_token_form(piece, FEW)
     assert form is not None
     assert fused_ops(form) == ["few_linear_residual", "few_linear"] * 2
     for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
@@ -90,7 +90,7 @@ def test_a_norm_that_something_else_reads_too_stays():
     hidden = block.norm(out, block.input("norm", HIDDEN))
     product = block.call(LINEAR, hidden, block.input("w2", HIDDEN, HIDDEN), None)
     piece = block.module(hidden, product)
-    form = few_token_form(piece)
+    form = few_token_form(piece, FEW)
     assert form is not None
     assert fused_ops(form) == ["few_linear_residual", "few_linear"]
     for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
@@ -103,7 +103,7 @@ def test_a_norm_with_two_readers_of_ours_goes():
     out = block.call(operator.add, block.call(LINEAR, x, block.input("w", HIDDEN, FFN), None), residual)
     hidden = block.norm(out, block.input("norm", HIDDEN))
     readers = [block.call(LINEAR, hidden, block.input(name, HIDDEN, HIDDEN), None) for name in ("q", "k")]
-    form = few_token_form(block.module(*readers))
+    form = few_token_form(block.module(*readers), FEW)
     assert form is not None
     assert fused_ops(form) == ["few_linear_residual_norm", "few_linear", "few_linear"]
 
@@ -113,7 +113,7 @@ def test_a_linear_with_a_bias_or_odd_sizes_is_left_alone():
     x, residual = block.input("x", 1, 1, HIDDEN), block.input("residual", 1, 1, HIDDEN)
     biased = block.call(LINEAR, x, block.input("w", HIDDEN, HIDDEN), block.input("b", HIDDEN))
     odd = block.call(LINEAR, x, block.input("w_odd", HIDDEN + 4, HIDDEN), None)
-    assert few_token_form(block.module(block.call(operator.add, residual, biased), odd)) is None
+    assert few_token_form(block.module(block.call(operator.add, residual, biased), odd), FEW) is None
 
 
 @pytest.mark.parametrize("kind", ["scaled", "float32"])
@@ -124,7 +124,7 @@ def test_a_sum_that_is_no_plain_residual_keeps_its_linear(kind):
     product = block.call(LINEAR, x, block.input("w", HIDDEN, FFN), None)
     scale = {"alpha": 0.25} if kind == "scaled" else {}
     piece = block.module(block.call(torch.add, residual, product, **scale))
-    form = few_token_form(piece)
+    form = few_token_form(piece, FEW)
     assert form is not None
     assert fused_ops(form) == ["few_linear"]
     assert off_by(form(*block.inputs)[0], piece(*block.inputs)[0]) < 8e-3
@@ -135,7 +135,7 @@ def test_operands_may_be_named():
     x, weight = block.input("x", 1, 4, HIDDEN), block.input("w", HIDDEN, HIDDEN)
     product = block.graph.call_function(LINEAR, (x,), {"weight": weight})
     product.meta["val"] = linear(x.meta["val"], weight.meta["val"])
-    form = few_token_form(block.module(product))
+    form = few_token_form(block.module(product), FEW)
     assert form is not None
     assert fused_ops(form) == ["few_linear"]
 

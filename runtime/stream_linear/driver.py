@@ -1,0 +1,117 @@
+"""The few calls of the CUDA driver that loading and launching a kernel takes, by ctypes: torch has no public ones that
+take a tensor map, a cluster or a launch that starts early.
+
+Structures and numbers are those of cuda.h (CUDA 12 and later; "CUDA Driver API", Execution Control and Tensor Map).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from mllm_compile.runtime.errors import DeviceError
+
+_BFLOAT16, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
+_SHARED_MEMORY_CARVEOUT = 9
+_STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+Argument = int | ctypes.c_void_p | ctypes.c_float | ctypes.c_int  # a value, or the address of one
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int, doing: str) -> None:
+    if result:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(result, ctypes.byref(name))
+        raise DeviceError(f"the CUDA driver answers {(name.value or b'?').decode()} ({result}) to {doing}")
+
+
+class TensorMap:
+    """How TMA finds boxes of `box_rows` x 64 elements in a contiguous bfloat16 matrix; past the last row are zeros.
+
+    Raises:
+        DeviceError: the driver refuses it.
+    """
+
+    def __init__(self, matrix: torch.Tensor, box_rows: int) -> None:
+        self._memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
+        self.address = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        rows, columns = matrix.shape
+        result = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address),
+            _BFLOAT16,
+            2,
+            ctypes.c_void_p(matrix.data_ptr()),
+            (ctypes.c_uint64 * 2)(columns, rows),
+            (ctypes.c_uint64 * 1)(columns * matrix.element_size()),
+            (ctypes.c_uint32 * 2)(64, box_rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,
+            _SWIZZLE_128B,
+            _PROMOTE_256B,
+            0,
+        )
+        _check(result, f"a tensor map of {rows} x {columns}")
+
+
+class Kernel:
+    """A loaded function of a binary, on the current device.
+
+    Raises:
+        DeviceError: the binary is not for this GPU, or needs more than it has.
+    """
+
+    def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
+        # The current device's context, which torch makes when it is first used.
+        torch.cuda.current_stream()
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._shared_bytes = shared_bytes
+        driver = _driver()
+        _check(driver.cuModuleLoadData(ctypes.byref(self._module), binary), "loading a kernel")
+        found = driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
+        _check(found, f"looking for {name}")
+        for attribute, value in ((_MAX_DYNAMIC_SHARED_BYTES, shared_bytes), (_SHARED_MEMORY_CARVEOUT, 100)):
+            _check(
+                driver.cuFuncSetAttribute(self._function, attribute, value), f"{shared_bytes} bytes of shared memory"
+            )
+
+    def launch(self, num_blocks: int, num_threads: int, arguments: Sequence[Argument]) -> None:
+        """Launches on torch's current stream, before the kernel ahead has ended.
+
+        Args:
+            arguments: addresses of values in memory (tensor maps), or the values.
+        """
+        kept = [argument for argument in arguments if not isinstance(argument, int)]
+        addresses = [argument if isinstance(argument, int) else ctypes.addressof(argument) for argument in arguments]
+        attribute = _Attribute(_STARTS_EARLY, 0, 1)
+        config = _LaunchConfig(
+            num_blocks, 1, 1, num_threads, 1, 1, self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream, ctypes.pointer(attribute), 1,
+        )  # fmt: skip
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        result = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        del kept
+        _check(result, "launching a kernel")

@@ -1,0 +1,150 @@
+"""Which linears the kernel for few tokens on Hopper takes, and how it divides each; free of torch.
+
+Shape legend: N rows and K columns of the weight; of a gated one N counts gate and up rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+MAX_STREAMED_TOKENS = 64
+TOKEN_BUCKETS = (8, 16, 32, 64)  # a kernel each; a step takes the first that holds its tokens
+NORM_ROWS = 32  # outputs that one sum of squares is of
+CAPABILITY = (9, 0)  # wgmma is Hopper's alone
+_MULTIPROCESSORS = 132  # of an H100 or H200; tilings fit others too, in waves that may be less full
+
+_TILE_COLUMNS = 64
+_MAX_MMA_TOKENS = 16  # by mma.sync; beyond it wgmma is faster
+_ROWS_UNIT, _COLUMNS_UNIT = 64, 256  # what weights are multiples of
+_SHARED_BYTES = 227 << 10  # a block's
+_SHARED_RING, _WHOLE_RING = 110 << 10, 200 << 10  # two blocks on a multiprocessor, or one
+_LONG_READ = 256 << 10  # bytes a block beyond which it is worth more to have all the ring than to begin early
+
+
+@dataclass(frozen=True)
+class LinearKind:
+    """What a kernel is compiled for.
+
+    Attributes:
+        rows, columns: N and K.
+        norm_blocks: sums of squares a token that it reads; 0: x is taken as it is.
+        gated: silu(gate) * up.
+        residual: a residual is added.
+        norm_next: what the norm behind it wants is written too.
+    """
+
+    rows: int
+    columns: int
+    norm_blocks: int = 0
+    gated: bool = False
+    residual: bool = False
+    norm_next: bool = False
+
+    @property
+    def name(self) -> str:
+        marks = [mark for mark in ("gated", "residual", "norm_next") if getattr(self, mark)]
+        return "_".join([f"{self.rows}x{self.columns}", f"norm{self.norm_blocks}", *marks])
+
+
+@dataclass(frozen=True)
+class LinearTiling:
+    """How one kernel divides a linear.
+
+    Attributes:
+        kind: the linear.
+        tokens: one of TOKEN_BUCKETS.
+        rows: of the weight, a cluster's.
+        split: blocks of a cluster, which divide the columns.
+        warp_groups: for wgmma; 0: mma.sync, by warps_n x warps_k warps.
+    """
+
+    kind: LinearKind
+    tokens: int
+    rows: int
+    split: int
+    warp_groups: int
+    warps_n: int
+    warps_k: int
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return self.kind.rows // self.rows * self.split
+
+    @cached_property
+    def num_threads(self) -> int:
+        """Those that multiply, and a warp that loads."""
+        return 32 * ((4 * self.warp_groups or self.warps_n * self.warps_k) + 1)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.kind.columns // self.split // _TILE_COLUMNS
+
+    @property
+    def stages(self) -> int:
+        """Tiles of the ring; warp groups that take turns at tiles must find theirs in the same slots."""
+        read = self.rows * self.kind.columns // self.split * 2
+        ring = _WHOLE_RING if self.warp_groups and read > _LONG_READ else _SHARED_RING
+        most = ring // self._stage_bytes
+        turns = self.warp_groups or 1
+        return max(turns, min(self.num_tiles, most) // turns * turns)
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.rows + self.tokens) * _TILE_COLUMNS * 2
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Of dynamic shared memory: the ring, later the sums; and what its alignment may cost."""
+        return max(self.stages * self._stage_bytes, self.tokens * (self.rows + 4) * 4) + 1024
+
+
+def bucket_of(num_tokens: int) -> int:
+    """Raises ValueError for more than MAX_STREAMED_TOKENS."""
+    for tokens in TOKEN_BUCKETS:
+        if num_tokens <= tokens:
+            return tokens
+    raise ValueError(f"{num_tokens} tokens; the kernels take up to {MAX_STREAMED_TOKENS}")
+
+
+def is_streamed(rows: int, columns: int) -> bool:
+    """Whether a weight [rows, columns] divides into the kernels' tiles."""
+    return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0 and rows * MAX_STREAMED_TOKENS < 2**31
+
+
+def num_streamed_norm_blocks(rows: int, columns: int) -> int:
+    """How many sums of squares a linear leaves for the norm of its outputs."""
+    return rows // NORM_ROWS
+
+
+def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
+    """The tiling that should take the least time, for a bucket of tokens."""
+    return min(_tilings(kind, tokens), key=_nanoseconds)
+
+
+def _tilings(kind: LinearKind, tokens: int) -> Iterator[LinearTiling]:
+    is_mma = tokens <= _MAX_MMA_TOKENS
+    for rows in (32, 64, 96) if is_mma else (64, 128, 192):
+        for split in (1, 2, 4) if is_mma else (1, 2, 4, 8):
+            columns = kind.columns // split
+            if kind.rows % rows or kind.columns % (split * _TILE_COLUMNS):
+                continue
+            if is_mma:
+                yield LinearTiling(kind, tokens, rows, split, 0, 2, 4 if split == 1 else 2)
+            else:
+                yield LinearTiling(kind, tokens, rows, split, 1 if columns < 8 * _TILE_COLUMNS else 2, 0, 0)
+
+
+def _nanoseconds(tiling: LinearTiling) -> float:
+    """A model of the time, which picks what was the fastest, or within 2 %, of what was measured for the linears of
+    Qwen3-0.6B and 8B at 8 and 64 tokens on an H200.
+
+    A multiprocessor reads 35 bytes a nanosecond, x from the L2 at a third of the cost, and takes 130 ns a tile at
+    least; adding up grows with the split and with what is exchanged.
+    """
+    waves = math.ceil(tiling.num_blocks / _MULTIPROCESSORS)
+    tile = max(130.0, (tiling.rows + 0.3 * tiling.tokens) * _TILE_COLUMNS * 2 / 35)
+    exchange = 200 + 60 * tiling.split + tiling.rows * tiling.tokens / 16 if tiling.split > 1 else 0
+    return waves * tiling.num_tiles * tile + exchange
