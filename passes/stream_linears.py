@@ -19,7 +19,15 @@ class StreamLinears:
         gives every multiprocessor the same share (figures in docs/performance.md). It needs what Triton has no words
         for: tiles that arrive while a block waits, and blocks that add up in each other's memory.
 
-    Before, after: as `fuse_few_tokens`.
+    Before::
+
+        y = residual + linear(a, down)
+        h = norm_weight * to(y.to(f32) * rsqrt(mean(y.to(f32) ** 2) + eps)); z = linear(h, weight)
+
+    After::
+
+        y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
+        z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16; the compiler's driver leaves this pass out where the
         kernels cannot be compiled. A piece that has a form here gets none from `fuse_few_tokens`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ def binary_name(kind: LinearKind, tokens: int) -> str:
     return f"{kind.name}_t{tokens}"
 
 
-def load_kernels(kinds: Iterable[LinearKind], binaries: Mapping[str, bytes], device: torch.device) -> None:
+def load_kernels(kinds: Sequence[LinearKind], binaries: Mapping[str, bytes], device: torch.device) -> None:
     """Makes the kernels of these linears those that the ops launch on `device`.
 
     Args:
@@ -75,6 +75,8 @@ def load_kernels(kinds: Iterable[LinearKind], binaries: Mapping[str, bytes], dev
         ArtifactError: one is missing.
         DeviceError: one cannot be loaded.
     """
+    if not kinds:
+        return
     with torch.cuda.device(device):
         for kind in kinds:
             for tokens in TOKEN_BUCKETS:

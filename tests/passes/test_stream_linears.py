@@ -1,0 +1,82 @@
+"""passes/stream_linears.py: pieces get its form in place of `fuse_few_tokens`', and the form computes the same.
+
+Which linears are fused and which norms go is the two passes' in common: test_fuse_few_tokens.py. The kernels need a
+Hopper GPU; here their ops are stand-ins in plain torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+from mllm_compile.linear_kernels import streamed_linears
+from mllm_compile.passes import fx_match
+from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
+from mllm_compile.passes.stream_linears import STREAMED, StreamLinears
+from mllm_compile.runtime.program import Program, SmallForm
+from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, NORM_ROWS, LinearKind
+from tests.passes.piece_block import FFN, HIDDEN, decoder_piece, fused_ops, graph_of_one_piece
+
+
+def _linear(x, weight, squares, eps, gated):
+    product = linear(x.float(), weight.float())
+    if squares is not None:
+        product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
+    product = product.to(x.dtype)
+    if not gated:
+        return product
+    gate, up = product.chunk(2, -1)
+    return silu(gate) * up
+
+
+def _linear_residual_norm(x, weight, residual, norm_weight):
+    out = residual + linear(x, weight)
+    return out, out * norm_weight, out.float().pow(2).unflatten(-1, (-1, NORM_ROWS)).sum(-1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins():
+    library = torch.library.Library("mllm", "IMPL")
+    library.impl("stream_linear", _linear, "CPU")
+    library.impl("stream_linear_residual", lambda x, weight, residual: residual + linear(x, weight), "CPU")
+    library.impl("stream_linear_residual_norm", _linear_residual_norm, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
+        yield
+    del library
+
+
+def test_the_form_computes_what_the_piece_does():
+    piece, inputs = decoder_piece(4)
+    form = few_token_form(piece, STREAMED)
+    assert form is not None
+    form.graph.lint()
+    assert fused_ops(form) == ["stream_linear_residual_norm", "stream_linear"] * 2
+    for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
+        assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
+
+
+def test_float16_is_left_to_the_other_kernels():
+    assert few_token_form(decoder_piece(4, torch.float16)[0], STREAMED) is None
+
+
+def test_a_piece_with_this_form_gets_no_other_for_few_tokens():
+    gm = graph_of_one_piece(decoder_piece(4)[0])
+    assert StreamLinears()(gm).matches == 1
+    assert FuseFewTokens()(gm).matches == 0
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_STREAMED_TOKENS: "piece_a_streamed"}}
+
+
+def test_the_kernels_that_forms_call_are_each_named_once():
+    gm = graph_of_one_piece(decoder_piece(4)[0])
+    StreamLinears()(gm)
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
+    kinds = streamed_linears(gm, Program((), (), (), "logits", forms))
+    assert len(set(kinds)) == len(kinds) == 4
+    assert kinds[:3] == (
+        LinearKind(HIDDEN, HIDDEN, residual=True, norm_next=True),
+        LinearKind(2 * FFN, HIDDEN, HIDDEN // NORM_ROWS, gated=True),
+        LinearKind(HIDDEN, FFN, residual=True, norm_next=True),
+    )

@@ -1,0 +1,113 @@
+"""The kernel for few tokens on Hopper, as far as it goes without one: how linears are divided, and its source."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm_compile.errors import ArtifactError
+from mllm_compile.runtime.stream_linear.ops import binary_name, load_kernels
+from mllm_compile.runtime.stream_linear.shapes import (
+    MAX_STREAMED_TOKENS,
+    TOKEN_BUCKETS,
+    LinearKind,
+    bucket_of,
+    choose_tiling,
+    is_streamed,
+    num_streamed_norm_blocks,
+)
+from mllm_compile.runtime.stream_linear.source import kernel_source
+
+_SHARED_BYTES = 227 << 10  # of a block on an H200
+_STATIC_BYTES = 1024
+
+KINDS = st.builds(
+    LinearKind,
+    rows=st.integers(1, 256).map(lambda n: 64 * n),
+    columns=st.integers(1, 64).map(lambda n: 256 * n),
+    norm_blocks=st.sampled_from([0, 32]),
+    gated=st.booleans(),
+)
+
+
+@given(KINDS, st.sampled_from(TOKEN_BUCKETS))
+def test_a_weight_that_is_taken_divides_into_tiles_that_fit(kind, tokens):
+    assert is_streamed(kind.rows, kind.columns)
+    tiling = choose_tiling(kind, tokens)
+    assert kind.rows % tiling.rows == 0
+    assert tiling.num_tiles * 64 * tiling.split == kind.columns
+    assert tiling.num_blocks % tiling.split == 0
+    assert tiling.shared_bytes + _STATIC_BYTES <= _SHARED_BYTES
+    assert tiling.stages % (tiling.warp_groups or 1) == 0, "a warp group finds its tiles in the same slots"
+    assert tiling.rows % (64 if tiling.warp_groups else 16 * tiling.warps_n) == 0
+    out_rows = tiling.rows // 2 if kind.gated else tiling.rows
+    assert out_rows % 8 == 0, "of a swizzled box"
+    assert kind.gated or out_rows % (kind.rows // num_streamed_norm_blocks(kind.rows, kind.columns)) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "rows", "split"),
+    [
+        (LinearKind(4096, 1024, 32), 8, 32, 1),
+        (LinearKind(1024, 2048, residual=True), 8, 32, 4),
+        (LinearKind(6144, 1024, 32, gated=True), 8, 96, 2),
+        (LinearKind(6144, 4096, 128), 8, 96, 2),
+        (LinearKind(4096, 12288, residual=True), 8, 64, 2),
+        (LinearKind(4096, 1024, 32), 64, 64, 2),
+        (LinearKind(1024, 3072, residual=True), 64, 64, 8),
+        (LinearKind(24576, 4096, 128, gated=True), 64, 192, 1),
+    ],
+)
+def test_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, rows, split):
+    tiling = choose_tiling(kind, tokens)
+    assert (tiling.rows, tiling.split) == (rows, split)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000)])
+def test_what_does_not_divide_is_left_alone(rows, columns):
+    assert not is_streamed(rows, columns)
+
+
+def test_a_step_takes_the_first_bucket_that_holds_it():
+    assert [bucket_of(count) for count in (1, 8, 9, 17, 64)] == [8, 8, 16, 32, 64]
+    with pytest.raises(ValueError, match="65 tokens"):
+        bucket_of(MAX_STREAMED_TOKENS + 1)
+
+
+def test_names_tell_kernels_apart():
+    kinds = [
+        LinearKind(64, 256),
+        LinearKind(64, 256, 8),
+        LinearKind(64, 256, gated=True),
+        LinearKind(64, 256, residual=True),
+        LinearKind(64, 256, residual=True, norm_next=True),
+    ]
+    names = {binary_name(kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS}
+    assert len(names) == len(kinds) * len(TOKEN_BUCKETS)
+
+
+def test_a_kernel_that_the_runtime_does_not_hold_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: __import__("contextlib").nullcontext())
+    with pytest.raises(ArtifactError, match="64x256_norm0_t8; compile"):
+        load_kernels([LinearKind(64, 256)], {}, torch.device("cuda:0"))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("tokens", TOKEN_BUCKETS)
+@pytest.mark.parametrize(
+    "kind",
+    [LinearKind(6144, 1024, 32, gated=True), LinearKind(1024, 2048, residual=True, norm_next=True)],
+    ids=lambda kind: kind.name,
+)
+def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
+    (tmp_path / "kernel.cu").write_text(kernel_source(choose_tiling(kind, tokens)))
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores" in done.stderr
+    assert "warning" not in done.stderr
