@@ -8,6 +8,7 @@ from torch import fx
 
 from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
+from mllm_compile.passes.linear_match import match_linear
 from mllm_compile.passes.small_forms import add_forms
 from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, is_streamed, num_streamed_norm_blocks
 
@@ -29,8 +30,9 @@ class StreamLinears:
         y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16; the compiler's driver leaves this pass out where the
-        kernels cannot be compiled. A piece that has a form here gets none from `fuse_few_tokens`.
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with no linear that others read faster (shapes.py); the
+        compiler's driver leaves this pass out where the kernels cannot be compiled. A piece that has a form here gets
+        none from `fuse_few_tokens`.
     Preserves: as `fuse_few_tokens`.
     """
 
@@ -38,8 +40,14 @@ class StreamLinears:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = add_forms(gm, MAX_STREAMED_TOKENS, "_streamed", lambda piece: few_token_form(piece, STREAMED))
+        matches = add_forms(gm, MAX_STREAMED_TOKENS, "_streamed", _form)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _form(piece: fx.GraphModule) -> fx.GraphModule | None:
+    """None too where a linear would be left to the library, which is slow with few tokens."""
+    linears = [linear for linear in map(match_linear, piece.graph.nodes) if linear is not None]
+    return few_token_form(piece, STREAMED) if all(map(STREAMED.take, linears)) else None
 
 
 STREAMED = LinearOps(

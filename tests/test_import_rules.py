@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # What the runtime leaves to whom compiles. pydantic: of the config, which the runtime never sees.
 NOT_IN_RUNTIME = ("transformers", "torch._dynamo", "torch._inductor", "pydantic")
 # runtime.ops, sections of it that have a file of their own, and which shapes they take.
-OPS = re.compile(r"mllm_compile\.runtime\.(\w+_)?(ops|shapes)(\.|$)")
+OPS = re.compile(r"mllm_compile\.runtime\.(\w+\.)?(\w+_)?(ops|shapes)(\.|$)")
 RUNTIME = sorted((ROOT / "runtime").rglob("*.py"))
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 # rglob does not follow the links mllm_compile/runtime and mllm_compile/passes.

@@ -49,6 +49,15 @@ def _check(result: int, doing: str) -> None:
         raise DeviceError(f"the CUDA driver answers {(name.value or b'?').decode()} ({result}) to {doing}")
 
 
+def _use_context(device: int) -> None:
+    """Makes torch's context of `device` this thread's too: a thread that has called no CUDA yet has none."""
+    driver, handle, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
+    _check(driver.cuInit(0), "its start")
+    _check(driver.cuDeviceGet(ctypes.byref(handle), device), f"looking for device {device}")
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"taking the context of device {device}")
+    _check(driver.cuCtxSetCurrent(context), f"using the context of device {device}")
+
+
 class TensorMap:
     """How TMA finds boxes of `box_rows` x 64 elements in a contiguous bfloat16 matrix; past the last row are zeros.
 
@@ -85,8 +94,7 @@ class Kernel:
     """
 
     def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
-        # The current device's context, which torch makes when it is first used.
-        torch.cuda.current_stream()
+        _use_context(torch.cuda.current_device())
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._shared_bytes = shared_bytes
         driver = _driver()

@@ -14,10 +14,11 @@ from mllm_compile.linear_kernels import streamed_linears
 from mllm_compile.passes import fx_match
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
+from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.passes.stream_linears import STREAMED, StreamLinears
 from mllm_compile.runtime.program import Program, SmallForm
 from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, NORM_ROWS, LinearKind
-from tests.passes.piece_block import FFN, HIDDEN, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 
 
 def _linear(x, weight, squares, eps, gated):
@@ -56,6 +57,15 @@ def test_the_form_computes_what_the_piece_does():
     assert fused_ops(form) == ["stream_linear_residual_norm", "stream_linear"] * 2
     for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
+
+
+def test_a_piece_with_a_linear_that_another_kernel_reads_faster_has_no_such_form():
+    block = Block()
+    x = block.input("x", 1, 4, HIDDEN)
+    wide = block.call(LINEAR, x, block.input("wide", 60000 // 64 * 64, HIDDEN), None)
+    narrow = block.call(LINEAR, x, block.input("narrow", HIDDEN, HIDDEN), None)
+    gm = graph_of_one_piece(block.module(wide, narrow))
+    assert StreamLinears()(gm).matches == 0
 
 
 def test_float16_is_left_to_the_other_kernels():
