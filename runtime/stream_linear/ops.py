@@ -34,6 +34,7 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 @dataclass(frozen=True)
 class _Loaded:
     tiling: LinearTiling
+    binary: bytes
     kernel: Kernel
 
     def __call__(
@@ -83,9 +84,10 @@ def load_kernels(kinds: Sequence[LinearKind], binaries: Mapping[str, bytes], dev
                 name = binary_name(kind, tokens)
                 if name not in binaries:
                     raise ArtifactError(f"the runtime holds no kernel {name}; compile the model again")
-                tiling = choose_tiling(kind, tokens)
-                kernel = Kernel(binaries[name], KERNEL, tiling.shared_bytes)
-                _LOADED[torch.cuda.current_device(), kind, tokens] = _Loaded(tiling, kernel)
+                key, binary = (torch.cuda.current_device(), kind, tokens), binaries[name]
+                if key not in _LOADED or _LOADED[key].binary != binary:  # not again for every engine of a process
+                    tiling = choose_tiling(kind, tokens)
+                    _LOADED[key] = _Loaded(tiling, binary, Kernel(binary, KERNEL, tiling.shared_bytes))
 
 
 def _loaded(x: torch.Tensor, kind: LinearKind, num_tokens: int) -> _Loaded:
@@ -97,6 +99,12 @@ def _loaded(x: torch.Tensor, kind: LinearKind, num_tokens: int) -> _Loaded:
 
 def _num_tokens(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
+
+
+def _for_tma(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous and at an address that TMA takes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 # mllm::stream_linear --------------------------------------------------------------------------------------------------
@@ -125,7 +133,7 @@ def stream_linear(
     Returns:
         […, N] bfloat16.
     """
-    x = x.contiguous()
+    x = _for_tma(x)
     out = _new_output(x, weight, gated)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, plain_kind(weight, squares, gated), num_tokens)
@@ -149,7 +157,7 @@ _LIBRARY.define("stream_linear_residual(Tensor x, Tensor weight, Tensor residual
 
 def stream_linear_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """residual + x · weightᵀ: x […, K], weight [N, K], residual […, N], all bfloat16 → […, N]."""
-    x, residual = x.contiguous(), residual.contiguous()
+    x, residual = _for_tma(x), residual.contiguous()
     out = torch.empty_like(residual)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, residual_kind(weight, norm_next=False), num_tokens)
@@ -187,7 +195,7 @@ def stream_linear_residual_norm(
     Returns:
         The two […, N] bfloat16, the sums […, B] float32: stream_linear goes on from the latter two.
     """
-    x, residual = x.contiguous(), residual.contiguous()
+    x, residual = _for_tma(x), residual.contiguous()
     out, scaled, squares = _norm_outputs(residual)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, residual_kind(weight, norm_next=True), num_tokens)

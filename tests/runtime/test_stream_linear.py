@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm_compile.errors import ArtifactError
+from mllm_compile.errors import ArtifactError, DeviceError
+from mllm_compile.runtime.stream_linear.driver import Kernel
 from mllm_compile.runtime.stream_linear.ops import binary_name, load_kernels
 from mllm_compile.runtime.stream_linear.shapes import (
     MAX_STREAMED_TOKENS,
@@ -96,7 +98,7 @@ def test_names_tell_kernels_apart():
 
 
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(ArtifactError, match="64x256_norm0_t8; compile"):
         load_kernels([LinearKind(64, 256)], {}, torch.device("cuda:0"))
 
@@ -115,3 +117,58 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     assert done.returncode == 0, done.stderr
     assert "0 bytes spill stores" in done.stderr
     assert "warning" not in done.stderr
+
+
+class FakeDriver:
+    """Answers every call with success but those of `fails`, and writes down which came."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[str] = []
+        self._fails = fails
+
+    def __getattr__(self, name: str):
+        def call(*arguments) -> int:
+            self.calls.append(name)
+            if name == "cuGetErrorName":
+                arguments[1]._obj.value = b"CUDA_ERROR_OF_A_TEST"
+            return 7 if name == self._fails else 0
+
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def use(fails: str = "") -> FakeDriver:
+        fake = FakeDriver(fails)
+        monkeypatch.setattr("mllm_compile.runtime.stream_linear.driver._driver", lambda: fake)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        return fake
+
+    return use
+
+
+def test_a_kernel_is_loaded_into_torchs_context_whatever_the_thread(driver):
+    fake = driver()
+    Kernel(b"", "name", 1 << 16)
+    assert fake.calls.index("cuDevicePrimaryCtxRetain") < fake.calls.index("cuCtxSetCurrent")
+    assert fake.calls.index("cuCtxSetCurrent") < fake.calls.index("cuModuleLoadData")
+
+
+@pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
+def test_what_the_driver_refuses_is_named(driver, call):
+    driver(fails=call)
+    with pytest.raises(DeviceError, match=r"CUDA_ERROR_OF_A_TEST \(7\)"):
+        Kernel(b"", "name", 1 << 16)
+
+
+def test_a_process_loads_a_binary_once(driver, monkeypatch):
+    fake = driver()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("mllm_compile.runtime.stream_linear.ops._LOADED", {})
+    kind = LinearKind(64, 256)
+    binaries = {binary_name(kind, tokens): b"first" for tokens in TOKEN_BUCKETS}
+    for _ in range(2):
+        load_kernels([kind], binaries, torch.device("cuda:0"))
+    assert fake.calls.count("cuModuleLoadData") == len(TOKEN_BUCKETS)
+    load_kernels([kind], dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
+    assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
