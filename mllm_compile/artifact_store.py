@@ -237,8 +237,8 @@ def folder_bytes(folder: Path) -> int:
 
 
 def remove_compiler_cache(folder: Path) -> int | None:
-    """Returns what that freed, None where a compile may be using it."""
-    if not folder.is_dir():
+    """Returns what that freed, None where a compile may be using it. Without the lock of a compile it is not ours."""
+    if not (folder.is_dir() and _compiler_lock(folder).is_file()):
         return 0
     with cache_place(folder.parent).writing():
         handle = _open_lock(_compiler_lock(folder))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mllm_compile.artifact import Manifest, read_manifest
+from mllm_compile.artifact import MANIFEST, Manifest, read_manifest
 from mllm_compile.artifact_store import (
     compiler_cache,
     folder_bytes,
@@ -19,6 +20,8 @@ from mllm_compile.artifact_store import (
 )
 from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.writable_place import place_of
+
+_RUNTIME_NAME = re.compile(r".+-[0-9a-f]{16}")  # the model's type and a key
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,20 @@ def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
 
 def _folders(runtimes: Path) -> list[Path]:
     try:
-        return sorted(path for path in runtimes.iterdir() if path.is_dir() and not path.name.startswith("."))
+        return sorted(path for path in runtimes.iterdir() if path.is_dir() and _is_ours(path))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigError(
             f"{runtimes} cannot be read ({error.strerror}); set cache.dir, or XDG_CACHE_HOME, to a folder of yours"
         ) from error
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a compile made it: in a folder that is no cache, what is called `runtimes` is somebody else's."""
+    if folder.name.startswith("."):  # a compile that is running, or was killed
+        return False
+    return _RUNTIME_NAME.fullmatch(folder.name) is not None or os.path.lexists(folder / MANIFEST)
 
 
 def remove_runtime(folder: Path) -> int:

@@ -56,6 +56,21 @@ def test_what_cannot_be_removed_is_not_said_to_be_freed(cache, monkeypatch, caps
     assert capsys.readouterr().out == "freed 0 B\n"
 
 
+def test_a_folder_that_is_no_cache_loses_nothing(tmp_path, capsys):
+    for place in ("runtimes/python", "runtimes/node", "compilers/gcc"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "file").write_text("somebody's")
+    assert run(["cache", "prune", "--max-size", "0", "--dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "freed 0 B\n"
+    assert sorted(path.name for path in tmp_path.rglob("file")) == ["file"] * 3
+
+
+def test_what_a_damaged_runtime_left_is_removed(tmp_path):
+    folder = runtimes_folder(tmp_path) / "qwen3-0123456789abcdef"
+    folder.mkdir(parents=True)
+    assert [runtime.folder for runtime in prune(tmp_path).runtimes] == [folder]
+
+
 def test_pruning_without_a_size_keeps_every_usable_runtime(cache, capsys):
     assert run(["cache", "prune", "--dir", str(cache)]) == 0
     assert names(cache) == {"new", "old"}
