@@ -56,6 +56,7 @@ from mllm_compile.writable_place import Place, place_of
 if TYPE_CHECKING:
     from mllm_compile.early_pieces import EarlyPiece
     from mllm_compile.hf_model import HFModel
+    from mllm_compile.linear_kernels import LinearCompiler
     from mllm_compile.lowering import Lowered
     from mllm_compile.passes.pipeline import PassReport
     from mllm_compile.piece_workers import PieceWorkers
@@ -319,11 +320,13 @@ def _fill(
     """Writes all but the manifest; returns what was lowered, the weights' files, and the suffix of pieces that run."""
     config, model = target.config, target.model
     # The early pieces' folder is left when the workers, which write into it, have ended.
-    with TemporaryDirectory(dir=scratch) as early_folder, _workers(config) as workers:
+    from mllm_compile.linear_kernels import LinearCompiler
+
+    with TemporaryDirectory(dir=scratch) as early_folder, _workers(config) as workers, LinearCompiler() as linears:
         from mllm_compile.lowering import build_model, lower, plan_lowered_weights
 
         hf_model = build_model(config, model, timeline)
-        early = _start_early_pieces(config, hf_model, workers, Path(early_folder), timeline)
+        early = _start_early_pieces(config, hf_model, workers, linears, Path(early_folder), timeline)
         (scratch / GRAPHS).mkdir()
         lowered = lower(config, hf_model, scratch / GRAPHS, timeline)
         with timeline.stage("plan weights"):
@@ -335,7 +338,7 @@ def _fill(
             weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
-        return lowered, files, _build_pieces(config, lowered, scratch, workers, early, timeline)
+        return lowered, files, _build_pieces(config, lowered, scratch, workers, linears, early, timeline)
 
 
 def _nearest(target: Target) -> Manifest | None:
@@ -382,13 +385,18 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
 
 
 def _start_early_pieces(
-    config: ResolvedConfig, hf_model: HFModel, workers: PieceWorkers | None, folder: Path, timeline: Timeline
+    config: ResolvedConfig,
+    hf_model: HFModel,
+    workers: PieceWorkers | None,
+    linears: LinearCompiler,
+    folder: Path,
+    timeline: Timeline,
 ) -> dict[str, EarlyPiece]:
     if workers is None:
         return {}
     from mllm_compile.early_pieces import start_early_pieces
 
-    return start_early_pieces(config, hf_model, workers, folder, timeline)
+    return start_early_pieces(config, hf_model, workers, linears, folder, timeline)
 
 
 def _build_pieces(
@@ -396,6 +404,7 @@ def _build_pieces(
     lowered: Lowered,
     scratch: Path,
     workers: PieceWorkers | None,
+    linears: LinearCompiler,
     early: Mapping[str, EarlyPiece],
     timeline: Timeline,
 ) -> str:
@@ -404,7 +413,7 @@ def _build_pieces(
 
     (scratch / PIECES).mkdir()
     jobs = write_pieces(lowered, scratch / PIECES)
-    with _kernels(config, lowered, scratch, timeline):
+    with _kernels(config, lowered, scratch, linears, timeline):
         if workers is None:
             return SOURCE_SUFFIX
         from mllm_compile.early_pieces import compile_pieces
@@ -418,7 +427,9 @@ def _build_pieces(
 
 
 @contextmanager
-def _kernels(config: ResolvedConfig, lowered: Lowered, scratch: Path, timeline: Timeline) -> Iterator[None]:
+def _kernels(
+    config: ResolvedConfig, lowered: Lowered, scratch: Path, linears: LinearCompiler, timeline: Timeline
+) -> Iterator[None]:
     """Builds beside the pieces what they and the engine call: attention's kernels by nvcc (or only copied, where
     FlashInfer has them), those of linears by NVRTC."""
     from concurrent.futures import ThreadPoolExecutor
@@ -430,10 +441,8 @@ def _kernels(config: ResolvedConfig, lowered: Lowered, scratch: Path, timeline: 
 
             running.append(threads.submit(collect_kernels, config, lowered.program, scratch / KERNELS, timeline))
         if lowered.program.linears:
-            from mllm_compile.linear_kernels import compile_linears
-
             (scratch / LINEARS).mkdir()
-            running.append(threads.submit(compile_linears, lowered.program.linears, scratch / LINEARS, timeline))
+            running.append(threads.submit(linears.write, lowered.program.linears, scratch / LINEARS, timeline))
         yield
         for built in running:
             built.result()

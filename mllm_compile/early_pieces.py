@@ -29,6 +29,7 @@ from mllm_compile.resolve import ResolvedConfig
 
 if TYPE_CHECKING:
     from mllm_compile.hf_model import HFModel
+    from mllm_compile.linear_kernels import LinearCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,15 @@ class EarlyPiece:
 
 
 def start_early_pieces(
-    config: ResolvedConfig, hf_model: HFModel, workers: PieceWorkers, folder: Path, reporter: Reporter
+    config: ResolvedConfig,
+    hf_model: HFModel,
+    workers: PieceWorkers,
+    linears: LinearCompiler,
+    folder: Path,
+    reporter: Reporter,
 ) -> dict[str, EarlyPiece]:
-    """Hands the pieces of a shallow copy of the model to the workers, and does not wait for them.
+    """Hands the pieces of a shallow copy of the model to the workers, and their kernels of linears to their compiler,
+    and does not wait for them.
 
     Args:
         folder: gets sources and packages; it must outlive the workers.
@@ -79,7 +86,9 @@ def start_early_pieces(
         with reporter.stage(f"trace {_LAYERS} layers"):
             shallow = _shallow_copy(hf_model, config)
             trace = trace_model(shallow, config.runtime.device, max_traced_tokens(config))
-            jobs = write_pieces(rewrite(config, shallow, trace), folder)
+            lowered = rewrite(config, shallow, trace)
+            linears.start(lowered.program.linears)
+            jobs = write_pieces(lowered, folder)
     except Exception:  # a model is code that we have not written, and here nothing depends on it
         logger.info("no pieces are compiled early", exc_info=True)
         return {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mllm_compile.errors import CompileError
 from mllm_compile.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.program import Program
@@ -51,18 +52,45 @@ def _value(node: Any) -> torch.Tensor:
     return node.meta["val"]
 
 
-def compile_linears(kinds: Sequence[LinearKind], folder: Path, reporter: Reporter) -> None:
-    """Writes `<binary_name>.cubin` for every linear and bucket of tokens into `folder`.
+class LinearCompiler:
+    """Compiles kernels in threads, from the moment that somebody knows which: while the model is still being traced.
 
-    Raises:
-        CompileError: NVRTC refuses one.
+    Used with `with`: what nobody waited for is dropped at its end.
     """
 
-    def compile_one(kind: LinearKind, tokens: int) -> None:
-        name = binary_name(kind, tokens)
-        binary = compile_cuda(kernel_source(choose_tiling(kind, tokens)), name, _ARCHITECTURE)
-        (folder / (name + BINARY_SUFFIX)).write_bytes(binary)
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="linears")
+        self._binaries: dict[tuple[LinearKind, int], Future[bytes]] = {}
 
-    with reporter.stage("linear kernels"), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for done in [pool.submit(compile_one, kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS]:
-            done.result()
+    def __enter__(self) -> LinearCompiler:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def start(self, kinds: Iterable[LinearKind]) -> None:
+        """Begins with all buckets of those that were not begun before, and does not wait."""
+        for kind in kinds:
+            for tokens in TOKEN_BUCKETS:
+                if (kind, tokens) not in self._binaries:
+                    self._binaries[kind, tokens] = self._threads.submit(_compile, kind, tokens)
+
+    def write(self, kinds: Sequence[LinearKind], folder: Path, reporter: Reporter) -> None:
+        """Writes `<binary_name>.cubin` of every linear and bucket of tokens into `folder`.
+
+        Raises:
+            CompileError: NVRTC refuses one.
+        """
+        self.start(kinds)
+        with reporter.stage("linear kernels"):
+            for kind in kinds:
+                for tokens in TOKEN_BUCKETS:
+                    binary = self._binaries[kind, tokens].result()
+                    (folder / (binary_name(kind, tokens) + BINARY_SUFFIX)).write_bytes(binary)
+
+
+def _compile(kind: LinearKind, tokens: int) -> bytes:
+    try:
+        return compile_cuda(kernel_source(choose_tiling(kind, tokens)), binary_name(kind, tokens), _ARCHITECTURE)
+    except CompileError as error:
+        raise CompileError(f"{error} Set compile.disable_passes: [stream_linears] to do without it.") from error

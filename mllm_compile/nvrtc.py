@@ -20,12 +20,19 @@ def find_nvrtc() -> ctypes.CDLL | None:
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    for path in (name, *(str(found) for folder in folders for found in sorted(folder.glob(f"*/lib/{name}")))):
+    for path in (Path(name), *(found for folder in folders for found in sorted(folder.glob(f"*/lib/{name}")))):
         try:
-            return ctypes.CDLL(path)
+            return _open(path)
         except OSError:
             continue
     return None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Of NVIDIA's package NVRTC finds its other library only if that is loaded already."""
+    for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")) if path.is_absolute() else ():
+        ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(str(path))
 
 
 def compile_cuda(source: str, name: str, architecture: str) -> bytes:

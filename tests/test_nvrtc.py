@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile import nvrtc
+from mllm_compile import linear_kernels, nvrtc
 from mllm_compile.errors import CompileError
-from mllm_compile.linear_kernels import can_compile_linears
+from mllm_compile.linear_kernels import LinearCompiler, can_compile_linears
+from mllm_compile.progress import NullReporter
+from mllm_compile.runtime.stream_linear.ops import binary_name
+from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS, LinearKind
 
 
 def test_a_cpu_has_no_such_kernels():
@@ -20,6 +23,13 @@ def test_without_the_library_the_package_is_named(monkeypatch):
         nvrtc.compile_cuda("", "nothing", "sm_90a")
 
 
+def test_who_cannot_compile_a_linear_is_told_how_to_do_without(monkeypatch, tmp_path):
+    monkeypatch.setattr(nvrtc, "find_nvrtc", lambda: None)
+    with LinearCompiler() as compiler, pytest.raises(CompileError, match=r"disable_passes: \[stream_linears\]"):
+        compiler.write([LinearKind(64, 256)], tmp_path, NullReporter())
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA has the library")
 def test_a_torch_without_cuda_looks_for_none():
     assert nvrtc.find_nvrtc() is None
@@ -29,3 +39,18 @@ def test_a_torch_without_cuda_looks_for_none():
 def test_an_error_is_the_compilers_first():
     with pytest.raises(CompileError, match=r"NVRTC refuses the kernel bad: .*error"):
         nvrtc.compile_cuda("int f() { return nothing; }", "bad", "sm_90a")
+
+
+def test_what_was_begun_early_is_compiled_once(monkeypatch, tmp_path):
+    compiled = []
+    monkeypatch.setattr(
+        linear_kernels, "compile_cuda", lambda source, name, arch: compiled.append(name) or name.encode()
+    )
+    early, late = LinearKind(64, 256), LinearKind(128, 256)
+    with LinearCompiler() as compiler:
+        compiler.start([early, LinearKind(192, 256)])
+        compiler.write([early, late], tmp_path, NullReporter())
+    assert sorted(compiled) == sorted(set(compiled))
+    names = {binary_name(kind, tokens) for kind in (early, late) for tokens in TOKEN_BUCKETS}
+    assert {path.name for path in tmp_path.iterdir()} == {name + ".cubin" for name in names}
+    assert all(path.read_bytes() == path.stem.encode() for path in tmp_path.iterdir())

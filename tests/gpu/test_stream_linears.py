@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from mllm_compile.linear_kernels import can_compile_linears, compile_linears
+from mllm_compile.linear_kernels import LinearCompiler, can_compile_linears
 from mllm_compile.progress import NullReporter
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.stream_linear.shapes import NORM_ROWS, TOKEN_BUCKETS, LinearKind
@@ -45,7 +45,8 @@ def kinds_of(hidden: int, heads: int, ffn: int) -> list[LinearKind]:
 
 
 def load(kinds: list[LinearKind], folder) -> None:
-    compile_linears(kinds, folder, NullReporter())
+    with LinearCompiler() as compiler:
+        compiler.write(kinds, folder, NullReporter())
     load_kernels(kinds, {path.stem: path.read_bytes() for path in folder.iterdir()}, torch.device("cuda:0"))
 
 
