@@ -319,9 +319,9 @@ def _fill(
 ) -> tuple[Lowered, WeightFiles, str]:
     """Writes all but the manifest; returns what was lowered, the weights' files, and the suffix of pieces that run."""
     config, model = target.config, target.model
-    # The early pieces' folder is left when the workers, which write into it, have ended.
     from mllm_compile.linear_kernels import LinearCompiler
 
+    # The early pieces' folder is left when the workers, which write into it, have ended.
     with TemporaryDirectory(dir=scratch) as early_folder, _workers(config) as workers, LinearCompiler() as linears:
         from mllm_compile.lowering import build_model, lower, plan_lowered_weights
 

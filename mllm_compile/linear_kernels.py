@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,26 +15,40 @@ from mllm_compile.errors import CompileError
 from mllm_compile.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.program import Program
-from mllm_compile.runtime.stream_linear.ops import binary_name, plain_kind, residual_kind
-from mllm_compile.runtime.stream_linear.shapes import CAPABILITY, TOKEN_BUCKETS, LinearKind, choose_tiling
+from mllm_compile.runtime.stream_linear.ops import plain_kind, residual_kind
+from mllm_compile.runtime.stream_linear.shapes import (
+    CAPABILITY,
+    TOKEN_BUCKETS,
+    LinearKind,
+    LinearTiling,
+    choose_tiling,
+)
 from mllm_compile.runtime.stream_linear.source import kernel_source
 
 if TYPE_CHECKING:
     from torch import fx
 
+logger = logging.getLogger(__name__)
+
 BINARY_SUFFIX = ".cubin"
 _ARCHITECTURE = "sm_90a"
+_NICENESS = 5  # as the compilers of pieces: the model is being traced meanwhile
 
 
 def can_compile_linears(device: str) -> bool:
     """Whether the kernels run on `device` and can be compiled here."""
     if not device.startswith("cuda") or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(torch.device(device)) == CAPABILITY and find_nvrtc() is not None
+    if torch.cuda.get_device_capability(torch.device(device)) != CAPABILITY:
+        return False
+    if find_nvrtc() is None:
+        logger.warning("NVRTC is not found, linears are not streamed: pip install nvidia-cuda-nvrtc, and compile again")
+        return False
+    return True
 
 
-def streamed_linears(graph: fx.GraphModule, program: Program) -> tuple[LinearKind, ...]:
-    """The linears that the program's forms for few tokens call kernels for."""
+def streamed_linears(graph: fx.GraphModule, program: Program) -> tuple[LinearTiling, ...]:
+    """The kernels that the program's forms for few tokens call: of each linear one for every bucket of tokens."""
     ops: Any = torch.ops.mllm
     kinds: dict[LinearKind, None] = {}
     for form in program.all_small_forms():
@@ -45,7 +60,7 @@ def streamed_linears(graph: fx.GraphModule, program: Program) -> tuple[LinearKin
             elif node.target in (ops.stream_linear_residual.default, ops.stream_linear_residual_norm.default):
                 is_normed = node.target is ops.stream_linear_residual_norm.default
                 kinds[residual_kind(_value(node.args[1]), norm_next=is_normed)] = None
-    return tuple(kinds)
+    return tuple(choose_tiling(kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS)
 
 
 def _value(node: Any) -> torch.Tensor:
@@ -59,8 +74,10 @@ class LinearCompiler:
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="linears")
-        self._binaries: dict[tuple[LinearKind, int], Future[bytes]] = {}
+        self._threads = ThreadPoolExecutor(
+            os.cpu_count() or 1, thread_name_prefix="linears", initializer=os.nice, initargs=(_NICENESS,)
+        )
+        self._binaries: dict[LinearTiling, Future[bytes]] = {}
 
     def __enter__(self) -> LinearCompiler:
         return self
@@ -68,29 +85,26 @@ class LinearCompiler:
     def __exit__(self, *raised: object) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def start(self, kinds: Iterable[LinearKind]) -> None:
-        """Begins with all buckets of those that were not begun before, and does not wait."""
-        for kind in kinds:
-            for tokens in TOKEN_BUCKETS:
-                if (kind, tokens) not in self._binaries:
-                    self._binaries[kind, tokens] = self._threads.submit(_compile, kind, tokens)
+    def start(self, tilings: Iterable[LinearTiling]) -> None:
+        """Begins with those that were not begun before, and does not wait."""
+        for tiling in tilings:
+            if tiling not in self._binaries:
+                self._binaries[tiling] = self._threads.submit(_compile, tiling)
 
-    def write(self, kinds: Sequence[LinearKind], folder: Path, reporter: Reporter) -> None:
-        """Writes `<binary_name>.cubin` of every linear and bucket of tokens into `folder`.
+    def write(self, tilings: Sequence[LinearTiling], folder: Path, reporter: Reporter) -> None:
+        """Writes each as `<its name>.cubin` into `folder`.
 
         Raises:
             CompileError: NVRTC refuses one.
         """
-        self.start(kinds)
+        self.start(tilings)
         with reporter.stage("linear kernels"):
-            for kind in kinds:
-                for tokens in TOKEN_BUCKETS:
-                    binary = self._binaries[kind, tokens].result()
-                    (folder / (binary_name(kind, tokens) + BINARY_SUFFIX)).write_bytes(binary)
+            for tiling in tilings:
+                (folder / (tiling.name + BINARY_SUFFIX)).write_bytes(self._binaries[tiling].result())
 
 
-def _compile(kind: LinearKind, tokens: int) -> bytes:
+def _compile(tiling: LinearTiling) -> bytes:
     try:
-        return compile_cuda(kernel_source(choose_tiling(kind, tokens)), binary_name(kind, tokens), _ARCHITECTURE)
+        return compile_cuda(kernel_source(tiling), tiling.name, _ARCHITECTURE)
     except CompileError as error:
         raise CompileError(f"{error} Set compile.disable_passes: [stream_linears] to do without it.") from error

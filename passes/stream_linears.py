@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
-from mllm_compile.passes.linear_match import match_linear
+from mllm_compile.passes.fx_match import LINEAR, is_call
 from mllm_compile.passes.small_forms import add_forms
 from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, is_streamed, num_streamed_norm_blocks
 
@@ -45,9 +46,9 @@ class StreamLinears:
 
 
 def _form(piece: fx.GraphModule) -> fx.GraphModule | None:
-    """None too where a linear would be left to the library, which is slow with few tokens."""
-    linears = [linear for linear in map(match_linear, piece.graph.nodes) if linear is not None]
-    return few_token_form(piece, STREAMED) if all(map(STREAMED.take, linears)) else None
+    """None too where a linear would be left to the library, which is slow with few tokens: one with a bias, say."""
+    linears = [node for node in piece.graph.nodes if is_call(node, LINEAR, torch.nn.functional.linear)]
+    return few_token_form(piece, STREAMED) if all(STREAMED.match(node) for node in linears) else None
 
 
 STREAMED = LinearOps(

@@ -16,7 +16,7 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops import attention_with_output, cache_inputs
-from mllm_compile.runtime.stream_linear.shapes import LinearKind
+from mllm_compile.runtime.stream_linear.shapes import LinearTiling
 
 TOKEN_INPUTS = ("input_ids", "positions")
 ROW_INPUT = "logits_indices"
@@ -90,7 +90,8 @@ Step = PieceStep | AttentionStep
 class SmallForm:
     """A further form of a piece, for steps of at most `max_size` tokens (or rows, of the head).
 
-    `piece` is its id; how many there are is the size of dimension `dim` of input `input`.
+    `piece` is its id; how many there are is the size of dimension `dim` of input `input`. Of the head too that is the
+    step's tokens: it never has more rows.
     """
 
     piece: str
@@ -133,7 +134,7 @@ class Program:
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, DecodeForms] = field(default_factory=dict)  # layer → pieces, where it has some
     sampling: SamplingForms | None = None
-    linears: tuple[LinearKind, ...] = ()  # what pieces call kernels of runtime/stream_linear/ for
+    linears: tuple[LinearTiling, ...] = ()  # the kernels of runtime/stream_linear/ that pieces call
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention and of sampling."""
@@ -160,7 +161,7 @@ class Program:
             "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
             "decode_attention": {layer: asdict(forms) for layer, forms in self.decode_attention.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
-            "linears": [asdict(kind) for kind in self.linears],
+            "linears": [tiling.to_json() for tiling in self.linears],
         }
 
     @classmethod
@@ -177,7 +178,7 @@ class Program:
                 },
                 decode_attention={layer: DecodeForms(**forms) for layer, forms in data["decode_attention"].items()},
                 sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
-                linears=tuple(LinearKind(**kind) for kind in data["linears"]),
+                linears=tuple(LinearTiling.from_json(tiling) for tiling in data["linears"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(

@@ -9,8 +9,7 @@ from mllm_compile import linear_kernels, nvrtc
 from mllm_compile.errors import CompileError
 from mllm_compile.linear_kernels import LinearCompiler, can_compile_linears
 from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.stream_linear.ops import binary_name
-from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.shapes import LinearKind, choose_tiling
 
 
 def test_a_cpu_has_no_such_kernels():
@@ -26,7 +25,7 @@ def test_without_the_library_the_package_is_named(monkeypatch):
 def test_who_cannot_compile_a_linear_is_told_how_to_do_without(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "find_nvrtc", lambda: None)
     with LinearCompiler() as compiler, pytest.raises(CompileError, match=r"disable_passes: \[stream_linears\]"):
-        compiler.write([LinearKind(64, 256)], tmp_path, NullReporter())
+        compiler.write([choose_tiling(LinearKind(64, 256), 8)], tmp_path, NullReporter())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,11 +45,10 @@ def test_what_was_begun_early_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setattr(
         linear_kernels, "compile_cuda", lambda source, name, arch: compiled.append(name) or name.encode()
     )
-    early, late = LinearKind(64, 256), LinearKind(128, 256)
+    early, late, dropped = (choose_tiling(LinearKind(rows, 256), 8) for rows in (64, 128, 192))
     with LinearCompiler() as compiler:
-        compiler.start([early, LinearKind(192, 256)])
+        compiler.start([early, dropped])
         compiler.write([early, late], tmp_path, NullReporter())
     assert sorted(compiled) == sorted(set(compiled))
-    names = {binary_name(kind, tokens) for kind in (early, late) for tokens in TOKEN_BUCKETS}
-    assert {path.name for path in tmp_path.iterdir()} == {name + ".cubin" for name in names}
+    assert {path.name for path in tmp_path.iterdir()} == {early.name + ".cubin", late.name + ".cubin"}
     assert all(path.read_bytes() == path.stem.encode() for path in tmp_path.iterdir())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.passes import pack_projections
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.program import Program, SmallForm
+from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS, LinearKind, choose_tiling
 from tests.models.tiny_configs import save_tiny_model, tiny_config
 
 
@@ -88,6 +91,32 @@ def test_every_form_of_a_piece_is_run_and_the_largest_batch_comes_last(forms, si
     batches = self_check._batches(program, ids, ids)
     assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == sizes
     assert all(torch.equal(torch.cat(batch_ids), torch.cat(positions)) for batch_ids, positions in batches)
+
+
+def test_every_kernel_of_a_linear_is_run():
+    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in (1, 64))
+    tilings = tuple(choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS)
+    program = Program((), (), (), "logits", {"piece": small}, linears=tilings)
+    ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
+    batches = self_check._batches(program, ids, ids)
+    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [1, 8, 16, 32, 64, 72]
+
+
+def test_transformers_runs_each_request_of_a_repeated_batch_once(monkeypatch):
+    monkeypatch.setattr(self_check, "attention_implementation", lambda model, name: contextlib.nullcontext())
+    runs = []
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, use_cache, position_ids=None):
+            runs.append(input_ids.shape[1])
+            return SimpleNamespace(logits=input_ids[..., None].float())
+
+    ids = [torch.arange(5), torch.arange(10, 13)] * 3
+    logits = self_check._run_transformers(Model(), ids, [torch.arange(5), torch.arange(100, 103)] * 3)
+    assert runs == [5, 3]
+    assert torch.equal(logits[:, 0], torch.cat(ids).float())
+    alone = self_check._run_transformers(Model(), ids[:1], [torch.arange(5)])
+    assert torch.equal(alone[:, 0], ids[0].float())
 
 
 def test_what_the_compiler_wrote_is_checked_with_the_programs_logits(monkeypatch, tmp_path):

@@ -49,13 +49,14 @@ def _check(result: int, doing: str) -> None:
         raise DeviceError(f"the CUDA driver answers {(name.value or b'?').decode()} ({result}) to {doing}")
 
 
-def _use_context(device: int) -> None:
-    """Makes torch's context of `device` this thread's too: a thread that has called no CUDA yet has none."""
+@cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The context that torch uses of `device`, which stays for the process."""
     driver, handle, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
     _check(driver.cuInit(0), "its start")
     _check(driver.cuDeviceGet(ctypes.byref(handle), device), f"looking for device {device}")
     _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"taking the context of device {device}")
-    _check(driver.cuCtxSetCurrent(context), f"using the context of device {device}")
+    return context
 
 
 class TensorMap:
@@ -94,7 +95,9 @@ class Kernel:
     """
 
     def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
-        _use_context(torch.cuda.current_device())
+        # A thread that has called no CUDA yet has no context. Whoever launches has: its tensors came from somewhere.
+        device = torch.cuda.current_device()
+        _check(_driver().cuCtxSetCurrent(_context(device)), f"using the context of device {device}")
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._shared_bytes = shared_bytes
         driver = _driver()
@@ -112,7 +115,6 @@ class Kernel:
         Args:
             arguments: addresses of values in memory (tensor maps), or the values.
         """
-        kept = [argument for argument in arguments if not isinstance(argument, int)]
         addresses = [argument if isinstance(argument, int) else ctypes.addressof(argument) for argument in arguments]
         attribute = _Attribute(_STARTS_EARLY, 0, 1)
         config = _LaunchConfig(
@@ -121,5 +123,4 @@ class Kernel:
         )  # fmt: skip
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         result = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
-        del kept
         _check(result, "launching a kernel")

@@ -11,31 +11,26 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from mllm_compile.runtime.errors import ArtifactError
-from mllm_compile.runtime.stream_linear.driver import Argument, Kernel, TensorMap
-from mllm_compile.runtime.stream_linear.shapes import (
-    NORM_ROWS,
-    TOKEN_BUCKETS,
-    LinearKind,
-    LinearTiling,
-    bucket_of,
-    choose_tiling,
-)
+from mllm_compile.runtime.stream_linear.driver import Kernel, TensorMap
+from mllm_compile.runtime.stream_linear.shapes import NORM_ROWS, LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.stream_linear.source import KERNEL
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
 
-@dataclass(frozen=True)
 class _Loaded:
-    tiling: LinearTiling
-    binary: bytes
-    kernel: Kernel
+    """One kernel of a linear, and the maps that its calls have needed: they hold addresses and sizes, no tensors."""
+
+    def __init__(self, tiling: LinearTiling, binary: bytes) -> None:
+        self.tiling = tiling
+        self.binary = binary
+        self._kernel = Kernel(binary, KERNEL, tiling.shared_bytes)
+        self._maps: dict[tuple[int, int, int], TensorMap] = {}
 
     def __call__(
         self,
@@ -46,48 +41,45 @@ class _Loaded:
         num_tokens: int,
     ) -> None:
         tiling = self.tiling
-        box_rows = tiling.rows // 2 if tiling.kind.gated else tiling.rows
-        maps = [TensorMap(weight, box_rows), TensorMap(x.view(num_tokens, -1), tiling.tokens)]
+        weight_map = self._map(weight, tiling.rows // 2 if tiling.kind.gated else tiling.rows)
+        x_map = self._map(x.view(num_tokens, -1), tiling.tokens)
         pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in operands]
-        arguments: list[Argument] = [
-            *(one.address for one in maps),
-            *pointers,
-            ctypes.c_float(eps),
-            ctypes.c_int(num_tokens),
-        ]
-        self.kernel.launch(tiling.num_blocks, tiling.num_threads, arguments)
+        rest = (ctypes.c_float(eps), ctypes.c_int(num_tokens))
+        self._kernel.launch(
+            tiling.num_blocks, tiling.num_threads, (weight_map.address, x_map.address, *pointers, *rest)
+        )
+
+    def _map(self, matrix: torch.Tensor, box_rows: int) -> TensorMap:
+        key = (matrix.data_ptr(), matrix.shape[0], box_rows)
+        if key not in self._maps:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            self._maps[key] = TensorMap(matrix, box_rows)
+        return self._maps[key]
 
 
+_MAX_MAPS = 4096  # a weight for each layer and, without graphs, an x for whatever the allocator gives
 _LOADED: dict[tuple[int, LinearKind, int], _Loaded] = {}  # by device index, linear and bucket
 
 
-def binary_name(kind: LinearKind, tokens: int) -> str:
-    """The file of one kernel, without its suffix."""
-    return f"{kind.name}_t{tokens}"
-
-
-def load_kernels(kinds: Sequence[LinearKind], binaries: Mapping[str, bytes], device: torch.device) -> None:
-    """Makes the kernels of these linears those that the ops launch on `device`.
+def load_kernels(tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes], device: torch.device) -> None:
+    """Makes these kernels those that the ops launch on `device`.
 
     Args:
-        binaries: by binary_name; checked by the caller: they are executed.
+        binaries: by the tiling's name; checked by the caller: they are executed.
 
     Raises:
         ArtifactError: one is missing.
         DeviceError: one cannot be loaded.
     """
-    if not kinds:
-        return
-    with torch.cuda.device(device):
-        for kind in kinds:
-            for tokens in TOKEN_BUCKETS:
-                name = binary_name(kind, tokens)
-                if name not in binaries:
-                    raise ArtifactError(f"the runtime holds no kernel {name}; compile the model again")
-                key, binary = (torch.cuda.current_device(), kind, tokens), binaries[name]
-                if key not in _LOADED or _LOADED[key].binary != binary:  # not again for every engine of a process
-                    tiling = choose_tiling(kind, tokens)
-                    _LOADED[key] = _Loaded(tiling, binary, Kernel(binary, KERNEL, tiling.shared_bytes))
+    for tiling in tilings:
+        if tiling.name not in binaries:
+            raise ArtifactError(f"the runtime holds no kernel {tiling.name}; compile the model again")
+        with torch.cuda.device(device):
+            key, binary = (torch.cuda.current_device(), tiling.kind, tiling.tokens), binaries[tiling.name]
+            loaded = _LOADED.get(key)
+            if loaded is None or (loaded.tiling, loaded.binary) != (tiling, binary):  # once for a process's engines
+                _LOADED[key] = _Loaded(tiling, binary)
 
 
 def _loaded(x: torch.Tensor, kind: LinearKind, num_tokens: int) -> _Loaded:
@@ -158,7 +150,7 @@ _LIBRARY.define("stream_linear_residual(Tensor x, Tensor weight, Tensor residual
 def stream_linear_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """residual + x · weightᵀ: x […, K], weight [N, K], residual […, N], all bfloat16 → […, N]."""
     x, residual = _for_tma(x), residual.contiguous()
-    out = torch.empty_like(residual)
+    out = residual.new_empty(residual.shape)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, residual_kind(weight, norm_next=False), num_tokens)
     launch(x, weight, (None, residual, None, out, None, None), 0.0, num_tokens)
@@ -173,7 +165,7 @@ def residual_kind(weight: torch.Tensor, norm_next: bool) -> LinearKind:
 
 _LIBRARY.impl("stream_linear_residual", stream_linear_residual, "CUDA")
 torch.library.register_fake(
-    "mllm::stream_linear_residual", lambda x, weight, residual: torch.empty_like(residual), lib=_LIBRARY
+    "mllm::stream_linear_residual", lambda x, weight, residual: residual.new_empty(residual.shape), lib=_LIBRARY
 )
 
 # mllm::stream_linear_residual_norm ------------------------------------------------------------------------------------

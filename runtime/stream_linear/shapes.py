@@ -6,9 +6,10 @@ Shape legend: N rows and K columns of the weight; of a gated one N counts gate a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 MAX_STREAMED_TOKENS = 64
 TOKEN_BUCKETS = (8, 16, 32, 64)  # a kernel each; a step takes the first that holds its tokens
@@ -19,11 +20,10 @@ _MULTIPROCESSORS = 132  # of an H100 or H200; tilings fit others too, in waves t
 _TILE_COLUMNS = 64
 _MAX_MMA_TOKENS = 16  # by mma.sync; beyond it wgmma is faster
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 256  # what weights are multiples of
-_SHARED_BYTES = 227 << 10  # a block's
 _SHARED_RING, _WHOLE_RING = 110 << 10, 200 << 10  # two blocks on a multiprocessor, or one
 # A weight streams well that all multiprocessors together hold before its inputs are there, or one so large (a head's)
 # that each has many blocks, which begin while others end. One between them ends with what only it waits for: with 64
-# tokens the linears of an 8B layer took 15 to 50 % longer than cuBLAS, with 8 as long as Triton's kernels.
+# tokens the linears of an 8B layer took 11 to 56 % longer than cuBLAS, with 8 as long as Triton's kernels.
 _HELD_BYTES = _MULTIPROCESSORS * _SHARED_RING
 _MANY_ROWS = 65536
 _LONG_READ = 256 << 10  # bytes a block beyond which it is worth more to have all the ring than to begin early
@@ -56,7 +56,7 @@ class LinearKind:
 
 @dataclass(frozen=True)
 class LinearTiling:
-    """How one kernel divides a linear.
+    """How one kernel divides a linear. Stored with its binary, which is launched as it was compiled.
 
     Attributes:
         kind: the linear.
@@ -64,6 +64,7 @@ class LinearTiling:
         rows: of the weight, a cluster's.
         split: blocks of a cluster, which divide the columns.
         warp_groups: for wgmma; 0: mma.sync, by warps_n x warps_k warps.
+        stages: tiles of the ring.
     """
 
     kind: LinearKind
@@ -73,6 +74,12 @@ class LinearTiling:
     warp_groups: int
     warps_n: int
     warps_k: int
+    stages: int
+
+    @property
+    def name(self) -> str:
+        """Of the binary's file, without its suffix."""
+        return f"{self.kind.name}_t{self.tokens}"
 
     @cached_property
     def num_blocks(self) -> int:
@@ -87,23 +94,17 @@ class LinearTiling:
     def num_tiles(self) -> int:
         return self.kind.columns // self.split // _TILE_COLUMNS
 
-    @property
-    def stages(self) -> int:
-        """Tiles of the ring; warp groups that take turns at tiles must find theirs in the same slots."""
-        read = self.rows * self.kind.columns // self.split * 2
-        ring = _WHOLE_RING if self.warp_groups and read > _LONG_READ else _SHARED_RING
-        most = ring // self._stage_bytes
-        turns = self.warp_groups or 1
-        return max(turns, min(self.num_tiles, most) // turns * turns)
-
-    @property
-    def _stage_bytes(self) -> int:
-        return (self.rows + self.tokens) * _TILE_COLUMNS * 2
-
     @cached_property
     def shared_bytes(self) -> int:
         """Of dynamic shared memory: the ring, later the sums; and what its alignment may cost."""
-        return max(self.stages * self._stage_bytes, self.tokens * (self.rows + 4) * 4) + 1024
+        return max(self.stages * _stage_bytes(self.rows, self.tokens), self.tokens * (self.rows + 4) * 4) + 1024
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LinearTiling:
+        return cls(**{**data, "kind": LinearKind(**data["kind"])})
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -125,6 +126,10 @@ def num_streamed_norm_blocks(rows: int, columns: int) -> int:
     return rows // NORM_ROWS
 
 
+def _stage_bytes(rows: int, tokens: int) -> int:
+    return (rows + tokens) * _TILE_COLUMNS * 2
+
+
 def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
     """The tiling that should take the least time, for a bucket of tokens."""
     return min(_tilings(kind, tokens), key=_nanoseconds)
@@ -137,10 +142,17 @@ def _tilings(kind: LinearKind, tokens: int) -> Iterator[LinearTiling]:
             columns = kind.columns // split
             if kind.rows % rows or kind.columns % (split * _TILE_COLUMNS):
                 continue
-            if is_mma:
-                yield LinearTiling(kind, tokens, rows, split, 0, 2, 4 if split == 1 else 2)
-            else:
-                yield LinearTiling(kind, tokens, rows, split, 1 if columns < 8 * _TILE_COLUMNS else 2, 0, 0)
+            groups = 0 if is_mma else 1 if columns < 8 * _TILE_COLUMNS else 2
+            warps = (2, 4 if split == 1 else 2) if is_mma else (0, 0)
+            yield LinearTiling(kind, tokens, rows, split, groups, *warps, _num_stages(rows, columns, tokens, groups))
+
+
+def _num_stages(rows: int, columns: int, tokens: int, warp_groups: int) -> int:
+    """As many as fit; warp groups that take turns at tiles must find theirs in the same slots."""
+    is_long = warp_groups > 0 and rows * columns * 2 > _LONG_READ
+    most = (_WHOLE_RING if is_long else _SHARED_RING) // _stage_bytes(rows, tokens)
+    turns = warp_groups or 1
+    return max(turns, min(columns // _TILE_COLUMNS, most) // turns * turns)
 
 
 def _nanoseconds(tiling: LinearTiling) -> float:
@@ -148,9 +160,9 @@ def _nanoseconds(tiling: LinearTiling) -> float:
     Qwen3-0.6B and 8B at 8 and 64 tokens on an H200.
 
     A multiprocessor reads 35 bytes a nanosecond, x from the L2 at a third of the cost, and takes 130 ns a tile at
-    least; adding up grows with the split and with what is exchanged.
+    least; adding up, once a wave, grows with the split and with what is exchanged.
     """
     waves = math.ceil(tiling.num_blocks / _MULTIPROCESSORS)
     tile = max(130.0, (tiling.rows + 0.3 * tiling.tokens) * _TILE_COLUMNS * 2 / 35)
     exchange = 200 + 60 * tiling.split + tiling.rows * tiling.tokens / 16 if tiling.split > 1 else 0
-    return waves * tiling.num_tiles * tile + exchange
+    return waves * (tiling.num_tiles * tile + exchange)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.nn.functional import linear, silu
@@ -9,7 +11,7 @@ from torch.nn.functional import linear, silu
 from mllm_compile.linear_kernels import LinearCompiler, can_compile_linears
 from mllm_compile.progress import NullReporter
 from mllm_compile.runtime.stream_linear.ops import load_kernels
-from mllm_compile.runtime.stream_linear.shapes import NORM_ROWS, TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.shapes import NORM_ROWS, TOKEN_BUCKETS, LinearKind, choose_tiling
 from tests.gpu.test_few_tokens import EPS, MARGIN, compiled, layer, off_by, random_inputs, shapes_of
 
 pytestmark = [
@@ -45,9 +47,10 @@ def kinds_of(hidden: int, heads: int, ffn: int) -> list[LinearKind]:
 
 
 def load(kinds: list[LinearKind], folder) -> None:
+    tilings = [choose_tiling(kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS]
     with LinearCompiler() as compiler:
-        compiler.write(kinds, folder, NullReporter())
-    load_kernels(kinds, {path.stem: path.read_bytes() for path in folder.iterdir()}, torch.device("cuda:0"))
+        compiler.write(tilings, folder, NullReporter())
+    load_kernels(tilings, {path.stem: path.read_bytes() for path in folder.iterdir()}, torch.device("cuda:0"))
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
@@ -82,12 +85,15 @@ def test_a_graph_replays_them_on_other_inputs(piece, num_tokens):
         assert torch.equal(captured, direct)
 
 
-@pytest.mark.parametrize("rows", [64, 320, 151936])
+WIDTHS = [(64, 1024), (320, 1024), (64, 4096), (1152, 4096), (128, 256), (151936, 1024), (128256, 4096)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), WIDTHS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 20, 64])
-def test_without_norms_for_any_width(tmp_path, rows, num_tokens):
-    kinds = [LinearKind(rows, 1024), LinearKind(rows, 1024, residual=True)]
+def test_without_norms_for_any_width(tmp_path, rows, columns, num_tokens):
+    kinds = [LinearKind(rows, columns), LinearKind(rows, columns, residual=True)]
     load(kinds, tmp_path)
-    x, weight, residual = random_inputs([("T", 1024), (rows, 1024), ("T", rows)], num_tokens)
+    x, weight, residual = random_inputs([("T", columns), (rows, columns), ("T", rows)], num_tokens)
     product = linear(x.float(), weight.float())
     ours = torch.ops.mllm.stream_linear(x, weight, None, 0.0, False)
     assert off_by(ours, product) <= MARGIN * off_by(linear(x, weight), product)
@@ -107,6 +113,24 @@ def test_a_gated_one_without_a_norm(tmp_path):
         true = silu(gate) * up
         ours = torch.ops.mllm.stream_linear(x, weight, None, 0.0, True)
         assert off_by(ours, true) <= MARGIN * off_by(silu(torch_gate) * torch_up, true)
+
+
+def test_an_input_may_lie_anywhere(tmp_path):
+    load([LinearKind(64, 256)], tmp_path)
+    x, weight = random_inputs([(9, 257), (64, 256)], 9)
+    for odd in (x[:, 1:], x.flatten()[1 : 1 + 8 * 256].view(8, 256)):
+        ours = torch.ops.mllm.stream_linear(odd, weight, None, 0.0, False)
+        assert torch.equal(ours, torch.ops.mllm.stream_linear(odd.clone(), weight, None, 0.0, False))
+
+
+def test_a_thread_without_a_context_loads_kernels(tmp_path):
+    """As an engine does that compiled in the same process: the driver's calls need a context of the thread's own."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(load, [LinearKind(64, 512)], tmp_path).result()
+    x, weight = random_inputs([("T", 512), (64, 512)], 4)
+    product = linear(x.float(), weight.float())
+    ours = torch.ops.mllm.stream_linear(x, weight, None, 0.0, False)
+    assert off_by(ours, product) <= MARGIN * off_by(linear(x, weight), product)
 
 
 def test_what_is_not_loaded_is_named():

@@ -17,7 +17,7 @@ from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.passes.stream_linears import STREAMED, StreamLinears
 from mllm_compile.runtime.program import Program, SmallForm
-from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, NORM_ROWS, LinearKind
+from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, NORM_ROWS, TOKEN_BUCKETS, LinearKind
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 
 
@@ -68,6 +68,14 @@ def test_a_piece_with_a_linear_that_another_kernel_reads_faster_has_no_such_form
     assert StreamLinears()(gm).matches == 0
 
 
+def test_a_linear_with_a_bias_keeps_its_piece_from_the_form():
+    block = Block()
+    x = block.input("x", 1, 4, HIDDEN)
+    biased = block.call(LINEAR, x, block.input("w", HIDDEN, HIDDEN), block.input("b", HIDDEN))
+    plain = block.call(LINEAR, x, block.input("w2", HIDDEN, HIDDEN), None)
+    assert StreamLinears()(graph_of_one_piece(block.module(biased, plain))).matches == 0
+
+
 def test_float16_is_left_to_the_other_kernels():
     assert few_token_form(decoder_piece(4, torch.float16)[0], STREAMED) is None
 
@@ -83,10 +91,10 @@ def test_the_kernels_that_forms_call_are_each_named_once():
     gm = graph_of_one_piece(decoder_piece(4)[0])
     StreamLinears()(gm)
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
-    kinds = streamed_linears(gm, Program((), (), (), "logits", forms))
-    assert len(set(kinds)) == len(kinds) == 4
-    assert kinds[:3] == (
+    tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
+    assert len({tiling.name for tiling in tilings}) == len(tilings) == 4 * len(TOKEN_BUCKETS)
+    assert [tiling.kind for tiling in tilings[:: len(TOKEN_BUCKETS)]][:3] == [
         LinearKind(HIDDEN, HIDDEN, residual=True, norm_next=True),
         LinearKind(2 * FFN, HIDDEN, HIDDEN // NORM_ROWS, gated=True),
         LinearKind(HIDDEN, FFN, residual=True, norm_next=True),
-    )
+    ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError, DeviceError
-from mllm_compile.runtime.stream_linear.driver import Kernel
-from mllm_compile.runtime.stream_linear.ops import binary_name, load_kernels
+from mllm_compile.runtime.stream_linear.driver import Kernel, _context
+from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.stream_linear.shapes import (
     MAX_STREAMED_TOKENS,
     TOKEN_BUCKETS,
     LinearKind,
+    LinearTiling,
     bucket_of,
     choose_tiling,
     is_streamed,
@@ -42,7 +46,6 @@ def test_a_weight_that_is_taken_divides_into_tiles_that_fit(kind, tokens):
     tiling = choose_tiling(kind, tokens)
     assert kind.rows % tiling.rows == 0
     assert tiling.num_tiles * 64 * tiling.split == kind.columns
-    assert tiling.num_blocks % tiling.split == 0
     assert tiling.shared_bytes + _STATIC_BYTES <= _SHARED_BYTES
     assert tiling.stages % (tiling.warp_groups or 1) == 0, "a warp group finds its tiles in the same slots"
     assert tiling.rows % (64 if tiling.warp_groups else 16 * tiling.warps_n) == 0
@@ -62,6 +65,8 @@ def test_a_weight_that_is_taken_divides_into_tiles_that_fit(kind, tokens):
         (LinearKind(4096, 1024, 32), 64, 64, 2),
         (LinearKind(1024, 3072, residual=True), 64, 64, 8),
         (LinearKind(24576, 4096, 128, gated=True), 64, 192, 1),
+        (LinearKind(151936, 4096), 64, 128, 1),
+        (LinearKind(128256, 4096), 64, 128, 1),
     ],
 )
 def test_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, rows, split):
@@ -93,21 +98,31 @@ def test_names_tell_kernels_apart():
         LinearKind(64, 256, residual=True),
         LinearKind(64, 256, residual=True, norm_next=True),
     ]
-    names = {binary_name(kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS}
+    names = {choose_tiling(kind, tokens).name for kind in kinds for tokens in TOKEN_BUCKETS}
     assert len(names) == len(kinds) * len(TOKEN_BUCKETS)
 
 
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(ArtifactError, match="64x256_norm0_t8; compile"):
-        load_kernels([LinearKind(64, 256)], {}, torch.device("cuda:0"))
+        load_kernels([choose_tiling(LinearKind(64, 256), 8)], {}, torch.device("cuda:0"))
+
+
+@given(KINDS, st.sampled_from(TOKEN_BUCKETS))
+def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind, tokens):
+    tiling = choose_tiling(kind, tokens)
+    assert LinearTiling.from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("tokens", TOKEN_BUCKETS)
 @pytest.mark.parametrize(
     "kind",
-    [LinearKind(6144, 1024, 32, gated=True), LinearKind(1024, 2048, residual=True, norm_next=True)],
+    [
+        LinearKind(6144, 1024, 32, gated=True),
+        LinearKind(1024, 2048, residual=True, norm_next=True),
+        LinearKind(6144, 4096, 128),
+    ],
     ids=lambda kind: kind.name,
 )
 def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
@@ -115,8 +130,9 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "0 bytes spill stores" in done.stderr
+    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
     assert "warning" not in done.stderr
+    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
 
 
 class FakeDriver:
@@ -137,14 +153,16 @@ class FakeDriver:
 
 
 @pytest.fixture
-def driver(monkeypatch):
+def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
     def use(fails: str = "") -> FakeDriver:
         fake = FakeDriver(fails)
         monkeypatch.setattr("mllm_compile.runtime.stream_linear.driver._driver", lambda: fake)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         return fake
 
-    return use
+    _context.cache_clear()
+    yield use
+    _context.cache_clear()
 
 
 def test_a_kernel_is_loaded_into_torchs_context_whatever_the_thread(driver):
@@ -165,10 +183,10 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
     fake = driver()
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr("mllm_compile.runtime.stream_linear.ops._LOADED", {})
-    kind = LinearKind(64, 256)
-    binaries = {binary_name(kind, tokens): b"first" for tokens in TOKEN_BUCKETS}
+    tilings = [choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS]
+    binaries = {tiling.name: b"first" for tiling in tilings}
     for _ in range(2):
-        load_kernels([kind], binaries, torch.device("cuda:0"))
+        load_kernels(tilings, binaries, torch.device("cuda:0"))
     assert fake.calls.count("cuModuleLoadData") == len(TOKEN_BUCKETS)
-    load_kernels([kind], dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
+    load_kernels(tilings, dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
     assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
