@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.errors import ArtifactError, DeviceError
 from mllm_compile.runtime.stream_linear.driver import Kernel, TensorMap
 from mllm_compile.runtime.stream_linear.shapes import NORM_ROWS, LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.stream_linear.source import KERNEL
@@ -79,7 +79,16 @@ def load_kernels(tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes],
             key, binary = (torch.cuda.current_device(), tiling.kind, tiling.tokens), binaries[tiling.name]
             loaded = _LOADED.get(key)
             if loaded is None or (loaded.tiling, loaded.binary) != (tiling, binary):  # once for a process's engines
-                _LOADED[key] = _Loaded(tiling, binary)
+                _LOADED[key] = _load(tiling, binary)
+
+
+def _load(tiling: LinearTiling, binary: bytes) -> _Loaded:
+    try:
+        return _Loaded(tiling, binary)
+    except DeviceError as error:
+        raise DeviceError(
+            f"{error} (the linear {tiling.name}). Set compile.disable_passes: [stream_linears] to do without."
+        ) from error
 
 
 def _loaded(x: torch.Tensor, kind: LinearKind, num_tokens: int) -> _Loaded:

@@ -179,6 +179,15 @@ def test_what_the_driver_refuses_is_named(driver, call):
         Kernel(b"", "name", 1 << 16)
 
 
+def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch):
+    driver(fails="cuModuleLoadData")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("mllm_compile.runtime.stream_linear.ops._LOADED", {})
+    tiling = choose_tiling(LinearKind(64, 256), 8)
+    with pytest.raises(DeviceError, match=r"64x256_norm0_t8.*disable_passes: \[stream_linears\]"):
+        load_kernels([tiling], {tiling.name: b""}, torch.device("cuda:0"))
+
+
 def test_a_process_loads_a_binary_once(driver, monkeypatch):
     fake = driver()
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
