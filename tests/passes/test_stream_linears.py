@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
 
 from mllm_compile.linear_kernels import streamed_linears
 from mllm_compile.passes import fx_match
@@ -19,34 +18,14 @@ from mllm_compile.passes.stream_linears import STREAMED, StreamLinears
 from mllm_compile.runtime.program import Program, SmallForm
 from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, NORM_ROWS, TOKEN_BUCKETS, LinearKind
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-
-
-def _linear(x, weight, squares, eps, gated):
-    product = linear(x.float(), weight.float())
-    if squares is not None:
-        product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
-    product = product.to(x.dtype)
-    if not gated:
-        return product
-    gate, up = product.chunk(2, -1)
-    return silu(gate) * up
-
-
-def _linear_residual_norm(x, weight, residual, norm_weight):
-    out = residual + linear(x, weight)
-    return out, out * norm_weight, out.float().pow(2).unflatten(-1, (-1, NORM_ROWS)).sum(-1)
+from tests.passes.stream_stand_ins import streamed_ops_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_ins():
-    library = torch.library.Library("mllm", "IMPL")
-    library.impl("stream_linear", _linear, "CPU")
-    library.impl("stream_linear_residual", lambda x, weight, residual: residual + linear(x, weight), "CPU")
-    library.impl("stream_linear_residual_norm", _linear_residual_norm, "CPU")
-    with pytest.MonkeyPatch.context() as patch:
+    with streamed_ops_on_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
         yield
-    del library
 
 
 def test_the_form_computes_what_the_piece_does():

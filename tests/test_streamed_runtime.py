@@ -1,0 +1,110 @@
+"""A runtime with streamed linears, from compiling to serving: its kernels are written, hashed, opened and loaded.
+
+The kernels need a Hopper GPU: here their ops are stand-ins, and NVRTC gives a kernel's name in place of its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile import Engine, EngineConfig, SamplingParams, artifact_source, linear_kernels, lowering, self_check
+from mllm_compile.artifact import LINEARS, open_artifact
+from mllm_compile.compile import load_or_compile
+from mllm_compile.errors import ArtifactError
+from mllm_compile.passes import fx_match
+from mllm_compile.passes.stream_linears import StreamLinears
+from mllm_compile.runtime.program import Program
+from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
+from tests.models.tiny_configs import save_tiny_model
+from tests.models.tiny_configs import tiny_config as shape_of
+from tests.passes.stream_stand_ins import streamed_ops_on_cpu
+
+WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+
+@dataclass
+class Loads:
+    """What was loaded, call by call."""
+
+    calls: list[dict[str, bytes]] = field(default_factory=list)
+
+    def __call__(self, tilings, binaries, device) -> None:
+        assert device == torch.device("cpu")
+        self.calls.append({tiling.name: binaries[tiling.name] for tiling in tilings})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins() -> Iterator[None]:
+    with streamed_ops_on_cpu():
+        yield
+
+
+@pytest.fixture
+def loads(monkeypatch) -> Loads:
+    monkeypatch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
+    others = [name for name in lowering.KERNEL_PASSES if name != StreamLinears.name]
+    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)
+    monkeypatch.setattr(linear_kernels, "compile_cuda", lambda source, name, architecture: name.encode())
+    recorder = Loads()
+    monkeypatch.setattr(artifact_source, "load_kernels", recorder)
+    monkeypatch.setattr(self_check, "load_kernels", recorder)
+    return recorder
+
+
+def config_of(folder: Path, cache: str = "cache") -> EngineConfig:
+    if not (folder / "model").exists():
+        save_tiny_model(shape_of("qwen3", **WIDTHS, **HEADS), folder / "model")
+    return EngineConfig.from_dict(
+        {
+            "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
+            "compile": {"backend": "eager"},
+            "runtime": {"device": "cpu", "max_model_len": 256},
+            "cache": {"dir": str(folder / cache)},
+        }
+    )
+
+
+def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
+    config = config_of(tmp_path)
+    artifact = load_or_compile(config).artifact
+    program = artifact.program
+    assert {form.max_size for form in program.all_small_forms()} == {MAX_STREAMED_TOKENS}
+    names = {tiling.name for tiling in program.linears}
+    assert len(names) == len(program.linears) == len({tiling.kind for tiling in program.linears}) * len(TOKEN_BUCKETS)
+    assert Program.from_json(program.to_json()) == program
+    assert {path.name for path in (artifact.folder / LINEARS).iterdir()} == {f"{name}.cubin" for name in names}
+    with Engine(config) as engine:
+        output = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
+    assert len(output.token_ids) == 8
+    of_self_check, of_engine = loads.calls
+    assert of_self_check == of_engine == {name: name.encode() for name in names}
+
+
+def test_a_changed_kernel_is_not_loaded(loads, tmp_path):
+    artifact = load_or_compile(config_of(tmp_path)).artifact
+    path = next((artifact.folder / LINEARS).iterdir())
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ArtifactError, match=path.name):
+        open_artifact(artifact.folder)
+
+
+def test_a_prompt_has_the_scores_that_it_has_without_the_pass(loads, tmp_path, monkeypatch):
+    prompt, params = list(range(40)), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def scores(config: EngineConfig) -> torch.Tensor:
+        with Engine(config) as engine:
+            logprobs = engine.generate(prompt, params)[0].prompt_logprobs[1:]
+        return torch.tensor([of[token].logprob for of, token in zip(logprobs, prompt[1:], strict=True)])
+
+    ours = scores(config_of(tmp_path))
+    assert len(loads.calls[-1]) > 0
+    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: lowering.KERNEL_PASSES)
+    plain = scores(config_of(tmp_path, "plain"))
+    assert loads.calls[-1] == {}
+    assert (ours - plain).abs().max() < 0.05
