@@ -32,17 +32,15 @@ constexpr int LD = ROWS + 4;  // floats a token of the sums: no bank conflicts
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
   asm volatile(
-      "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
+      "{ .reg .pred p;\n"
+      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE; bra AGAIN;\n"
+      "DONE: }" ::"r"(barrier), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
-      : "memory");
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ float2 load_peer(u32 address, u32 rank) {
   float2 v;
@@ -117,8 +115,8 @@ __device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 wei
       for (int j = 0; j < TOKEN_TILES; j++) {
         float* d = sums[m] + j * 4;
         asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-            "%2, %3};"
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[j / 2][j % 2 * 2]), "r"(x[j / 2][j % 2 * 2 + 1]));
       }
