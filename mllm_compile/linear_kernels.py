@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ _ARCHITECTURE = "sm_90a"
 _NICENESS = 5  # as the compilers of pieces: the model is being traced meanwhile
 
 
+@cache  # what is missing is said once
 def can_compile_linears(device: str) -> bool:
     """Whether the kernels run on `device` and can be compiled here."""
     if not device.startswith("cuda") or torch.version.hip is not None:

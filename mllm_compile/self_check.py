@@ -1,10 +1,10 @@
 """Runs the compiled program on small inputs before it is published: against Transformers' own forward.
 
 Two requests are packed into one flat batch, at far-apart positions; where pieces have forms for few tokens, also one
-token alone, and the two requests so often that the forms for any number run. A model that carries state from token to
-token, that reads its neighbours by place instead of by attention, or that a pass or Inductor broke, gives other logits
-than Transformers gives each request alone. The weights are small_weights.py's, so an 8B model needs one layer's memory.
-What such batches do not reach is kernel_check.py's.
+token alone, and the two requests so often that every kernel of their linears and the forms for any number run. A model
+that carries state from token to token, that reads its neighbours by place instead of by attention, or that a pass or
+Inductor broke, gives other logits than Transformers gives each request alone. The weights are small_weights.py's, so an
+8B model needs one layer's memory. What such batches do not reach is kernel_check.py's.
 """
 
 from __future__ import annotations

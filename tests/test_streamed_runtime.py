@@ -22,7 +22,7 @@ from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
 from tests.models.tiny_configs import save_tiny_model
 from tests.models.tiny_configs import tiny_config as shape_of
-from tests.passes.stream_stand_ins import streamed_ops_on_cpu
+from tests.passes.stand_ins import streamed_ops_on_cpu
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -17,8 +17,7 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError, DeviceError
 from mllm_compile.runtime.stream_linear.driver import Kernel, TensorMap
-from mllm_compile.runtime.stream_linear.shapes import NORM_ROWS, LinearKind, LinearTiling, bucket_of
-from mllm_compile.runtime.stream_linear.source import KERNEL
+from mllm_compile.runtime.stream_linear.shapes import KERNEL, NORM_ROWS, LinearKind, LinearTiling, bucket_of
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 

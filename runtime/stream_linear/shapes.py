@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+KERNEL = "stream_linear"  # the function's name in every binary
 MAX_STREAMED_TOKENS = 64
 TOKEN_BUCKETS = (8, 16, 32, 64)  # a kernel each; a step takes the first that holds its tokens
 NORM_ROWS = 32  # outputs that one sum of squares is of

@@ -6,7 +6,6 @@ from importlib.resources import files
 
 from mllm_compile.runtime.stream_linear.shapes import LinearTiling
 
-KERNEL = "stream_linear"  # the function's name in every binary
 _INSTRUCTION = """
 __device__ __forceinline__ void multiply_add(float* d, unsigned long long a, unsigned long long b) {{
   asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, 1, 1, 1, 0, 0;"

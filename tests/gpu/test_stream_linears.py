@@ -13,6 +13,7 @@ from mllm_compile.progress import NullReporter
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.stream_linear.shapes import NORM_ROWS, TOKEN_BUCKETS, LinearKind, choose_tiling
 from tests.gpu.test_few_tokens import EPS, MARGIN, compiled, layer, off_by, random_inputs, shapes_of
+from tests.gpu.test_few_tokens import SOURCE as FEW_SOURCE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,16 +25,7 @@ pytestmark = [
 # hidden, all heads, feed-forward: of Qwen3-0.6B and 8B, and such that tiles are of other sizes.
 SHAPES = [(1024, 2048, 3072), (4096, 4096, 12288), (2048, 2304, 4352), (8192, 1024, 2048)]
 NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64]
-SOURCE = """
-import torch
-
-class Piece(torch.nn.Module):
-    def forward(self, a, residual, o, norm, gate_up, down, next_norm, qkv):
-        h, scaled, squares = torch.ops.mllm.stream_linear_residual_norm.default(a, o, residual, norm)
-        y = torch.ops.mllm.stream_linear.default(scaled, gate_up, squares, 1e-6, True)
-        h, scaled, squares = torch.ops.mllm.stream_linear_residual_norm.default(y, down, h, next_norm)
-        return (h, torch.ops.mllm.stream_linear.default(scaled, qkv, squares, 1e-6, False))
-"""
+SOURCE = FEW_SOURCE.replace("few_linear", "stream_linear")
 
 
 def kinds_of(hidden: int, heads: int, ffn: int) -> list[LinearKind]:

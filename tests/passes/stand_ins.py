@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
 
 from mllm_compile.passes import fx_match
+from mllm_compile.runtime.stream_linear import ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.stream_linear.shapes import num_streamed_norm_blocks
 
 
 @contextmanager
@@ -24,4 +28,41 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
         yield
+    del library
+
+
+def linear(x, weight, squares, eps, gated):
+    """What `few_linear` and `stream_linear` compute."""
+    product = torch_linear(x.float(), weight.float())
+    if squares is not None:
+        product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
+    product = product.to(x.dtype)
+    if not gated:
+        return product
+    gate, up = product.chunk(2, -1)
+    return silu(gate) * up
+
+
+def linear_residual(x, weight, residual):
+    return residual + torch_linear(x, weight)
+
+
+def linear_residual_norm(x, weight, residual, norm_weight, num_blocks):
+    """With the sums of squares of `num_blocks` blocks of columns."""
+    out = linear_residual(x, weight, residual)
+    return out, out * norm_weight, out.float().pow(2).unflatten(-1, (num_blocks, -1)).sum(-1)
+
+
+@contextmanager
+def streamed_ops_on_cpu() -> Iterator[None]:
+    """The ops of streamed linears, which are defined everywhere, but whose kernels need a Hopper GPU."""
+
+    def residual_norm(x, weight, residual, norm_weight):
+        return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(*weight.shape))
+
+    library = torch.library.Library("mllm", "IMPL")
+    library.impl("stream_linear", linear, "CPU")
+    library.impl("stream_linear_residual", linear_residual, "CPU")
+    library.impl("stream_linear_residual_norm", residual_norm, "CPU")
+    yield
     del library

@@ -9,44 +9,31 @@ import operator
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FEW, FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, num_norm_blocks
+from tests.passes import stand_ins
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.stand_ins import stand_in_ops
 
 
-def _few_linear(x, weight, squares, eps, gated):
-    product = linear(x.float(), weight.float())
-    if squares is not None:
-        product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
-    product = product.to(x.dtype)
-    if not gated:
-        return product
-    gate, up = product.chunk(2, -1)
-    return silu(gate) * up
-
-
-def _few_linear_residual_norm(x, weight, residual, norm_weight):
-    out = residual + linear(x, weight)
-    blocks = out.float().pow(2).unflatten(-1, (num_norm_blocks(*weight.shape), -1))
-    return out, out * norm_weight, blocks.sum(-1)
+def _residual_norm(x, weight, residual, norm_weight):
+    return stand_ins.linear_residual_norm(x, weight, residual, norm_weight, num_norm_blocks(*weight.shape))
 
 
 OPS = {
-    "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": _few_linear,
-    "few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": lambda x, w, r: r + linear(x, w),
+    "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": stand_ins.linear,
+    "few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": stand_ins.linear_residual,
     "few_linear_residual_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight)"
-    " -> (Tensor, Tensor, Tensor)": _few_linear_residual_norm,
+    " -> (Tensor, Tensor, Tensor)": _residual_norm,
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_ins():
-    with stand_in_ops(OPS):
+def ops_on_cpu():
+    with stand_ins.stand_in_ops(OPS):
         yield
 
 

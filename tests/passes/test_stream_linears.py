@@ -18,7 +18,7 @@ from mllm_compile.passes.stream_linears import STREAMED, StreamLinears
 from mllm_compile.runtime.program import Program, SmallForm
 from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, NORM_ROWS, TOKEN_BUCKETS, LinearKind
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.stream_stand_ins import streamed_ops_on_cpu
+from tests.passes.stand_ins import streamed_ops_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
