@@ -126,6 +126,6 @@ def test_a_thread_without_a_context_loads_kernels(tmp_path):
 
 
 def test_what_is_not_loaded_is_named():
-    x, weight = random_inputs([("T", 256), (64, 256)], 2)
-    with pytest.raises(RuntimeError, match=r"64x256.*load_kernels"):
+    x, weight = random_inputs([("T", 768), (192, 768)], 2)
+    with pytest.raises(RuntimeError, match=r"192x768.*load_kernels"):
         torch.ops.mllm.stream_linear(x, weight, None, EPS, False)
