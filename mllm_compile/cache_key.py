@@ -57,7 +57,7 @@ _SHAPING_SOURCES = (
     "runtime/few_token_shapes.py",
     "runtime/silu_mul_ops.py",
     "runtime/stream_linear/*.py",
-    "runtime/stream_linear/kernel.cu",
+    "runtime/stream_linear/*.cu*",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,14 +16,9 @@ from mllm_compile.errors import CompileError
 from mllm_compile.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.program import Program
+from mllm_compile.runtime.stream_linear.choice import choose_tiling
 from mllm_compile.runtime.stream_linear.ops import plain_kind, residual_kind
-from mllm_compile.runtime.stream_linear.shapes import (
-    CAPABILITY,
-    TOKEN_BUCKETS,
-    LinearKind,
-    LinearTiling,
-    choose_tiling,
-)
+from mllm_compile.runtime.stream_linear.shapes import CAPABILITY, TOKEN_BUCKETS, LinearKind, LinearTiling
 from mllm_compile.runtime.stream_linear.source import kernel_source
 
 if TYPE_CHECKING:
@@ -50,19 +45,25 @@ def can_compile_linears(device: str) -> bool:
 
 
 def streamed_linears(graph: fx.GraphModule, program: Program) -> tuple[LinearTiling, ...]:
-    """The kernels that the program's forms for few tokens call: of each linear one for every bucket of tokens."""
-    ops: Any = torch.ops.mllm
-    kinds: dict[LinearKind, None] = {}
+    """The kernels that the program's forms for few tokens call: of each linear one for every bucket of their tokens."""
+    most_tokens: dict[LinearKind, int] = {}
     for form in program.all_small_forms():
-        piece: Any = graph.get_submodule(form.piece)
-        for node in piece.graph.nodes:
-            if node.target is ops.stream_linear.default:
-                weight, squares, _, gated = node.args[1:]
-                kinds[plain_kind(_value(weight), None if squares is None else _value(squares), gated)] = None
-            elif node.target in (ops.stream_linear_residual.default, ops.stream_linear_residual_norm.default):
-                is_normed = node.target is ops.stream_linear_residual_norm.default
-                kinds[residual_kind(_value(node.args[1]), norm_next=is_normed)] = None
-    return tuple(choose_tiling(kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS)
+        for kind in _kinds(graph.get_submodule(form.piece)):
+            most_tokens[kind] = max(form.max_size, most_tokens.get(kind, 0))
+    return tuple(
+        choose_tiling(kind, tokens) for kind, most in most_tokens.items() for tokens in TOKEN_BUCKETS if tokens <= most
+    )
+
+
+def _kinds(piece: Any) -> Iterator[LinearKind]:
+    ops: Any = torch.ops.mllm
+    for node in piece.graph.nodes:
+        if node.target is ops.stream_linear.default:
+            weight, squares, _, gated = node.args[1:]
+            yield plain_kind(_value(weight), None if squares is None else _value(squares), gated)
+        elif node.target in (ops.stream_linear_residual.default, ops.stream_linear_residual_norm.default):
+            is_normed = node.target is ops.stream_linear_residual_norm.default
+            yield residual_kind(_value(node.args[1]), norm_next=is_normed)
 
 
 def _value(node: Any) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""A form of each piece for steps of up to 64 tokens on Hopper, with linears that stream their weights."""
+"""Forms of pieces for steps of up to 8 or 64 tokens on Hopper, with linears that stream their weights."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,15 +12,18 @@ from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
 from mllm_compile.passes.fx_match import LINEAR, is_call
 from mllm_compile.passes.small_forms import add_forms
-from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, is_streamed, num_streamed_norm_blocks
+from mllm_compile.runtime.stream_linear.choice import is_streamed, num_streamed_norm_blocks
+from mllm_compile.runtime.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
+from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS
 
 
 class StreamLinears:
     """As `fuse_few_tokens`, with the ops `mllm.stream_linear…` in place of `mllm.few_linear…`.
 
-    Why: a kernel that asks for as much of its weight as a multiprocessor holds before the kernel ahead has ended, and
-        gives every multiprocessor the same share (figures in docs/performance.md). It needs what Triton has no words
-        for: tiles that arrive while a block waits, and blocks that add up in each other's memory.
+    Why: kernels that ask for as much of their weight as a multiprocessor holds before the kernel ahead has ended, give
+        every multiprocessor the same share, and read large weights in long pieces (figures in docs/performance.md).
+        They need what Triton has no words for: copies that arrive while a block waits, and blocks that add up in each
+        other's memory.
 
     Before::
 
@@ -31,9 +35,9 @@ class StreamLinears:
         y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with no linear that others read faster (shapes.py); the
-        compiler's driver leaves this pass out where the kernels cannot be compiled. A piece that has a form here gets
-        none from `fuse_few_tokens`.
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with no linear that others read faster (choice.py): with
+        64 tokens those of small weights, or a head, with 8 nearly any. The compiler's driver leaves this pass out where
+        the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none for its 16 tokens.
     Preserves: as `fuse_few_tokens`.
     """
 
@@ -41,20 +45,25 @@ class StreamLinears:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = add_forms(gm, MAX_STREAMED_TOKENS, "_streamed", _form)
+        matches = 0
+        for size in (MAX_STREAMED_TOKENS, MAX_ROW_TOKENS):
+            matches += add_forms(gm, size, "_streamed", partial(_form, tokens=size))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
-def _form(piece: fx.GraphModule) -> fx.GraphModule | None:
+def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
     """None too where a linear would be left to the library, which is slow with few tokens: one with a bias, say."""
+    ops = streamed(tokens)
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR, torch.nn.functional.linear)]
-    return few_token_form(piece, STREAMED) if all(STREAMED.match(node) for node in linears) else None
+    return few_token_form(piece, ops) if all(ops.match(node) for node in linears) else None
 
 
-STREAMED = LinearOps(
-    prefix="stream",
-    module="mllm_compile.runtime.stream_linear.ops",
-    is_taken=is_streamed,
-    num_norm_blocks=num_streamed_norm_blocks,
-    takes_float16=False,
-)
+def streamed(tokens: int) -> LinearOps:
+    """The ops for steps of up to `tokens` tokens."""
+    return LinearOps(
+        prefix="stream",
+        module="mllm_compile.runtime.stream_linear.ops",
+        is_taken=partial(is_streamed, tokens=tokens),
+        num_norm_blocks=num_streamed_norm_blocks,
+        takes_float16=False,
+    )

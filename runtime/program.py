@@ -16,6 +16,7 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops import attention_with_output, cache_inputs
+from mllm_compile.runtime.stream_linear.choice import tiling_from_json
 from mllm_compile.runtime.stream_linear.shapes import LinearTiling
 
 TOKEN_INPUTS = ("input_ids", "positions")
@@ -178,7 +179,7 @@ class Program:
                 },
                 decode_attention={layer: DecodeForms(**forms) for layer, forms in data["decode_attention"].items()},
                 sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
-                linears=tuple(LinearTiling.from_json(tiling) for tiling in data["linears"]),
+                linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(

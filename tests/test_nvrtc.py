@@ -9,7 +9,8 @@ from mllm_compile import linear_kernels, nvrtc
 from mllm_compile.errors import CompileError
 from mllm_compile.linear_kernels import LinearCompiler, can_compile_linears
 from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.stream_linear.shapes import LinearKind, choose_tiling
+from mllm_compile.runtime.stream_linear.choice import choose_tiling
+from mllm_compile.runtime.stream_linear.shapes import LinearKind
 
 
 def test_a_cpu_has_no_such_kernels():

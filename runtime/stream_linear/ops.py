@@ -1,10 +1,10 @@
 """The ops that pieces for few tokens call on Hopper: schemas, fakes, and launches of the runtime's own binaries.
 
-Registered as runtime/ops.py has it. What a kernel computes is kernel.cu's; a norm between two linears works as in
-runtime/few_token_ops.py: the first linear leaves h · norm_weight and sums of squares of h, the second one multiplies by
-the norm's factor.
+Registered as runtime/ops.py has it. What a kernel computes is tiles.cu's or rows.cu's; a norm between two linears works
+as in runtime/few_token_ops.py: the first linear leaves h · norm_weight and sums of squares of h, the second one
+multiplies by the norm's factor.
 
-Shape legend: T tokens, N outputs and K inputs of a linear, B = N / 32 sums of squares a token.
+Shape legend: T tokens, N outputs and K inputs of a linear, B sums of squares a token (choice.py says how many).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.errors import ArtifactError, DeviceError
-from mllm_compile.runtime.stream_linear.driver import Kernel, TensorMap
-from mllm_compile.runtime.stream_linear.shapes import KERNEL, NORM_ROWS, LinearKind, LinearTiling, bucket_of
+from mllm_compile.runtime.stream_linear.choice import num_streamed_norm_blocks
+from mllm_compile.runtime.stream_linear.driver import Argument, Kernel, TensorMap
+from mllm_compile.runtime.stream_linear.shapes import KERNEL, LinearKind, LinearTiling, bucket_of
+from mllm_compile.runtime.stream_linear.tiles import TileTiling
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -39,14 +41,21 @@ class _Loaded:
         eps: float,
         num_tokens: int,
     ) -> None:
-        tiling = self.tiling
-        weight_map = self._map(weight, tiling.rows // 2 if tiling.kind.gated else tiling.rows)
-        x_map = self._map(x.view(num_tokens, -1), tiling.tokens)
-        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in operands]
-        rest = (ctypes.c_float(eps), ctypes.c_int(num_tokens))
-        self._kernel.launch(
-            tiling.num_blocks, tiling.num_threads, (weight_map.address, x_map.address, *pointers, *rest)
+        arguments = (
+            *self._read(x.view(num_tokens, -1), weight),
+            *map(_address, operands),
+            ctypes.c_float(eps),
+            ctypes.c_int(num_tokens),
         )
+        self._kernel.launch(self.tiling.num_blocks, self.tiling.num_threads, arguments)
+
+    def _read(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[Argument, Argument]:
+        """Where the kernel finds weight and x."""
+        tiling = self.tiling
+        if not isinstance(tiling, TileTiling):
+            return _address(weight), _address(x)
+        weight_map = self._map(weight, tiling.rows // 2 if tiling.kind.gated else tiling.rows)
+        return weight_map.address, self._map(x, tiling.tokens).address
 
     def _map(self, matrix: torch.Tensor, box_rows: int) -> TensorMap:
         key = (matrix.data_ptr(), matrix.shape[0], box_rows)
@@ -55,6 +64,10 @@ class _Loaded:
                 self._maps.clear()
             self._maps[key] = TensorMap(matrix, box_rows)
         return self._maps[key]
+
+
+def _address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 _MAX_MAPS = 4096  # a weight for each layer and, without graphs, an x for whatever the allocator gives
@@ -101,8 +114,8 @@ def _num_tokens(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _for_tma(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous and at an address that TMA takes."""
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous and at an address that TMA and loads of 16 bytes take."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -124,7 +137,7 @@ def stream_linear(
     """x · weightᵀ, of a norm and gated if so asked.
 
     Args:
-        x: […, K] bfloat16, up to MAX_STREAMED_TOKENS of them.
+        x: […, K] bfloat16, as many as the linear is streamed for (choice.is_streamed).
         weight: [N, K]; of a gated one [gate rows; up rows], [2N, K].
         squares: […, B] float32: x is h · norm_weight and these are the sums of squares of h; None: x is taken as it is.
         eps: the norm's.
@@ -133,7 +146,7 @@ def stream_linear(
     Returns:
         […, N] bfloat16.
     """
-    x = _for_tma(x)
+    x = _aligned(x)
     out = _new_output(x, weight, gated)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, plain_kind(weight, squares, gated), num_tokens)
@@ -157,7 +170,7 @@ _LIBRARY.define("stream_linear_residual(Tensor x, Tensor weight, Tensor residual
 
 def stream_linear_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """residual + x · weightᵀ: x […, K], weight [N, K], residual […, N], all bfloat16 → […, N]."""
-    x, residual = _for_tma(x), residual.contiguous()
+    x, residual = _aligned(x), _aligned(residual)
     out = residual.new_empty(residual.shape)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, residual_kind(weight, norm_next=False), num_tokens)
@@ -195,17 +208,17 @@ def stream_linear_residual_norm(
     Returns:
         The two […, N] bfloat16, the sums […, B] float32: stream_linear goes on from the latter two.
     """
-    x, residual = _for_tma(x), residual.contiguous()
-    out, scaled, squares = _norm_outputs(residual)
+    x, residual = _aligned(x), _aligned(residual)
+    out, scaled, squares = _norm_outputs(residual, weight)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, residual_kind(weight, norm_next=True), num_tokens)
     launch(x, weight, (None, residual, norm_weight, out, scaled, squares), 0.0, num_tokens)
     return out, scaled, squares
 
 
-def _norm_outputs(residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *tokens, rows = residual.shape
-    squares = residual.new_empty((*tokens, rows // NORM_ROWS), dtype=torch.float32)
+def _norm_outputs(residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_blocks = num_streamed_norm_blocks(int(weight.shape[0]), int(weight.shape[1]))
+    squares = residual.new_empty((*residual.shape[:-1], num_blocks), dtype=torch.float32)
     return (
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device),
         residual.new_empty(residual.shape),
@@ -216,6 +229,6 @@ def _norm_outputs(residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 _LIBRARY.impl("stream_linear_residual_norm", stream_linear_residual_norm, "CUDA")
 torch.library.register_fake(
     "mllm::stream_linear_residual_norm",
-    lambda x, weight, residual, norm_weight: _norm_outputs(residual),
+    lambda x, weight, residual, norm_weight: _norm_outputs(residual, weight),
     lib=_LIBRARY,
 )

@@ -1,13 +1,14 @@
-"""The CUDA source of one kernel: kernel.cu with its constants in front. Read where a model is compiled."""
+"""The CUDA source of one kernel: its file with its constants in front. Read where a model is compiled."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 
 from mllm_compile.runtime.stream_linear.shapes import LinearTiling
+from mllm_compile.runtime.stream_linear.tiles import TileTiling
 
 _INSTRUCTION = """
-__device__ __forceinline__ void multiply_add(float* d, unsigned long long a, unsigned long long b) {{
+__device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a, unsigned long long b) {{
   asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, 1, 1, 1, 0, 0;"
                : {outputs} : "l"(a), "l"(b));
 }}
@@ -16,25 +17,14 @@ __device__ __forceinline__ void multiply_add(float* d, unsigned long long a, uns
 
 def kernel_source(tiling: LinearTiling) -> str:
     """What is compiled for `tiling`."""
-    kind = tiling.kind
-    constants = {
-        "N": kind.rows,
-        "K": kind.columns,
-        "NORM_BLOCKS": kind.norm_blocks,
-        "GATED": int(kind.gated),
-        "RESIDUAL": int(kind.residual),
-        "NORM_NEXT": int(kind.norm_next),
-        "TOKENS": tiling.tokens,
-        "ROWS": tiling.rows,
-        "SPLIT": tiling.split,
-        "STAGES": tiling.stages,
-        "WARP_GROUPS": tiling.warp_groups,
-        "WARPS_N": tiling.warps_n,
-        "WARPS_K": tiling.warps_k,
-    }
+    constants = {**tiling.kind.constants(), **tiling.constants()}
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    body = files(__package__).joinpath("kernel.cu").read_text(encoding="utf-8")
-    return defined + (_instruction(tiling.tokens) if tiling.warp_groups else "") + body
+    instruction = _instruction(tiling.tokens) if isinstance(tiling, TileTiling) and tiling.warp_groups else ""
+    return defined + instruction + _read("common.cuh") + _read(tiling.source)
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _instruction(tokens: int) -> str:

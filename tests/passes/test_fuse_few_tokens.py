@@ -136,3 +136,10 @@ def test_the_pass_adds_one_form_a_distinct_piece_and_a_second_run_changes_nothin
 
 def calls(gm):
     return [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
+
+
+def test_a_form_for_fewer_tokens_does_not_stand_in_the_way():
+    gm = graph_of_one_piece(decoder_piece(4)[0])
+    gm.meta[SMALL_FORMS] = {"piece_a": {8: "piece_a_streamed"}}
+    assert FuseFewTokens()(gm).matches == 1
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {8: "piece_a_streamed", MAX_FEW_TOKENS: "piece_a_few_tokens"}}

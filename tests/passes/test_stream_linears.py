@@ -14,9 +14,10 @@ from mllm_compile.passes import fx_match
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
-from mllm_compile.passes.stream_linears import STREAMED, StreamLinears
+from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.program import Program, SmallForm
-from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, NORM_ROWS, TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.tiles import NORM_ROWS
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 from tests.passes.stand_ins import streamed_ops_on_cpu
 
@@ -30,7 +31,7 @@ def stand_ins():
 
 def test_the_form_computes_what_the_piece_does():
     piece, inputs = decoder_piece(4)
-    form = few_token_form(piece, STREAMED)
+    form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
     assert form is not None
     form.graph.lint()
     assert fused_ops(form) == ["stream_linear_residual_norm", "stream_linear"] * 2
@@ -38,13 +39,27 @@ def test_the_form_computes_what_the_piece_does():
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
 
 
-def test_a_piece_with_a_linear_that_another_kernel_reads_faster_has_no_such_form():
+def piece_of_linears(*rows: int, columns: int):
     block = Block()
-    x = block.input("x", 1, 4, HIDDEN)
-    wide = block.call(LINEAR, x, block.input("wide", 60000 // 64 * 64, HIDDEN), None)
-    narrow = block.call(LINEAR, x, block.input("narrow", HIDDEN, HIDDEN), None)
-    gm = graph_of_one_piece(block.module(wide, narrow))
-    assert StreamLinears()(gm).matches == 0
+    x = block.input("x", 1, 4, columns)
+    linears = [block.call(LINEAR, x, block.input(f"w{index}", size, columns), None) for index, size in enumerate(rows)]
+    return graph_of_one_piece(block.module(*linears))
+
+
+def test_a_piece_with_a_linear_that_another_kernel_reads_faster_has_no_such_form():
+    assert StreamLinears()(piece_of_linears(60000 // 64 * 64, 256, columns=256)).matches == 0
+
+
+def test_a_piece_with_a_large_weight_has_a_form_for_fewer_tokens():
+    gm = piece_of_linears(6144, 256, columns=2048)
+    assert StreamLinears()(gm).matches == 1
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {8: "piece_a_streamed"}}
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, 8),)}
+    tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
+    assert [(tiling.kind.rows, tiling.tokens, tiling.source) for tiling in tilings] == [
+        (6144, 8, "rows.cu"),
+        (256, 8, "tiles.cu"),
+    ]
 
 
 def test_a_linear_with_a_bias_keeps_its_piece_from_the_form():
@@ -56,7 +71,7 @@ def test_a_linear_with_a_bias_keeps_its_piece_from_the_form():
 
 
 def test_float16_is_left_to_the_other_kernels():
-    assert few_token_form(decoder_piece(4, torch.float16)[0], STREAMED) is None
+    assert few_token_form(decoder_piece(4, torch.float16)[0], streamed(8)) is None
 
 
 def test_a_piece_with_this_form_gets_no_other_for_few_tokens():

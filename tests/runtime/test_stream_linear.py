@@ -1,9 +1,10 @@
-"""The kernel for few tokens on Hopper, as far as it goes without one: how linears are divided, and its source."""
+"""The kernels for few tokens on Hopper, as far as they go without one: how linears are divided, and their source."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,21 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError, DeviceError
-from mllm_compile.runtime.stream_linear.driver import Kernel, _context
-from mllm_compile.runtime.stream_linear.ops import load_kernels
-from mllm_compile.runtime.stream_linear.shapes import (
-    MAX_STREAMED_TOKENS,
-    TOKEN_BUCKETS,
-    LinearKind,
-    LinearTiling,
-    bucket_of,
+from mllm_compile.runtime.stream_linear import rows, tiles
+from mllm_compile.runtime.stream_linear.choice import (
     choose_tiling,
     is_streamed,
     num_streamed_norm_blocks,
+    tiling_from_json,
 )
+from mllm_compile.runtime.stream_linear.driver import Kernel, _context
+from mllm_compile.runtime.stream_linear.ops import load_kernels
+from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind, bucket_of
 from mllm_compile.runtime.stream_linear.source import kernel_source
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
+_MULTIPROCESSOR_BYTES = 228 << 10
 _STATIC_BYTES = 1024
 
 KINDS = st.builds(
@@ -41,9 +41,18 @@ KINDS = st.builds(
 )
 
 
+WIDE_KINDS = st.builds(
+    LinearKind,
+    rows=st.integers(1, 1023).map(lambda n: 64 * n),
+    columns=st.integers(6, 128).map(lambda n: 256 * n),
+    norm_blocks=st.sampled_from([0, 256]),
+    gated=st.booleans(),
+).filter(lambda kind: rows.takes(kind.rows, kind.columns))
+
+
 @given(KINDS, st.sampled_from(TOKEN_BUCKETS))
 def test_a_weight_that_is_taken_divides_into_tiles_that_fit(kind, tokens):
-    tiling = choose_tiling(kind, tokens)
+    tiling = tiles.choose(kind, tokens)
     assert kind.rows % tiling.rows == 0
     assert tiling.num_tiles * 64 * tiling.split == kind.columns
     assert tiling.shared_bytes + _STATIC_BYTES <= _SHARED_BYTES
@@ -51,7 +60,27 @@ def test_a_weight_that_is_taken_divides_into_tiles_that_fit(kind, tokens):
     assert tiling.rows % (64 if tiling.warp_groups else 16 * tiling.warps_n) == 0
     out_rows = tiling.rows // 2 if kind.gated else tiling.rows
     assert out_rows % 8 == 0, "of a swizzled box"
-    assert kind.gated or out_rows % (kind.rows // num_streamed_norm_blocks(kind.rows, kind.columns)) == 0
+    assert kind.gated or out_rows % tiles.NORM_ROWS == 0
+
+
+@given(WIDE_KINDS)
+def test_a_large_weight_divides_into_pieces_of_rows_that_fit(kind):
+    tiling = rows.choose(kind)
+    columns = kind.columns // tiling.split
+    assert columns * tiling.split == kind.columns
+    assert columns % 32 == 0
+    assert tiling.piece % (32 * tiling.warps) == 0
+    assert tiling.stages >= 2
+    assert tiling.resident * (tiling.shared_bytes + _STATIC_BYTES) <= _MULTIPROCESSOR_BYTES
+    steps = math.ceil(columns / tiling.piece) * tiling.piece // 32 // tiling.warps
+    assert steps * 4 <= 100, "registers of a lane that hold its inputs"
+
+
+@given(KINDS | WIDE_KINDS)
+def test_what_a_linear_leaves_for_the_next_norm_is_of_whole_blocks_of_its_kernels_rows(kind):
+    count = num_streamed_norm_blocks(kind.rows, kind.columns)
+    unit = tiles.NORM_ROWS if tiles.takes(kind.rows, kind.columns) else rows.NORM_ROWS
+    assert count * unit == kind.rows
 
 
 @pytest.mark.parametrize(
@@ -60,28 +89,49 @@ def test_a_weight_that_is_taken_divides_into_tiles_that_fit(kind, tokens):
         (LinearKind(4096, 1024, 32), 8, 32, 1),
         (LinearKind(1024, 2048, residual=True), 8, 32, 4),
         (LinearKind(6144, 1024, 32, gated=True), 8, 96, 2),
-        (LinearKind(6144, 4096, 128), 8, 96, 2),
-        (LinearKind(4096, 12288, residual=True), 8, 64, 2),
         (LinearKind(4096, 1024, 32), 64, 64, 2),
         (LinearKind(1024, 3072, residual=True), 64, 64, 8),
-        (LinearKind(24576, 4096, 128, gated=True), 64, 192, 1),
         (LinearKind(151936, 4096), 64, 128, 1),
         (LinearKind(128256, 4096), 64, 128, 1),
     ],
 )
-def test_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, rows, split):
+def test_of_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, rows, split):
     tiling = choose_tiling(kind, tokens)
     assert (tiling.rows, tiling.split) == (rows, split)
 
 
+@pytest.mark.parametrize(
+    ("kind", "division"),
+    [
+        (LinearKind(6144, 4096, 256), (2, 8, 1024, 3)),
+        (LinearKind(4096, 4096, residual=True, norm_next=True), (2, 8, 1024, 3)),
+        (LinearKind(24576, 4096, 256, gated=True), (2, 8, 1024, 3)),
+        (LinearKind(4096, 12288, residual=True, norm_next=True), (2, 16, 1024, 6)),
+        (LinearKind(19456, 2560, 160, gated=True), (2, 8, 1280, 2)),
+    ],
+)
+def test_of_rows_what_was_measured_to_be_the_fastest_is_taken(kind, division):
+    tiling = choose_tiling(kind, 8)
+    assert (tiling.split, tiling.warps, tiling.piece, tiling.stages) == division
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (6144, 1024), (1024, 3072), (151936, 4096)])
-def test_small_weights_and_heads_are_taken(rows, columns):
-    assert is_streamed(rows, columns)
+def test_small_weights_and_heads_are_taken_for_any_of_the_steps(rows, columns):
+    assert all(is_streamed(rows, columns, tokens) for tokens in TOKEN_BUCKETS)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000), (6144, 4096), (24576, 4096)])
+@pytest.mark.parametrize(("rows", "columns"), [(6144, 4096), (24576, 4096), (4096, 12288), (2560, 9728)])
+def test_large_ones_are_taken_for_few_tokens(rows, columns):
+    assert [tokens for tokens in TOKEN_BUCKETS if is_streamed(rows, columns, tokens)] == [8]
+    with pytest.raises(ValueError, match="up to 8 tokens, not for 16"):
+        choose_tiling(LinearKind(rows, columns), 16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000), (16384, 1024), (4096, 65536), (33856, 16640)]
+)
 def test_what_does_not_divide_or_is_faster_by_others_is_left_alone(rows, columns):
-    assert not is_streamed(rows, columns)
+    assert not is_streamed(rows, columns, 8)
 
 
 def test_a_step_takes_the_first_bucket_that_holds_it():
@@ -108,22 +158,24 @@ def test_a_kernel_that_the_runtime_does_not_hold_is_named(monkeypatch):
         load_kernels([choose_tiling(LinearKind(64, 256), 8)], {}, torch.device("cuda:0"))
 
 
-@given(KINDS, st.sampled_from(TOKEN_BUCKETS))
-def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind, tokens):
-    tiling = choose_tiling(kind, tokens)
-    assert LinearTiling.from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
+@given(KINDS | WIDE_KINDS)
+def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
+    for tiling in (tiles.choose(kind, 8), *([rows.choose(kind)] if rows.takes(kind.rows, kind.columns) else [])):
+        assert tiling_from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("tokens", TOKEN_BUCKETS)
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "tokens"),
     [
-        LinearKind(6144, 1024, 32, gated=True),
-        LinearKind(1024, 2048, residual=True, norm_next=True),
-        LinearKind(6144, 4096, 128),
+        *[(LinearKind(6144, 1024, 32, gated=True), tokens) for tokens in TOKEN_BUCKETS],
+        *[(LinearKind(1024, 2048, residual=True, norm_next=True), tokens) for tokens in TOKEN_BUCKETS],
+        (LinearKind(6144, 4096, 256), 8),
+        (LinearKind(24576, 4096, 256, gated=True), 8),
+        (LinearKind(4096, 12288, residual=True, norm_next=True), 8),
+        (LinearKind(8192, 28672, residual=True), 8),
     ],
-    ids=lambda kind: kind.name,
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     (tmp_path / "kernel.cu").write_text(kernel_source(choose_tiling(kind, tokens)))

@@ -1,4 +1,5 @@
-// A linear of a few tokens on Hopper: out = x . weight^T, with the norm before it and what follows it.
+// A linear of up to 64 tokens on Hopper whose weight all multiprocessors together hold, or that has very many rows:
+// out = x . weight^T, with the norm before it and what follows it.
 //
 // Such a linear is a read of its weight. So a block asks for all of it that its shared memory holds (by TMA, a ring of
 // STAGES tiles) before the kernel that makes x has ended, and every multiprocessor gets the same share: SPLIT blocks of
@@ -10,9 +11,7 @@
 //
 // Defined by source.py: N outputs (of a gated one: gate and up rows), K, ROWS, SPLIT, TOKENS (a multiple of 8, up to
 // 64), STAGES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, WARP_GROUPS (0:
-// mma.sync) and WARPS_N x WARPS_K, and, for wgmma, `multiply_add`.
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// mma.sync) and WARPS_N x WARPS_K, and, for wgmma, `multiply_add_all`.
 
 struct __align__(64) TensorMap {
   char bytes[128];
@@ -29,14 +28,6 @@ constexpr int TILES = K / SPLIT / COLUMNS, NORM_ROWS = 32;
 constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = TOKENS * ROW_BYTES;
 constexpr int LD = ROWS + 4;  // floats a token of the sums: no bank conflicts
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE; bra AGAIN;\n"
-      "DONE: }" ::"r"(barrier), "r"(parity) : "memory");
-}
 __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -44,23 +35,11 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int colu
 }
 __device__ __forceinline__ float2 load_peer(u32 address, u32 rank) {
   float2 v;
-  u32 there = address;
-  if (SPLIT > 1) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  const u32 there = SPLIT > 1 ? address_of_peer(address, rank) : address;
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(there));
   return v;
 }
-__device__ __forceinline__ u32 pack(float first, float second) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  return both;
-}
-__device__ __forceinline__ float first_of(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float second_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
-__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
-// See runtime/dependent_launch.py.
-__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // What a warp multiplies, and which rows its sums are of -------------------------------------------------------------
 
@@ -79,7 +58,7 @@ __device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 wei
   for (int k = 0; k < COLUMNS / 16; k++)
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
-      multiply_add(sums[m], matrix(weights + m * 64 * ROW_BYTES + k * 32), matrix(xs + k * 32));
+      multiply_add_all(sums[m], matrix(weights + m * 64 * ROW_BYTES + k * 32), matrix(xs + k * 32));
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
@@ -112,14 +91,8 @@ __device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 wei
       u32 w[4];
       load_matrices(w, chunk_address(weights, first_row(warp, m) + (lane & 15), chunk + (lane >> 4)));
 #pragma unroll
-      for (int j = 0; j < TOKEN_TILES; j++) {
-        float* d = sums[m] + j * 4;
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x[j / 2][j % 2 * 2]), "r"(x[j / 2][j % 2 * 2 + 1]));
-      }
+      for (int j = 0; j < TOKEN_TILES; j++)
+        multiply_add(sums[m] + j * 4, w[0], w[1], w[2], w[3], x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
     }
   }
 }
@@ -128,15 +101,15 @@ __device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 wei
 // The warp that asks for tiles ---------------------------------------------------------------------------------------
 
 __device__ void send_tiles(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int rows) {
-  u64 once, again;  // a weight is read once a step, x by every block
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  const u64 once = read_once();
+  u64 again;  // x is read by every block
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(again));
   const int first_column = rank * (K / SPLIT);
   const u32 xs = ring + STAGES * W_BYTES;
   auto send_weights = [&](int i) {
     const u32 barrier = full + 8 * (i % STAGES), to = ring + i % STAGES * W_BYTES;
     const int column = first_column + i * COLUMNS;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(W_BYTES + X_BYTES) : "memory");
+    expect_bytes(barrier, W_BYTES + X_BYTES);
     load_tile(to, weight, column, rows, barrier, once);
     if (GATED) load_tile(to + OUT_ROWS * ROW_BYTES, weight, column, OUTPUTS + rows, barrier, once);
   };
@@ -176,21 +149,16 @@ __device__ __forceinline__ void finish_token(int t, int tile, int lane, u32 buff
         }
       }
       u32 both = pack(sum.x * factor, sum.y * factor);
-      if (GATED) {
-        const u32 ups = pack(up.x * factor, up.y * factor), gates = pack(silu(first_of(both)), silu(second_of(both)));
-        both = pack(first_of(gates) * first_of(ups), second_of(gates) * second_of(ups));
-      }
-      if (RESIDUAL) both = pack(first_of(residual[j]) + first_of(both), second_of(residual[j]) + second_of(both));
+      if (GATED) both = silu_times(both, pack(up.x * factor, up.y * factor));
+      if (RESIDUAL) both = add(residual[j], both);
       out[at] = both;
       if (NORM_NEXT) {
-        const u32 weights = norm_weight[row / 2];
-        const float a = first_of(both), b = second_of(both);
-        scaled[at] = pack(a * first_of(weights), b * second_of(weights));
-        squares = a * a + b * b;
+        scaled[at] = times(both, norm_weight[row / 2]);
+        squares = sum_of_squares(both);
       }
     }
     if (NORM_NEXT) {  // of NORM_ROWS outputs, which 16 lanes hold
-      for (int other = 8; other; other >>= 1) squares += __shfl_xor_sync(~0u, squares, other);
+      squares = sum_of_lanes(squares, 16);
       if (lane % 16 == 0 && r < OUT_ROWS) out_squares[t * (OUTPUTS / NORM_ROWS) + row / NORM_ROWS] = squares;
     }
   }
@@ -210,12 +178,8 @@ __launch_bounds__(32 * WARPS + 32, 1) stream_linear(
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * STAGES; i++) {
-      const int arrivals = i < STAGES ? 1 : WARP_GROUPS ? 4 : WARPS;
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(full + 8 * i), "r"(arrivals));
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    for (int i = 0; i < 2 * STAGES; i++) make_barrier(full + 8 * i, i < STAGES ? 1 : WARP_GROUPS ? 4 : WARPS);
+    publish_barriers();
   }
   __syncthreads();
   float factor[MY_TOKENS];
@@ -252,7 +216,7 @@ __launch_bounds__(32 * WARPS + 32, 1) stream_linear(
       wait_for(full + 8 * slot, i / STAGES & 1);
       multiply(sums, ring + slot * W_BYTES, ring + STAGES * W_BYTES + slot * X_BYTES, warp, lane);
       __syncwarp();
-      if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * slot) : "memory");
+      if (lane == 0) arrive(empty + 8 * slot);
     }
     // The groups' sums, one after another, where the ring was.
     float* buffer = (float*)(memory + (ring - shared_address(memory)));
@@ -270,8 +234,7 @@ __launch_bounds__(32 * WARPS + 32, 1) stream_linear(
     }
 #pragma unroll
     for (int i = 0; i < MY_TOKENS; i++) {
-      for (int other = 16; other; other >>= 1) factor[i] += __shfl_xor_sync(~0u, factor[i], other);
-      factor[i] = NORM_BLOCKS ? rsqrtf(factor[i] / K + eps) : 1.f;
+      factor[i] = NORM_BLOCKS ? rsqrtf(sum_of_lanes(factor[i], 32) / K + eps) : 1.f;
     }
     if (SPLIT == 1) meet();
   }

@@ -1,0 +1,68 @@
+// What the kernels of this room have in common. Put in front of either of them by source.py.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 address_of_peer(u32 address, u32 rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ void make_barrier(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+// What TMA and other blocks do comes after the barriers are made.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE; bra AGAIN;\n"
+      "DONE: }" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ u64 read_once() {  // a weight: nobody reads it again in this step
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// Of m16n8k16, bfloat16 with float32 sums.
+__device__ __forceinline__ void multiply_add(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Two bfloat16 in a register, and back.
+__device__ __forceinline__ u32 pack(float first, float second) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
+}
+__device__ __forceinline__ float first_of(u32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float second_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
+__device__ __forceinline__ u32 add(u32 a, u32 b) { return pack(first_of(a) + first_of(b), second_of(a) + second_of(b)); }
+__device__ __forceinline__ u32 times(u32 a, u32 b) { return pack(first_of(a) * first_of(b), second_of(a) * second_of(b)); }
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+__device__ __forceinline__ u32 silu_times(u32 gates, u32 ups) {
+  return times(pack(silu(first_of(gates)), silu(second_of(gates))), ups);
+}
+__device__ __forceinline__ float sum_of_squares(u32 both) {
+  return first_of(both) * first_of(both) + second_of(both) * second_of(both);
+}
+__device__ __forceinline__ float sum_of_lanes(float v, int lanes) {  // of neighbours, a power of two
+  for (int other = lanes / 2; other; other >>= 1) v += __shfl_xor_sync(~0u, v, other);
+  return v;
+}
+// See runtime/dependent_launch.py.
+__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -1,0 +1,175 @@
+// A linear of up to 8 tokens on Hopper whose weight is larger than what the multiprocessors hold: out = x . weight^T,
+// with the norm before it and what follows it.
+//
+// The memory gives all of its rate to long reads, so rows of the weight come in pieces of about 2 KB, 16 rows at a time
+// (by cp.async.bulk, a ring of STAGES, on its way before the kernel that makes x has ended). x stays in registers: the
+// SPLIT blocks of a cluster divide the inputs, the warps of a block its share of them, and every warp multiplies its
+// inputs with every row that the cluster takes. Sums of a block are added up in its shared memory and sent to the block
+// of the cluster that finishes the rows; blocks take turns at that.
+//
+// Defined by source.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
+// (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, NORM_BLOCKS (sums of squares a token to read;
+// 0: no norm), GATED, RESIDUAL, NORM_NEXT.
+
+constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
+constexpr int MY_K = K / SPLIT, CHUNKS = (MY_K + PIECE - 1) / PIECE;
+constexpr int STEP = 32, STEPS = (PIECE / STEP + WARPS - 1) / WARPS;  // inputs of a step; a warp's steps in a chunk
+constexpr int PITCH = PIECE * 2 + 64, STAGE_BYTES = ROWS * PITCH;     // no bank conflicts
+constexpr int MOST_GROUPS = (GROUPS + CLUSTERS - 1) / CLUSTERS;       // of rows, a cluster's
+constexpr int MOST_FINISHED = (MOST_GROUPS + SPLIT - 1) / SPLIT;      // a block's
+constexpr int LD = ROWS + 4;                                          // floats a token of a warp's sums
+constexpr int SUMS = TOKENS * ROWS;
+
+__device__ __forceinline__ constexpr int columns_of(int chunk) { return chunk + 1 < CHUNKS ? PIECE : MY_K - chunk * PIECE; }
+// A warp's steps of a chunk are every WARPS-th; the last one may be another warp's alone.
+__device__ __forceinline__ bool is_step(int chunk, int step) { return step < columns_of(chunk) / STEP; }
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void load_row(u32 to, const char* from, int bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void send(u32 to, float4 v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
+}
+
+struct Shared {
+  float sums[WARPS][TOKENS * LD];            // of the rows that the block works at
+  float inbox[MOST_FINISHED][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
+  float factors[TOKENS];
+  u64 full[STAGES], empty[STAGES], arrived[MOST_FINISHED];
+};
+
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS, RESIDENT)
+    stream_linear(const char* weight, const char* x, const float* squares, const u32* residual, const u32* norm_weight,
+                  u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+  extern __shared__ __align__(128) char memory[];
+  Shared& shared = *(Shared*)(memory + STAGES * STAGE_BYTES);
+  const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const u32 arrived = shared_address(shared.arrived);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4, quad = lane % 4;
+  const int rank = blockIdx.x % SPLIT, first_group = blockIdx.x / SPLIT;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
+    for (int i = 0; i < MOST_FINISHED; i++) make_barrier(arrived + 8 * i, 1);
+    publish_barriers();
+    for (int i = 0; i < MOST_FINISHED; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
+  }
+  __syncthreads();
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+
+  // The first warp asks for chunks, a row by a lane.
+  const u64 once = read_once();
+  int next_group = first_group, next_chunk = 0;
+  auto ask = [&](int slot) {
+    if (next_group >= GROUPS) return;
+    const int bytes = columns_of(next_chunk) * 2;
+    if (lane == 0) expect_bytes(full + 8 * slot, ROWS * bytes);
+    __syncwarp();
+    const int row = GATED ? next_group * OUT_ROWS + lane % OUT_ROWS + lane / OUT_ROWS * OUTPUTS : next_group * ROWS + lane;
+    const char* from = weight + ((u64)row * K + rank * MY_K + next_chunk * PIECE) * 2;
+    if (lane < ROWS) load_row(ring + slot * STAGE_BYTES + lane * PITCH, from, bytes, full + 8 * slot, once);
+    if (++next_chunk == CHUNKS) next_chunk = 0, next_group += CLUSTERS;
+  };
+  if (warp == 0)
+    for (int i = 0; i < STAGES; i++) ask(i);
+
+  wait_for_prerequisites();
+  // The order of inputs is the same for x and weight, and such that 16 bytes of either are what a lane multiplies.
+  uint4 xs[CHUNKS][STEPS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+      const int step = s * WARPS + warp;
+      const char* from = x + ((u64)token * K + rank * MY_K + c * PIECE + step * STEP + quad * 8) * 2;
+      xs[c][s] = token < num_tokens && is_step(c, step) ? *(const uint4*)from : uint4{0, 0, 0, 0};
+    }
+  for (int t = warp; t < num_tokens && NORM_BLOCKS; t += WARPS) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = lane; j < NORM_BLOCKS; j += 32) sum += squares[t * NORM_BLOCKS + j];
+    sum = sum_of_lanes(sum, 32);
+    if (lane == 0) shared.factors[t] = rsqrtf(sum / K + eps);
+  }
+  start_dependents();  // not before: what they read would delay x
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
+
+  int slot = 0, phase = 0, turn = 0;
+  for (int group = first_group; group < GROUPS; group += CLUSTERS, turn++) {
+    float even[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      wait_for(full + 8 * slot, phase);
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) {
+        const int step = s * WARPS + warp;
+        if (!is_step(c, step)) continue;
+        const u32 from = ring + slot * STAGE_BYTES + lane / 4 * PITCH + step * STEP * 2 + quad * 16;
+        const uint4 upper = load_shared(from), lower = load_shared(from + 8 * PITCH), v = xs[c][s];
+        multiply_add(even, upper.x, lower.x, upper.y, lower.y, v.x, v.y);
+        multiply_add(odd, upper.z, lower.z, upper.w, lower.w, v.z, v.w);
+      }
+      __syncwarp();
+      if (lane == 0) arrive(empty + 8 * slot);
+      if (warp == 0) {
+        wait_for(empty + 8 * slot, phase);
+        ask(slot);
+      }
+      if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+    // Who sent the sums before has read them.
+    if (turn) asm volatile("bar.sync 2, %0;" ::"n"(32 * WARPS) : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; i++) shared.sums[warp][(quad * 2 + i % 2) * LD + lane / 4 + i / 2 * 8] = even[i] + odd[i];
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+    if (warp != turn % WARPS) continue;
+    float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float4 part = *(const float4*)(shared.sums[w] + token * LD + quad * 4);
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    const int owner = turn % SPLIT, place = turn / SPLIT;
+    const u32 to = shared_address(shared.inbox[place][rank] + token * ROWS + quad * 4);
+    send(address_of_peer(to, owner), sum, address_of_peer(arrived + 8 * place, owner));
+  }
+
+  // What the cluster did in turns `place * SPLIT + rank` is finished here: four outputs of a token by a lane, or two.
+  for (int place = warp; place * SPLIT + rank < turn; place += WARPS) {
+    const int group = first_group + (place * SPLIT + rank) * CLUSTERS;
+    const int row = group * OUT_ROWS + quad * (OUT_ROWS / 4), at = (token * OUTPUTS + row) / 2;
+    const bool is_there = token < num_tokens;
+    uint2 residuals = {0, 0}, weights = {0, 0};
+    if (RESIDUAL && is_there) residuals = *(const uint2*)(residual + at);
+    if (NORM_NEXT) weights = *(const uint2*)(norm_weight + row / 2);
+    const float factor = NORM_BLOCKS ? shared.factors[token] : 1.f;
+    wait_for(arrived + 8 * place, 0);
+    float2 first = {0.f, 0.f}, second = {0.f, 0.f};  // of a gated one: gates and ups
+#pragma unroll
+    for (int peer = 0; peer < SPLIT; peer++) {
+      const float* part = shared.inbox[place][peer] + token * ROWS + quad * (OUT_ROWS / 4);
+      const float2 a = *(const float2*)part, b = *(const float2*)(part + (GATED ? OUT_ROWS : 2));
+      first.x += a.x, first.y += a.y, second.x += b.x, second.y += b.y;
+    }
+    u32 low = pack(first.x * factor, first.y * factor), high = pack(second.x * factor, second.y * factor);
+    if (GATED) {
+      if (is_there) out[at] = silu_times(low, high);
+      continue;
+    }
+    if (RESIDUAL) low = add(residuals.x, low), high = add(residuals.y, high);
+    if (is_there) *(uint2*)(out + at) = uint2{low, high};
+    if (NORM_NEXT) {
+      if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
+      const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
+      if (is_there && quad == 0) out_squares[token * (OUTPUTS / ROWS) + group] = sum;
+    }
+  }
+}
