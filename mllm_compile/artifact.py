@@ -5,7 +5,7 @@
     constants.safetensors  buffers that no checkpoint holds
     pieces/                one file for each distinct piece: <hash>.pt2 to run, <hash>.py to read (or to run: eager)
     kernels/               FlashInfer's kernels that the model's layers need; absent where none do
-    linears/               the kernels of its linears for few tokens; absent where pieces call none
+    cubins/                CUDA kernels of its own for few tokens (program.cuda_kernels); absent where it has none
     tokenizer/             tokenizer.json and what belongs to it; absent where the model folder has none
     graphs/                the graph after each pass, as text
     config.json, …         the model's own, for whoever reads the folder
@@ -42,7 +42,7 @@ PROGRAM = "program.json"
 CONSTANTS = "constants.safetensors"
 PIECES = "pieces"
 KERNELS = "kernels"
-LINEARS = "linears"
+CUBINS = "cubins"
 TOKENIZER = "tokenizer"
 GRAPHS = "graphs"
 WEIGHTS = "weights"
@@ -110,7 +110,7 @@ class Artifact:
         weights: where each weight comes from.
         constants: names of the program's weights that are in constants.safetensors.
         pieces: the file that runs, by piece; its bytes, as they were checked.
-        linears: the binaries of program.linears by name, as they were checked.
+        cubins: the binaries of program.cuda_kernels() by name, as they were checked.
         constants_data: constants.safetensors, as it was checked.
         trusted: the handle that everything was read through.
     """
@@ -121,7 +121,7 @@ class Artifact:
     weights: tuple[WeightSpec, ...]
     constants: tuple[str, ...]
     pieces: Mapping[str, bytes]
-    linears: Mapping[str, bytes]
+    cubins: Mapping[str, bytes]
     constants_data: bytes
     trusted: TrustedFolder
 
@@ -212,15 +212,15 @@ def open_artifact(folder: Path) -> Artifact:
     manifest = _read_manifest(trusted)
     _check_listing(trusted, set(manifest.files) | {MANIFEST} | manifest.weights.packed_names)
     used = {PROGRAM: b"", CONSTANTS: b""}
-    pieces, linears = {}, {}
+    pieces, cubins = {}, {}
     for name, facts in manifest.files.items():
         data = trusted.read(name, facts)
         if name in used:
             used[name] = data
         elif name.startswith(PIECES + "/") and name.endswith(manifest.piece_suffix):
             pieces[name.removeprefix(PIECES + "/").removesuffix(manifest.piece_suffix)] = data
-        elif name.startswith(LINEARS + "/"):
-            linears[Path(name).stem] = data
+        elif name.startswith(CUBINS + "/"):
+            cubins[Path(name).stem] = data
     try:
         content = json.loads(used[PROGRAM])
         program = Program.from_json(content["program"])
@@ -231,7 +231,7 @@ def open_artifact(folder: Path) -> Artifact:
             weights=tuple(WeightSpec.from_json(spec) for spec in content["weights"]),
             constants=tuple(content["constants"]),
             pieces={piece: pieces[piece] for piece in program.piece_ids()},
-            linears=linears,
+            cubins=cubins,
             constants_data=used[CONSTANTS],
             trusted=trusted,
         )

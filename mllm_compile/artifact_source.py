@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +17,18 @@ from mllm_compile.artifact import CONSTANTS, Artifact
 from mllm_compile.errors import ArtifactError
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
-from mllm_compile.runtime.attention.split_decode import DecodePieces
+from mllm_compile.runtime.attention.split_decode import DecodePiece, DecodePieces
+from mllm_compile.runtime.cluster_decode.decoder import ClusterDecode
 from mllm_compile.runtime.model_source import LoadedModel
 from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
-from mllm_compile.runtime.program import LayerSpec, ProgramExecutor, SamplingForms
+from mllm_compile.runtime.program import (
+    DecodeForms,
+    LayerSpec,
+    PieceFunction,
+    Program,
+    ProgramExecutor,
+    SamplingForms,
+)
 from mllm_compile.runtime.sampler import SamplingPieces
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.weight_loader import allocate_weights, fill_random, load_weights
@@ -62,10 +71,7 @@ class ArtifactSource:
         return LoadedModel(
             executor=executor,
             layers=tuple(attention_layer(layer, executor.weights) for layer in artifact.program.layers),
-            decode_pieces={
-                layer: DecodePieces(loaded[forms.few], loaded[forms.many])
-                for layer, forms in artifact.program.decode_attention.items()
-            },
+            decode_pieces=decode_pieces(artifact.program, loaded, artifact.cubins, device),
             sampling=_sampling_pieces(artifact.program.sampling, loaded),
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
@@ -79,7 +85,7 @@ class ArtifactSource:
     def _load_pieces(self, device: torch.device) -> dict[str, PackagedPiece | SourcePiece]:
         suffix = self._artifact.manifest.piece_suffix
         with self._reporter.stage("load pieces"), current_device(device):
-            load_kernels(self._artifact.program.linears, self._artifact.linears, device)
+            load_kernels(self._artifact.program.linears, self._artifact.cubins, device)
             return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
 
     def _find_kernels(self) -> None:
@@ -116,6 +122,27 @@ def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> Att
         params=PerLayerParameters(spec.window_left, spec.logits_soft_cap, spec.sm_scale),
         sinks=None if spec.sinks is None else weights[spec.sinks],
     )
+
+
+def decode_pieces(
+    program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
+) -> dict[str, DecodePieces]:
+    """Layer → what decodes; layers that are alike share it.
+
+    Raises:
+        ArtifactError, DeviceError: a kernel is missing or cannot be loaded.
+    """
+
+    @cache
+    def of(forms: DecodeForms, sm_scale: float) -> DecodePieces:
+        few: DecodePiece | None = None if forms.few is None else pieces[forms.few]
+        if forms.clusters:
+            few = ClusterDecode(forms.clusters, cubins, sm_scale, device, of_few_blocks=few)
+        many = pieces[forms.many]
+        return DecodePieces(few or many, many)
+
+    scales = {layer.name: layer.sm_scale for layer in program.layers}
+    return {layer: of(forms, scales[layer]) for layer, forms in program.decode_attention.items()}
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

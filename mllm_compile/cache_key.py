@@ -24,7 +24,7 @@ from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -46,7 +46,7 @@ _SHAPING_SOURCES = (
     "piece_source.py",
     "piece_compiler.py",
     "dependent_launcher.py",
-    "linear_kernels.py",
+    "cuda_kernels.py",
     "nvrtc.py",
     "runtime/counter_rng.py",
     "runtime/dependent_launch.py",
@@ -56,8 +56,9 @@ _SHAPING_SOURCES = (
     "runtime/few_token_ops.py",
     "runtime/few_token_shapes.py",
     "runtime/silu_mul_ops.py",
-    "runtime/stream_linear/*.py",
-    "runtime/stream_linear/*.cu*",
+    "runtime/cuda/*",
+    "runtime/cluster_decode/*",
+    "runtime/stream_linear/*",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",
@@ -158,6 +159,7 @@ def _attention(config: ResolvedConfig) -> str:
         return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
     mode = ["deterministic"] if runtime.deterministic else []
     mode += [] if config.compile.split_decode else ["decodes by FlashInfer"]
+    mode += [] if config.compile.cluster_decode or not config.compile.split_decode else ["no clusters"]
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.artifact import (
+    CUBINS,
     GRAPHS,
     KERNELS,
-    LINEARS,
     MANIFEST,
     PIECES,
     TOKENIZER,
@@ -54,9 +54,9 @@ from mllm_compile.weight_files import WeightFiles, weight_files
 from mllm_compile.writable_place import Place, place_of
 
 if TYPE_CHECKING:
+    from mllm_compile.cuda_kernels import KernelCompiler
     from mllm_compile.early_pieces import EarlyPiece
     from mllm_compile.hf_model import HFModel
-    from mllm_compile.linear_kernels import LinearCompiler
     from mllm_compile.lowering import Lowered
     from mllm_compile.passes.pipeline import PassReport
     from mllm_compile.piece_workers import PieceWorkers
@@ -319,14 +319,14 @@ def _fill(
 ) -> tuple[Lowered, WeightFiles, str]:
     """Writes all but the manifest; returns what was lowered, the weights' files, and the suffix of pieces that run."""
     config, model = target.config, target.model
-    from mllm_compile.linear_kernels import LinearCompiler
+    from mllm_compile.cuda_kernels import KernelCompiler
 
     # The early pieces' folder is left when the workers, which write into it, have ended.
-    with TemporaryDirectory(dir=scratch) as early_folder, _workers(config) as workers, LinearCompiler() as linears:
+    with TemporaryDirectory(dir=scratch) as early_folder, _workers(config) as workers, KernelCompiler() as compiler:
         from mllm_compile.lowering import build_model, lower, plan_lowered_weights
 
         hf_model = build_model(config, model, timeline)
-        early = _start_early_pieces(config, hf_model, workers, linears, Path(early_folder), timeline)
+        early = _start_early_pieces(config, hf_model, workers, compiler, Path(early_folder), timeline)
         (scratch / GRAPHS).mkdir()
         lowered = lower(config, hf_model, scratch / GRAPHS, timeline)
         with timeline.stage("plan weights"):
@@ -338,7 +338,7 @@ def _fill(
             weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
-        return lowered, files, _build_pieces(config, lowered, scratch, workers, linears, early, timeline)
+        return lowered, files, _build_pieces(config, lowered, scratch, workers, compiler, early, timeline)
 
 
 def _nearest(target: Target) -> Manifest | None:
@@ -388,7 +388,7 @@ def _start_early_pieces(
     config: ResolvedConfig,
     hf_model: HFModel,
     workers: PieceWorkers | None,
-    linears: LinearCompiler,
+    compiler: KernelCompiler,
     folder: Path,
     timeline: Timeline,
 ) -> dict[str, EarlyPiece]:
@@ -396,7 +396,7 @@ def _start_early_pieces(
         return {}
     from mllm_compile.early_pieces import start_early_pieces
 
-    return start_early_pieces(config, hf_model, workers, linears, folder, timeline)
+    return start_early_pieces(config, hf_model, workers, compiler, folder, timeline)
 
 
 def _build_pieces(
@@ -404,7 +404,7 @@ def _build_pieces(
     lowered: Lowered,
     scratch: Path,
     workers: PieceWorkers | None,
-    linears: LinearCompiler,
+    compiler: KernelCompiler,
     early: Mapping[str, EarlyPiece],
     timeline: Timeline,
 ) -> str:
@@ -413,7 +413,7 @@ def _build_pieces(
 
     (scratch / PIECES).mkdir()
     jobs = write_pieces(lowered, scratch / PIECES)
-    with _kernels(config, lowered, scratch, linears, timeline):
+    with _kernels(config, lowered, scratch, compiler, timeline):
         if workers is None:
             return SOURCE_SUFFIX
         from mllm_compile.early_pieces import compile_pieces
@@ -428,10 +428,10 @@ def _build_pieces(
 
 @contextmanager
 def _kernels(
-    config: ResolvedConfig, lowered: Lowered, scratch: Path, linears: LinearCompiler, timeline: Timeline
+    config: ResolvedConfig, lowered: Lowered, scratch: Path, compiler: KernelCompiler, timeline: Timeline
 ) -> Iterator[None]:
     """Builds beside the pieces what they and the engine call: attention's kernels by nvcc (or only copied, where
-    FlashInfer has them), those of linears by NVRTC."""
+    FlashInfer has them), the program's own by NVRTC."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(2, thread_name_prefix="kernels") as threads:
@@ -440,9 +440,10 @@ def _kernels(
             from mllm_compile.attention_kernels import collect_kernels
 
             running.append(threads.submit(collect_kernels, config, lowered.program, scratch / KERNELS, timeline))
-        if lowered.program.linears:
-            (scratch / LINEARS).mkdir()
-            running.append(threads.submit(linears.write, lowered.program.linears, scratch / LINEARS, timeline))
+        own = lowered.program.cuda_kernels()
+        if own:
+            (scratch / CUBINS).mkdir()
+            running.append(threads.submit(compiler.write, own, scratch / CUBINS, timeline))
         yield
         for built in running:
             built.result()

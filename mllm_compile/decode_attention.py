@@ -1,7 +1,8 @@
 """Decode attention as pieces of the program: the kernel of runtime/split_decode_ops.py, for the model's layers.
 
 Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
-for many, where it is bandwidth. FlashInfer's kernels serve what this one does not, and every prefill.
+for many, where it is bandwidth. On Hopper kernels of runtime/cluster_decode/ stand for the first where they serve the
+layer. FlashInfer's kernels serve what these do not, and every prefill.
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mllm_compile.cuda_kernels import can_compile_kernels
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.attention.flashinfer_kernels import HEAD_DIMS
 from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
+from mllm_compile.runtime.cluster_decode.shapes import (
+    MOST_TOKENS_OF_FEW_BLOCKS,
+    ClusterKernel,
+    cluster_kernels,
+    has_few_blocks,
+    is_served,
+)
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
 from mllm_compile.written_piece import WrittenPiece
 
@@ -45,14 +54,20 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
         return program, ()
     forms: dict[str, DecodeForms] = {}
     pieces: dict[LayerSpec, tuple[WrittenPiece, WrittenPiece]] = {}
+    written: list[WrittenPiece] = []
     for layer in program.layers:
         if _is_served(layer):
             kind = replace(layer, name="", layer_id=0)
             if kind not in pieces:
                 pieces[kind] = _pieces(config, kind, len(pieces))
             few, many = pieces[kind]
-            forms[layer.name] = DecodeForms(few.name, many.name)
-    written = [piece for pair in pieces.values() for piece in pair]
+            clusters = _clusters(config, layer)
+            if clusters and not _needs_few_beside_clusters(config, layer):
+                forms[layer.name] = DecodeForms(None, many.name, clusters)
+                written.append(many)
+            else:
+                forms[layer.name] = DecodeForms(few.name, many.name, clusters)
+                written += [few, many]
     return replace(program, decode_attention=forms), tuple({piece.name: piece for piece in written}.values())
 
 
@@ -63,6 +78,27 @@ def _is_served(layer: LayerSpec) -> bool:
         and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
     )
+
+
+def _clusters(config: ResolvedConfig, layer: LayerSpec) -> tuple[ClusterKernel, ...]:
+    """The kernels for few requests, or none: where none serves the layer, and in deterministic mode (see _pieces)."""
+    runtime = config.runtime
+    if (
+        not config.compile.cluster_decode
+        or runtime.deterministic
+        or config.model.dtype != "bfloat16"
+        or layer.window_left >= 0
+        or layer.logits_soft_cap > 0
+        or not is_served(layer.num_heads, layer.num_kv_heads, layer.head_dim, runtime.page_size)
+        or not can_compile_kernels(runtime.device)
+    ):
+        return ()
+    return cluster_kernels(layer.num_heads, layer.num_kv_heads, runtime.page_size)
+
+
+def _needs_few_beside_clusters(config: ResolvedConfig, layer: LayerSpec) -> bool:
+    """Whether a request alone may be too long for as many blocks as it would have."""
+    return config.runtime.max_model_len > MOST_TOKENS_OF_FEW_BLOCKS and has_few_blocks(layer.num_kv_heads)
 
 
 def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, WrittenPiece]:

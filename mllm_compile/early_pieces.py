@@ -28,8 +28,8 @@ from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
 
 if TYPE_CHECKING:
+    from mllm_compile.cuda_kernels import KernelCompiler
     from mllm_compile.hf_model import HFModel
-    from mllm_compile.linear_kernels import LinearCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ def start_early_pieces(
     config: ResolvedConfig,
     hf_model: HFModel,
     workers: PieceWorkers,
-    linears: LinearCompiler,
+    compiler: KernelCompiler,
     folder: Path,
     reporter: Reporter,
 ) -> dict[str, EarlyPiece]:
-    """Hands the pieces of a shallow copy of the model to the workers, and their kernels of linears to their compiler,
+    """Hands the pieces of a shallow copy of the model to the workers, and the CUDA kernels to theirs,
     and does not wait for them.
 
     Args:
@@ -87,7 +87,7 @@ def start_early_pieces(
             shallow = _shallow_copy(hf_model, config)
             trace = trace_model(shallow, config.runtime.device, max_traced_tokens(config))
             lowered = rewrite(config, shallow, trace)
-            linears.start(lowered.program.linears)
+            compiler.start(lowered.program.cuda_kernels())
             jobs = write_pieces(lowered, folder)
     except Exception:  # a model is code that we have not written, and here nothing depends on it
         logger.info("no pieces are compiled early", exc_info=True)

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 
 import torch
 
+from mllm_compile.artifact_source import decode_pieces
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecodeSpace
+from mllm_compile.runtime.cluster_decode.shapes import has_few_blocks
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, PieceFunction, Program, SamplingForms
 
@@ -30,12 +32,17 @@ _NUM_DRAWS = 32
 
 
 def check_written_pieces(
-    program: Program, pieces: Mapping[str, PieceFunction], page_size: int, dtype: torch.dtype, logits: torch.Tensor
+    program: Program,
+    pieces: Mapping[str, PieceFunction],
+    cubins: Mapping[str, bytes],
+    page_size: int,
+    dtype: torch.dtype,
+    logits: torch.Tensor,
 ) -> None:
     """
     Args:
         program: names the pieces.
-        pieces: by id.
+        pieces: by id; cubins: the binaries of program.cuda_kernels() by name.
         page_size: tokens of a KV page, for which the pieces of attention are compiled.
         dtype: of queries and cache.
         logits: [S, V], as the program gives them; tokens are chosen from these.
@@ -44,13 +51,14 @@ def check_written_pieces(
         CompileError: a piece computes something else than torch's operations.
     """
     checked = set()
+    decoding = decode_pieces(program, pieces, cubins, logits.device)
     for layer in program.layers:
         forms = program.decode_attention.get(layer.name)
         if forms is not None and forms not in checked:
             checked.add(forms)
             check = _DecodeCheck(layer, page_size, dtype, logits.device)
             for lengths in check.batches():
-                check.run(lengths, forms, DecodePieces(pieces[forms.few], pieces[forms.many]))
+                check.run(lengths, forms, decoding[layer.name])
     if program.sampling is not None:
         _check_sampling(program.sampling, pieces, logits)
 
@@ -73,10 +81,12 @@ class _DecodeCheck:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
     def batches(self) -> list[tuple[int, ...]]:
-        """Tokens of each request: of one alone, of a few, and of so many that the other piece serves them."""
+        """Tokens of each request: of one alone, of a few, of as many as count as few, and of so many that the piece for
+        many serves them."""
         few = (*_LENGTHS, self._longest)
+        most_of_few = max(1, (_MANY_SEQUENCES - 1) // self._layer.num_kv_heads)
         count = -(-_MANY_SEQUENCES // self._layer.num_kv_heads)
-        return [(self._longest,), few, (few * count)[: max(count, len(few))]]
+        return [(self._longest,), few, (few * count)[:most_of_few], (few * count)[: max(count, len(few))]]
 
     def run(self, lengths: tuple[int, ...], forms: DecodeForms, pieces: DecodePieces) -> None:
         """Raises CompileError where a request's answer is not float32's."""
@@ -100,7 +110,10 @@ class _DecodeCheck:
             theirs = self._in_float32(q[row], slots[row, :length])
             error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
             if not error <= _TOLERANCE:
-                piece = forms.few if pieces.choose(num_requests, layer.num_kv_heads)[0] is pieces.few else forms.many
+                is_few = pieces.choose(num_requests, layer.num_kv_heads)[0] is pieces.few
+                is_left = forms.few is not None and has_few_blocks(num_requests * layer.num_kv_heads)
+                by_clusters = forms.clusters and not is_left
+                piece = forms.many if not is_few else "of clusters" if by_clusters else forms.few
                 raise CompileError(
                     f"the decode attention {piece} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
                     f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set "

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.cache_key import max_traced_tokens
+from mllm_compile.cuda_kernels import can_compile_kernels, streamed_linears
 from mllm_compile.decode_attention import add_decode_attention
-from mllm_compile.linear_kernels import can_compile_linears, streamed_linears
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
@@ -158,7 +158,7 @@ def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
     model's is written by the runtime, which knows how to round to it."""
     kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
     converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
-    streams = () if can_compile_linears(config.runtime.device) else ("stream_linears",)
+    streams = () if can_compile_kernels(config.runtime.device) else ("stream_linears",)
     return (*config.compile.disable_passes, *kernels, *converts, *streams)
 
 

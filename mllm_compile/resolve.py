@@ -73,6 +73,7 @@ class ResolvedCompile(_Resolved):
     backend: Literal["inductor", "eager"]
     disable_passes: tuple[str, ...]
     split_decode: bool
+    cluster_decode: bool
 
 
 class ResolvedCudaGraph(_Resolved):
@@ -154,6 +155,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             backend=config.compile.backend,
             disable_passes=config.compile.disable_passes,
             split_decode=_split_decode(config.compile, runtime, dtype, choices),
+            cluster_decode=config.compile.cluster_decode,
         ),
         cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
         runtime=runtime,

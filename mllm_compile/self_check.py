@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.artifact import LINEARS, PIECES
+from mllm_compile.artifact import CUBINS, PIECES
 from mllm_compile.artifact_source import attention_layer, current_device
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import ModelSizes
@@ -51,7 +51,7 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
     """
     Args:
         lowered: what was compiled; the (fake) parameters of its model are replaced by small real ones here.
-        folder: the runtime's, with its pieces and the kernels of its linears.
+        folder: the runtime's, with its pieces and its CUDA kernels.
         piece_suffix: which of a piece's files to run.
         device: where to run.
         page_size: tokens of a KV page.
@@ -63,12 +63,12 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
         bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
-        binaries = {path.stem: path.read_bytes() for path in (folder / LINEARS).glob("*")}
+        binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
         load_kernels(program.linears, binaries, torch.device(device))
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         logits = _check_program(lowered, ProgramExecutor(program, pieces, bound), device)
-        check_written_pieces(program, pieces, page_size, hf_model.model.dtype, logits)
+        check_written_pieces(program, pieces, binaries, page_size, hf_model.model.dtype, logits)
 
 
 def _check_program(lowered: Lowered, executor: ProgramExecutor, device: str) -> torch.Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mllm_compile.runtime.cluster_decode.shapes import ClusterKernel
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops import attention_with_output, cache_inputs
 from mllm_compile.runtime.stream_linear.choice import tiling_from_json
@@ -103,10 +105,15 @@ class SmallForm:
 
 @dataclass(frozen=True)
 class DecodeForms:
-    """The pieces that compute a layer's attention in decodes, of few requests and of many; see split_decode_ops.py."""
+    """What computes a layer's attention in decodes: a piece for few requests and one for many (split_decode_ops.py);
+    kernels of runtime/cluster_decode/ stand for the first, or leave to it what they have too few blocks for."""
 
-    few: str
+    few: str | None
     many: str
+    clusters: tuple[ClusterKernel, ...] = ()
+
+    def piece_ids(self) -> tuple[str, ...]:
+        return (self.many,) if self.few is None else (self.few, self.many)
 
 
 @dataclass(frozen=True)
@@ -139,9 +146,14 @@ class Program:
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention and of sampling."""
-        attention = dict.fromkeys(piece for form in self.decode_attention.values() for piece in (form.few, form.many))
+        attention = dict.fromkeys(piece for forms in self.decode_attention.values() for piece in forms.piece_ids())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling]
+
+    def cuda_kernels(self) -> tuple[CudaKernel, ...]:
+        """Those that the runtime holds compiled by NVRTC."""
+        clusters = dict.fromkeys(kernel for forms in self.decode_attention.values() for kernel in forms.clusters)
+        return (*self.linears, *clusters)
 
     def all_small_forms(self) -> list[SmallForm]:
         """Those of every piece."""
@@ -160,7 +172,10 @@ class Program:
             "weights": list(self.weights),
             "output": self.output,
             "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
-            "decode_attention": {layer: asdict(forms) for layer, forms in self.decode_attention.items()},
+            "decode_attention": {
+                layer: {**asdict(forms), "clusters": [kernel.to_json() for kernel in forms.clusters]}
+                for layer, forms in self.decode_attention.items()
+            },
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "linears": [tiling.to_json() for tiling in self.linears],
         }
@@ -177,7 +192,10 @@ class Program:
                 small_forms={
                     piece: tuple(SmallForm(**form) for form in forms) for piece, forms in data["small_forms"].items()
                 },
-                decode_attention={layer: DecodeForms(**forms) for layer, forms in data["decode_attention"].items()},
+                decode_attention={
+                    layer: DecodeForms(**{**forms, "clusters": tuple(map(ClusterKernel.from_json, forms["clusters"]))})
+                    for layer, forms in data["decode_attention"].items()
+                },
                 sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
                 linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
             )

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import ast
+import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from mllm_compile import decode_attention
 from mllm_compile.decode_attention import add_decode_attention
+from mllm_compile.runtime.cluster_decode.shapes import cluster_kernels
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
 from tests.test_resolve import CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
 WINDOWED = replace(LAYER, name="layers.1.attn", layer_id=1, window_left=511)
+
+
+@pytest.fixture(autouse=True)
+def has_clusters(monkeypatch) -> Callable[[bool], None]:
+    """Says whether the GPU is one of clusters for which kernels can be compiled here; it is not."""
+
+    def answer(can_compile: bool) -> None:
+        monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: can_compile)
+
+    answer(False)
+    return answer
 
 
 def program(*layers: LayerSpec) -> Program:
@@ -31,6 +46,52 @@ def test_layers_that_are_alike_share_two_pieces():
     assert all(ast.parse(piece.source) for piece in pieces)
     assert "window_left=511" in pieces[2].source
     assert "window_left=-1" in pieces[0].source
+
+
+def test_where_there_are_clusters_their_kernels_stand_for_the_piece_for_few(has_clusters):
+    has_clusters(True)
+    config = resolved(H200, runtime={"max_model_len": 4096})
+    with_forms, pieces = add_decode_attention(config, program(LAYER, WINDOWED))
+    page_size = config.runtime.page_size
+    assert with_forms.decode_attention == {
+        LAYER.name: DecodeForms(None, "decode_0_many", cluster_kernels(32, 8, page_size)),
+        WINDOWED.name: DecodeForms("decode_1_few", "decode_1_many"),
+    }
+    assert [piece.name for piece in pieces] == ["decode_0_many", "decode_1_few", "decode_1_many"]
+    assert with_forms.cuda_kernels() == cluster_kernels(32, 8, page_size)
+    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+
+
+@pytest.mark.parametrize(("kv_heads", "has_few"), [(8, True), (16, False)])
+def test_a_long_request_alone_keeps_its_piece_where_clusters_have_too_few_blocks(has_clusters, kv_heads, has_few):
+    has_clusters(True)
+    layer = replace(LAYER, num_kv_heads=kv_heads)
+    config = resolved(H200, runtime={"max_model_len": 32768})
+    forms = add_decode_attention(config, program(layer))[0].decode_attention[layer.name]
+    assert forms.clusters
+    assert (forms.few is not None) is has_few
+
+
+@pytest.mark.parametrize(
+    ("layer", "sections"),
+    [
+        (replace(LAYER, num_kv_heads=4), {}),
+        (replace(LAYER, num_heads=128), {}),
+        (replace(LAYER, head_dim=64, v_head_dim=64), {}),
+        (replace(LAYER, logits_soft_cap=30.0), {}),
+        (LAYER, {"compile": {"cluster_decode": False}}),
+        (LAYER, {"runtime": {"deterministic": True}}),
+        (LAYER, {"model": {"path": "m", "dtype": "float16"}}),
+        (LAYER, {"runtime": {"page_size": 8}}),
+    ],
+    ids=["kv heads", "group", "head dim", "soft cap", "switched off", "deterministic", "dtype", "pages"],
+)
+def test_what_clusters_do_not_serve_keeps_its_pieces(has_clusters, layer, sections):
+    has_clusters(True)
+    with_forms, _ = add_decode_attention(resolved(H200, **sections), program(layer))
+    (forms,) = with_forms.decode_attention.values()
+    assert forms.few is not None
+    assert forms.clusters == ()
 
 
 def test_inputs_are_contiguous_with_sizes_by_name():

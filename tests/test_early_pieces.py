@@ -10,9 +10,9 @@ import pytest
 
 from mllm_compile import Engine, EngineConfig, SamplingParams, early_pieces
 from mllm_compile.compile import find_target, load_or_compile
+from mllm_compile.cuda_kernels import KernelCompiler
 from mllm_compile.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
 from mllm_compile.errors import CompileError
-from mllm_compile.linear_kernels import LinearCompiler
 from mllm_compile.lowering import build_model, lower, write_pieces
 from mllm_compile.piece_workers import PieceJob, PieceWorkers
 from tests.models.tiny_configs import save_tiny_model
@@ -65,7 +65,7 @@ def build_pieces(folder: Path, config: EngineConfig, workers: FakeWorkers) -> tu
     (folder / "pieces").mkdir()
     target, recorder = find_target(config), Recorder()
     hf_model = build_model(target.config, target.model, recorder)
-    with LinearCompiler() as linears:
+    with KernelCompiler() as linears:
         early = start_early_pieces(target.config, hf_model, workers, linears, folder / "early", recorder)
     jobs = write_pieces(lower(target.config, hf_model, folder, recorder), folder / "pieces")
     compile_pieces(jobs, early, workers, lambda: None)

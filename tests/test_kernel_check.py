@@ -47,7 +47,7 @@ class Attention:
 
 def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtype = torch.bfloat16) -> None:
     program = Program((), (layer,), (), "logits", decode_attention={layer.name: DecodeForms("few", "many")})
-    check_written_pieces(program, {"few": few, "many": many}, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
+    check_written_pieces(program, {"few": few, "many": many}, {}, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -113,7 +113,7 @@ RIGHT: dict[str, Piece] = {
 
 def check_sampling(logits: torch.Tensor = LOGITS, **wrong: Piece) -> None:
     program = Program((), (), (), "logits", sampling=SamplingForms("bfloat16", *RIGHT))
-    check_written_pieces(program, RIGHT | wrong, PAGE_SIZE, torch.bfloat16, logits)
+    check_written_pieces(program, RIGHT | wrong, {}, PAGE_SIZE, torch.bfloat16, logits)
 
 
 def test_right_choices_pass_and_so_does_a_draw_between_near_blocks():
@@ -157,4 +157,4 @@ def test_wrong_choices_are_refused_however_few_logits_there_are(piece, wrong, nu
 
 
 def test_a_program_without_such_pieces_has_nothing_to_check():
-    check_written_pieces(Program((), (LAYER,), (), "logits"), {}, PAGE_SIZE, torch.float32, LOGITS)
+    check_written_pieces(Program((), (LAYER,), (), "logits"), {}, {}, PAGE_SIZE, torch.float32, LOGITS)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile import linear_kernels, nvrtc
+from mllm_compile import cuda_kernels, nvrtc
+from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
 from mllm_compile.errors import CompileError
-from mllm_compile.linear_kernels import LinearCompiler, can_compile_linears
 from mllm_compile.progress import NullReporter
 from mllm_compile.runtime.stream_linear.choice import choose_tiling
 from mllm_compile.runtime.stream_linear.shapes import LinearKind
 
 
 def test_a_cpu_has_no_such_kernels():
-    assert not can_compile_linears("cpu")
+    assert not can_compile_kernels("cpu")
 
 
 def test_without_the_library_the_package_is_named(monkeypatch):
@@ -25,7 +25,7 @@ def test_without_the_library_the_package_is_named(monkeypatch):
 
 def test_who_cannot_compile_a_linear_is_told_how_to_do_without(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "find_nvrtc", lambda: None)
-    with LinearCompiler() as compiler, pytest.raises(CompileError, match=r"disable_passes: \[stream_linears\]"):
+    with KernelCompiler() as compiler, pytest.raises(CompileError, match=r"disable_passes: \[stream_linears\]"):
         compiler.write([choose_tiling(LinearKind(64, 256), 8)], tmp_path, NullReporter())
     assert list(tmp_path.iterdir()) == []
 
@@ -43,11 +43,9 @@ def test_an_error_is_the_compilers_first():
 
 def test_what_was_begun_early_is_compiled_once(monkeypatch, tmp_path):
     compiled = []
-    monkeypatch.setattr(
-        linear_kernels, "compile_cuda", lambda source, name, arch: compiled.append(name) or name.encode()
-    )
+    monkeypatch.setattr(cuda_kernels, "compile_cuda", lambda source, name, arch: compiled.append(name) or name.encode())
     early, late, dropped = (choose_tiling(LinearKind(rows, 256), 8) for rows in (64, 128, 192))
-    with LinearCompiler() as compiler:
+    with KernelCompiler() as compiler:
         compiler.start([early, dropped])
         compiler.write([early, late], tmp_path, NullReporter())
     assert sorted(compiled) == sorted(set(compiled))

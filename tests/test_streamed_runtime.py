@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_compile import Engine, EngineConfig, SamplingParams, artifact_source, linear_kernels, lowering, self_check
-from mllm_compile.artifact import LINEARS, open_artifact
+from mllm_compile import Engine, EngineConfig, SamplingParams, artifact_source, cuda_kernels, lowering, self_check
+from mllm_compile.artifact import CUBINS, open_artifact
 from mllm_compile.compile import load_or_compile
 from mllm_compile.errors import ArtifactError
 from mllm_compile.passes import fx_match
@@ -50,7 +50,7 @@ def loads(monkeypatch) -> Loads:
     monkeypatch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
     others = [name for name in lowering.KERNEL_PASSES if name != StreamLinears.name]
     monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)
-    monkeypatch.setattr(linear_kernels, "compile_cuda", lambda source, name, architecture: name.encode())
+    monkeypatch.setattr(cuda_kernels, "compile_cuda", lambda source, name, architecture: name.encode())
     recorder = Loads()
     monkeypatch.setattr(artifact_source, "load_kernels", recorder)
     monkeypatch.setattr(self_check, "load_kernels", recorder)
@@ -78,7 +78,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     names = {tiling.name for tiling in program.linears}
     assert len(names) == len(program.linears) == len({tiling.kind for tiling in program.linears}) * len(TOKEN_BUCKETS)
     assert Program.from_json(program.to_json()) == program
-    assert {path.name for path in (artifact.folder / LINEARS).iterdir()} == {f"{name}.cubin" for name in names}
+    assert {path.name for path in (artifact.folder / CUBINS).iterdir()} == {f"{name}.cubin" for name in names}
     with Engine(config) as engine:
         output = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
     assert len(output.token_ids) == 8
@@ -88,7 +88,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
 
 def test_a_changed_kernel_is_not_loaded(loads, tmp_path):
     artifact = load_or_compile(config_of(tmp_path)).artifact
-    path = next((artifact.folder / LINEARS).iterdir())
+    path = next((artifact.folder / CUBINS).iterdir())
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ArtifactError, match=path.name):
         open_artifact(artifact.folder)

@@ -15,23 +15,22 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mllm_compile.runtime.errors import ArtifactError, DeviceError
+from mllm_compile.runtime.cuda.driver import Argument, TensorMaps, address_of, load_kernel
 from mllm_compile.runtime.stream_linear.choice import num_streamed_norm_blocks
-from mllm_compile.runtime.stream_linear.driver import Argument, Kernel, TensorMap
-from mllm_compile.runtime.stream_linear.shapes import KERNEL, LinearKind, LinearTiling, bucket_of
+from mllm_compile.runtime.stream_linear.shapes import LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.stream_linear.tiles import TileTiling
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
 
 class _Loaded:
-    """One kernel of a linear, and the maps that its calls have needed: they hold addresses and sizes, no tensors."""
+    """One kernel of a linear."""
 
-    def __init__(self, tiling: LinearTiling, binary: bytes) -> None:
+    def __init__(self, tiling: LinearTiling, binaries: Mapping[str, bytes]) -> None:
         self.tiling = tiling
-        self.binary = binary
-        self._kernel = Kernel(binary, KERNEL, tiling.shared_bytes)
-        self._maps: dict[tuple[int, int, int], TensorMap] = {}
+        self._kernel = load_kernel(tiling, binaries)
+        self.binary = binaries[tiling.name]
+        self._maps = TensorMaps()
 
     def __call__(
         self,
@@ -43,7 +42,7 @@ class _Loaded:
     ) -> None:
         arguments = (
             *self._read(x.view(num_tokens, -1), weight),
-            *map(_address, operands),
+            *map(address_of, operands),
             ctypes.c_float(eps),
             ctypes.c_int(num_tokens),
         )
@@ -53,24 +52,11 @@ class _Loaded:
         """Where the kernel finds weight and x."""
         tiling = self.tiling
         if not isinstance(tiling, TileTiling):
-            return _address(weight), _address(x)
-        weight_map = self._map(weight, tiling.rows // 2 if tiling.kind.gated else tiling.rows)
-        return weight_map.address, self._map(x, tiling.tokens).address
-
-    def _map(self, matrix: torch.Tensor, box_rows: int) -> TensorMap:
-        key = (matrix.data_ptr(), matrix.shape[0], box_rows)
-        if key not in self._maps:
-            if len(self._maps) >= _MAX_MAPS:
-                self._maps.clear()
-            self._maps[key] = TensorMap(matrix, box_rows)
-        return self._maps[key]
+            return address_of(weight), address_of(x)
+        weight_map = self._maps.get(weight, tiling.rows // 2 if tiling.kind.gated else tiling.rows)
+        return weight_map.address, self._maps.get(x, tiling.tokens).address
 
 
-def _address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-_MAX_MAPS = 4096  # a weight for each layer and, without graphs, an x for whatever the allocator gives
 _LOADED: dict[tuple[int, LinearKind, int], _Loaded] = {}  # by device index, linear and bucket
 
 
@@ -85,22 +71,11 @@ def load_kernels(tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes],
         DeviceError: one cannot be loaded.
     """
     for tiling in tilings:
-        if tiling.name not in binaries:
-            raise ArtifactError(f"the runtime holds no kernel {tiling.name}; compile the model again")
         with torch.cuda.device(device):
-            key, binary = (torch.cuda.current_device(), tiling.kind, tiling.tokens), binaries[tiling.name]
+            key, binary = (torch.cuda.current_device(), tiling.kind, tiling.tokens), binaries.get(tiling.name)
             loaded = _LOADED.get(key)
             if loaded is None or (loaded.tiling, loaded.binary) != (tiling, binary):  # once for a process's engines
-                _LOADED[key] = _load(tiling, binary)
-
-
-def _load(tiling: LinearTiling, binary: bytes) -> _Loaded:
-    try:
-        return _Loaded(tiling, binary)
-    except DeviceError as error:
-        raise DeviceError(
-            f"{error} (the linear {tiling.name}). Set compile.disable_passes: [stream_linears] to do without."
-        ) from error
+                _LOADED[key] = _Loaded(tiling, binaries)
 
 
 def _loaded(x: torch.Tensor, kind: LinearKind, num_tokens: int) -> _Loaded:

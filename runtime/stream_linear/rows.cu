@@ -7,7 +7,7 @@
 // inputs with every row that the cluster takes. Sums of a block are added up in its shared memory and sent to the block
 // of the cluster that finishes the rows; blocks take turns at that.
 //
-// Defined by source.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
+// Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
 // (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, NORM_BLOCKS (sums of squares a token to read;
 // 0: no norm), GATED, RESIDUAL, NORM_NEXT.
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar
 
-from mllm_compile.runtime.stream_linear.shapes import MULTIPROCESSORS, LinearKind, LinearTiling
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.stream_linear.shapes import LinearKind, LinearTiling
 
 MAX_TOKENS = 8
 NORM_ROWS = 16  # outputs that one sum of squares is of, and rows of the weight that are worked at together
@@ -37,7 +38,8 @@ class RowTiling(LinearTiling):
         stages: of the ring, each NORM_ROWS rows.
     """
 
-    source: ClassVar[str] = "rows.cu"
+    source: ClassVar[str] = "stream_linear/rows.cu"
+    function: ClassVar[str] = "stream_linear"
 
     split: int
     warps: int
@@ -69,6 +71,7 @@ class RowTiling(LinearTiling):
 
     def constants(self) -> dict[str, int]:
         return {
+            **self.kind.constants(),
             "SPLIT": self.split,
             "WARPS": self.warps,
             "CLUSTERS": self.clusters,

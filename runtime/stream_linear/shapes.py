@@ -5,15 +5,14 @@ Shape legend: N rows and K columns of the weight; of a gated one N counts gate a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from abc import abstractmethod
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
-KERNEL = "stream_linear"  # the function's name in every binary
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+
 TOKEN_BUCKETS = (8, 16, 32, 64)  # a kernel each; a step takes the first that holds its tokens
 MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
-CAPABILITY = (9, 0)  # wgmma is Hopper's alone
-MULTIPROCESSORS = 132  # of an H100 or H200; tilings fit others too, in waves that may be less full
 
 
 @dataclass(frozen=True)
@@ -47,45 +46,26 @@ class LinearKind:
 
 
 @dataclass(frozen=True)
-class LinearTiling(ABC):
-    """How one kernel divides a linear. Stored with its binary, which is launched as it was compiled.
+class LinearTiling(CudaKernel):
+    """How one kernel divides a linear.
 
     Attributes:
-        source: the file of its kernel.
         kind: the linear.
         tokens: one of TOKEN_BUCKETS.
     """
 
-    source: ClassVar[str]
+    switch: ClassVar[str] = "compile.disable_passes: [stream_linears]"
 
     kind: LinearKind
     tokens: int
 
     @property
     def name(self) -> str:
-        """Of the binary's file, without its suffix."""
         return f"{self.kind.name}_t{self.tokens}"
 
     @property
     @abstractmethod
     def num_blocks(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def num_threads(self) -> int:
-        """Of a block."""
-
-    @property
-    @abstractmethod
-    def shared_bytes(self) -> int:
-        """Of dynamic shared memory, a block's."""
-
-    @abstractmethod
-    def constants(self) -> dict[str, int]:
-        """What its source is given beside the kind's."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"source": self.source, **asdict(self)}
 
 
 def bucket_of(num_tokens: int) -> int:

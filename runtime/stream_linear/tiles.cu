@@ -9,13 +9,9 @@
 // One warp asks for tiles; the others multiply. With up to 16 tokens they do so by mma.sync, and divide the inputs of a
 // tile among them (WARPS_K): all is latency. With more, by wgmma, and warp groups take turns at the tiles.
 //
-// Defined by source.py: N outputs (of a gated one: gate and up rows), K, ROWS, SPLIT, TOKENS (a multiple of 8, up to
+// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS, SPLIT, TOKENS (a multiple of 8, up to
 // 64), STAGES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, WARP_GROUPS (0:
 // mma.sync) and WARPS_N x WARPS_K, and, for wgmma, `multiply_add_all`.
-
-struct __align__(64) TensorMap {
-  char bytes[128];
-};
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a tile: one swizzled row of 128 bytes
 constexpr int WARPS = WARP_GROUPS ? 4 * WARP_GROUPS : WARPS_N * WARPS_K;
@@ -70,11 +66,6 @@ __device__ __forceinline__ bool takes(int, int) { return true; }
 // Chunk `chunk` (16 bytes) of row `row` of a swizzled tile.
 __device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
   return tile + row * ROW_BYTES + ((chunk ^ row) & 7) * 16;
-}
-__device__ __forceinline__ void load_matrices(u32* to, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address));
 }
 __device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 weights, u32 xs, int warp, int lane) {
 #pragma unroll

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from mllm_compile.runtime.stream_linear.shapes import MULTIPROCESSORS, LinearKind, LinearTiling
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.stream_linear.shapes import LinearKind, LinearTiling
 
 NORM_ROWS = 32  # outputs that one sum of squares is of
 
@@ -25,6 +26,12 @@ _SHARED_RING, _WHOLE_RING = 110 << 10, 200 << 10  # two blocks on a multiprocess
 _HELD_BYTES = MULTIPROCESSORS * _SHARED_RING
 _MANY_ROWS = 65536
 _LONG_READ = 256 << 10  # bytes a block beyond which it is worth more to have all the ring than to begin early
+_INSTRUCTION = """
+__device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a, unsigned long long b) {{
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, 1, 1, 1, 0, 0;"
+               : {outputs} : "l"(a), "l"(b));
+}}
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class TileTiling(LinearTiling):
         stages: tiles of the ring.
     """
 
-    source: ClassVar[str] = "tiles.cu"
+    source: ClassVar[str] = "stream_linear/tiles.cu"
+    function: ClassVar[str] = "stream_linear"
 
     rows: int
     split: int
@@ -66,6 +74,7 @@ class TileTiling(LinearTiling):
 
     def constants(self) -> dict[str, int]:
         return {
+            **self.kind.constants(),
             "TOKENS": self.tokens,
             "ROWS": self.rows,
             "SPLIT": self.split,
@@ -74,6 +83,15 @@ class TileTiling(LinearTiling):
             "WARPS_N": self.warps_n,
             "WARPS_K": self.warps_k,
         }
+
+    def preamble(self) -> str:
+        """wgmma of 64 rows and all tokens; its 64 × tokens sums are tokens / 2 registers of each of 128 threads."""
+        if not self.warp_groups:
+            return ""
+        count = self.tokens // 2
+        sums = ", ".join(f"%{i}" for i in range(count))
+        outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+        return _INSTRUCTION.format(tokens=self.tokens, sums=sums, outputs=outputs, a=count, b=count + 1)
 
 
 def takes(rows: int, columns: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from mllm_compile.linear_kernels import LinearCompiler, can_compile_linears
+from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
 from mllm_compile.progress import NullReporter
 from mllm_compile.runtime.stream_linear.choice import choose_tiling, is_streamed, num_streamed_norm_blocks
 from mllm_compile.runtime.stream_linear.ops import load_kernels
@@ -20,7 +20,7 @@ from tests.gpu.test_few_tokens import SOURCE as FEW_SOURCE
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not can_compile_linears("cuda:0"), reason="needs a Hopper GPU and NVRTC"
+        not torch.cuda.is_available() or not can_compile_kernels("cuda:0"), reason="needs a Hopper GPU and NVRTC"
     ),
 ]
 
@@ -48,7 +48,7 @@ def is_taken(shape: tuple[int, int, int], num_tokens: int) -> bool:
 def load(kinds: list[LinearKind], folder) -> None:
     buckets = [(kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS]
     tilings = [choose_tiling(kind, tokens) for kind, tokens in buckets if is_streamed(kind.rows, kind.columns, tokens)]
-    with LinearCompiler() as compiler:
+    with KernelCompiler() as compiler:
         compiler.write(tilings, folder, NullReporter())
     load_kernels(tilings, {path.stem: path.read_bytes() for path in folder.iterdir()}, torch.device("cuda:0"))
 

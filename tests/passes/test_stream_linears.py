@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.linear_kernels import streamed_linears
+from mllm_compile.cuda_kernels import streamed_linears
 from mllm_compile.passes import fx_match
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
@@ -57,8 +57,8 @@ def test_a_piece_with_a_large_weight_has_a_form_for_fewer_tokens():
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, 8),)}
     tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
     assert [(tiling.kind.rows, tiling.tokens, tiling.source) for tiling in tilings] == [
-        (6144, 8, "rows.cu"),
-        (256, 8, "tiles.cu"),
+        (6144, 8, "stream_linear/rows.cu"),
+        (256, 8, "stream_linear/tiles.cu"),
     ]
 
 

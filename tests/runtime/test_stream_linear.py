@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError, DeviceError
+from mllm_compile.runtime.cuda.driver import Kernel, _context
+from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.stream_linear import rows, tiles
 from mllm_compile.runtime.stream_linear.choice import (
     choose_tiling,
@@ -23,10 +25,9 @@ from mllm_compile.runtime.stream_linear.choice import (
     num_streamed_norm_blocks,
     tiling_from_json,
 )
-from mllm_compile.runtime.stream_linear.driver import Kernel, _context
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind, bucket_of
-from mllm_compile.runtime.stream_linear.source import kernel_source
+from tests.runtime.fake_driver import FakeDriver
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
 _MULTIPROCESSOR_BYTES = 228 << 10
@@ -152,7 +153,8 @@ def test_names_tell_kernels_apart():
     assert len(names) == len(kinds) * len(TOKEN_BUCKETS)
 
 
-def test_a_kernel_that_the_runtime_does_not_hold_is_named(monkeypatch):
+def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver, monkeypatch):
+    driver()
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(ArtifactError, match="64x256_norm0_t8; compile"):
         load_kernels([choose_tiling(LinearKind(64, 256), 8)], {}, torch.device("cuda:0"))
@@ -187,28 +189,11 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
 
 
-class FakeDriver:
-    """Answers every call with success but those of `fails`, and writes down which came."""
-
-    def __init__(self, fails: str = "") -> None:
-        self.calls: list[str] = []
-        self._fails = fails
-
-    def __getattr__(self, name: str):
-        def call(*arguments) -> int:
-            self.calls.append(name)
-            if name == "cuGetErrorName":
-                arguments[1]._obj.value = b"CUDA_ERROR_OF_A_TEST"
-            return 7 if name == self._fails else 0
-
-        return call
-
-
 @pytest.fixture
 def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
     def use(fails: str = "") -> FakeDriver:
         fake = FakeDriver(fails)
-        monkeypatch.setattr("mllm_compile.runtime.stream_linear.driver._driver", lambda: fake)
+        monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", lambda: fake)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         return fake
 

@@ -1,6 +1,10 @@
-// What the kernels of this room have in common. Put in front of either of them by source.py.
+// What the kernels have in common; source.py puts it in front of each.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+struct __align__(64) TensorMap {
+  char bytes[128];
+};
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ u32 address_of_peer(u32 address, u32 rank) {
@@ -33,6 +37,12 @@ __device__ __forceinline__ u64 read_once() {  // a weight: nobody reads it again
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+// Four matrices of 8 x 8, a row of 16 bytes at each lane's address.
+__device__ __forceinline__ void load_matrices(u32* to, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
 }
 // Of m16n8k16, bfloat16 with float32 sums.
 __device__ __forceinline__ void multiply_add(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

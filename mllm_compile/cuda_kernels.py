@@ -1,4 +1,5 @@
-"""Compiles the kernels of a model's linears for few tokens on Hopper (runtime/stream_linear/) into its runtime."""
+"""Compiles the CUDA C++ kernels that a model needs on Hopper (runtime/stream_linear/, runtime/cluster_decode/) into its
+runtime."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ import torch
 from mllm_compile.errors import CompileError
 from mllm_compile.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.progress import Reporter
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.choice import choose_tiling
 from mllm_compile.runtime.stream_linear.ops import plain_kind, residual_kind
-from mllm_compile.runtime.stream_linear.shapes import CAPABILITY, TOKEN_BUCKETS, LinearKind, LinearTiling
-from mllm_compile.runtime.stream_linear.source import kernel_source
+from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS, LinearKind, LinearTiling
 
 if TYPE_CHECKING:
     from torch import fx
@@ -27,19 +29,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BINARY_SUFFIX = ".cubin"
-_ARCHITECTURE = "sm_90a"
+_CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"  # wgmma is Hopper's alone
 _NICENESS = 5  # as the compilers of pieces: the model is being traced meanwhile
 
 
 @cache  # what is missing is said once
-def can_compile_linears(device: str) -> bool:
+def can_compile_kernels(device: str) -> bool:
     """Whether the kernels run on `device` and can be compiled here."""
     if not device.startswith("cuda") or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(torch.device(device)) != CAPABILITY:
+    if torch.cuda.get_device_capability(torch.device(device)) != _CAPABILITY:
         return False
     if find_nvrtc() is None:
-        logger.warning("NVRTC is not found, linears are not streamed: pip install nvidia-cuda-nvrtc, and compile again")
+        logger.warning(
+            "NVRTC is not found, steps of few tokens are slower: pip install nvidia-cuda-nvrtc, and compile again"
+        )
         return False
     return True
 
@@ -70,7 +74,7 @@ def _value(node: Any) -> torch.Tensor:
     return node.meta["val"]
 
 
-class LinearCompiler:
+class KernelCompiler:
     """Compiles kernels in threads, from the moment that somebody knows which: while the model is still being traced.
 
     Used with `with`: what nobody waited for is dropped at its end.
@@ -78,36 +82,36 @@ class LinearCompiler:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(
-            os.cpu_count() or 1, thread_name_prefix="linears", initializer=os.nice, initargs=(_NICENESS,)
+            os.cpu_count() or 1, thread_name_prefix="cuda-kernels", initializer=os.nice, initargs=(_NICENESS,)
         )
-        self._binaries: dict[LinearTiling, Future[bytes]] = {}
+        self._binaries: dict[CudaKernel, Future[bytes]] = {}
 
-    def __enter__(self) -> LinearCompiler:
+    def __enter__(self) -> KernelCompiler:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def start(self, tilings: Iterable[LinearTiling]) -> None:
+    def start(self, kernels: Iterable[CudaKernel]) -> None:
         """Begins with those that were not begun before, and does not wait."""
-        for tiling in tilings:
-            if tiling not in self._binaries:
-                self._binaries[tiling] = self._threads.submit(_compile, tiling)
+        for kernel in kernels:
+            if kernel not in self._binaries:
+                self._binaries[kernel] = self._threads.submit(_compile, kernel)
 
-    def write(self, tilings: Sequence[LinearTiling], folder: Path, reporter: Reporter) -> None:
+    def write(self, kernels: Sequence[CudaKernel], folder: Path, reporter: Reporter) -> None:
         """Writes each as `<its name>.cubin` into `folder`.
 
         Raises:
             CompileError: NVRTC refuses one.
         """
-        self.start(tilings)
-        with reporter.stage("linear kernels"):
-            for tiling in tilings:
-                (folder / (tiling.name + BINARY_SUFFIX)).write_bytes(self._binaries[tiling].result())
+        self.start(kernels)
+        with reporter.stage("CUDA kernels"):
+            for kernel in kernels:
+                (folder / (kernel.name + BINARY_SUFFIX)).write_bytes(self._binaries[kernel].result())
 
 
-def _compile(tiling: LinearTiling) -> bytes:
+def _compile(kernel: CudaKernel) -> bytes:
     try:
-        return compile_cuda(kernel_source(tiling), tiling.name, _ARCHITECTURE)
+        return compile_cuda(kernel_source(kernel), kernel.name, _ARCHITECTURE)
     except CompileError as error:
-        raise CompileError(f"{error} Set compile.disable_passes: [stream_linears] to do without it.") from error
+        raise CompileError(f"{error} Set {kernel.switch} to do without it.") from error

@@ -7,12 +7,13 @@ Structures and numbers are those of cuda.h (CUDA 12 and later; "CUDA Driver API"
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
 
-from mllm_compile.runtime.errors import DeviceError
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.errors import ArtifactError, DeviceError
 
 _BFLOAT16, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
@@ -85,6 +86,46 @@ class TensorMap:
             0,
         )
         _check(result, f"a tensor map of {rows} x {columns}")
+
+
+class TensorMaps:
+    """The maps that a kernel's calls have needed: they hold addresses and sizes, no tensors."""
+
+    _MOST = 4096  # a weight or cache for each layer and, without graphs, inputs wherever the allocator puts them
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, int, int], TensorMap] = {}
+
+    def get(self, matrix: torch.Tensor, box_rows: int) -> TensorMap:
+        key = (matrix.data_ptr(), matrix.shape[0], box_rows)
+        if key not in self._maps:
+            if len(self._maps) >= self._MOST:
+                self._maps.clear()
+            self._maps[key] = TensorMap(matrix, box_rows)
+        return self._maps[key]
+
+
+def address_of(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """As a kernel's argument."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def load_kernel(kernel: CudaKernel, binaries: Mapping[str, bytes]) -> Kernel:
+    """A kernel of a runtime on the current device.
+
+    Args:
+        binaries: by name; checked by the caller: they are executed.
+
+    Raises:
+        ArtifactError: the runtime does not hold it.
+        DeviceError: it cannot be loaded.
+    """
+    if kernel.name not in binaries:
+        raise ArtifactError(f"the runtime holds no kernel {kernel.name}; compile the model again")
+    try:
+        return Kernel(binaries[kernel.name], kernel.function, kernel.shared_bytes)
+    except DeviceError as error:
+        raise DeviceError(f"{error} (the kernel {kernel.name}). Set {kernel.switch} to do without.") from error
 
 
 class Kernel:

@@ -1,0 +1,201 @@
+// Attention of one new token a request over its keys, those of the token included; for few requests.
+//
+// A cluster takes a KV head of a request, its blocks take tiles of 64 keys in turns. All tiles that a block's shared
+// memory holds are asked for at once (by TMA), before the kernel ahead has ended but for the one with the new token's
+// key, which that kernel writes: lengths, the page table and what stands before that key are of earlier kernels. A
+// warp has 16 keys of a tile and sums of its own; sums are added up in a block, then over distributed shared memory.
+//
+// Defined by shapes.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
+// STAGES (tiles in shared memory).
+
+constexpr int D = 128, TILE = 64, WARPS = 4;
+constexpr int BOX_COLUMNS = 64, BOX_ROWS = PAGE < TILE ? PAGE : TILE;  // rows of 128 bytes, swizzled
+constexpr int HALF_BYTES = TILE * BOX_COLUMNS * 2, TILE_BYTES = 4 * HALF_BYTES;  // two halves of keys, two of values
+constexpr float NOTHING = -1e30f;  // a logit that no key has
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32* to, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+// Chunk `chunk` (16 bytes) of row `row`.
+__device__ __forceinline__ u32 chunk_address(u32 halves, int row, int chunk) {
+  return halves + chunk / 8 * HALF_BYTES + row * 128 + ((chunk ^ row) & 7) * 16;
+}
+__device__ __forceinline__ float load_peer(const float* place, u32 rank) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_of_peer(shared_address(place), rank)));
+  return v;
+}
+__device__ __forceinline__ float max_of_quad(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
+struct Sums {  // of some keys: weighted values, the largest logit, the weights' sum
+  float values[GROUP][D], top[GROUP], total[GROUP];
+};
+struct Shared {
+  Sums of_warp[WARPS], of_block;
+  u64 full[STAGES], empty[STAGES];
+};
+
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
+    cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
+                   const int* page_table, const int* seq_lens, unsigned short* out, int width, float scale) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 ring = (shared_address(memory) + 1023) & ~1023u;
+  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * TILE_BYTES);
+  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
+  const int rank = blockIdx.x % SPLIT, sequence = blockIdx.x / SPLIT, head = sequence % KV_HEADS;
+  const int request = sequence / KV_HEADS;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
+    publish_barriers();
+  }
+  __syncthreads();
+
+  const int num_keys = seq_lens[request], tiles = (num_keys + TILE - 1) / TILE;
+  const int mine = tiles > rank ? (tiles - rank + SPLIT - 1) / SPLIT : 0;
+  const bool has_new_key = mine && rank + (mine - 1) * SPLIT == tiles - 1;
+  auto ask = [&](int i) {  // for this block's i-th tile
+    const u32 to = ring + i % STAGES * TILE_BYTES, barrier = full + 8 * (i % STAGES);
+    expect_bytes(barrier, TILE_BYTES);
+#pragma unroll
+    for (int row = 0; row < TILE; row += BOX_ROWS) {
+      const int key = (rank + i * SPLIT) * TILE + row;
+      const int page = key / PAGE < width ? page_table[request * width + key / PAGE] : 0;  // any, behind the last key
+      const int slot = page * PAGE + key % PAGE;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int column = head * D + half * BOX_COLUMNS;
+        load_box(to + half * HALF_BYTES + row * 128, &keys, column, slot, barrier);
+        load_box(to + (2 + half) * HALF_BYTES + row * 128, &values, column, slot, barrier);
+      }
+    }
+  };
+  const int first = min(mine, STAGES);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < first - (has_new_key && mine <= STAGES); i++) ask(i);
+  wait_for_prerequisites();
+  if (threadIdx.x == 0) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what TMA reads
+    if (has_new_key && mine <= STAGES) ask(mine - 1);
+  }
+  start_dependents();
+
+  u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      query[k][j] = member < GROUP ? q[((sequence * GROUP + member) * D + k * 16 + j * 8) / 2 + quad] : 0;
+  float sums[D / 8][4] = {}, top = NOTHING, total = 0.f;
+  for (int i = 0; i < mine; i++) {
+    const u32 tile = ring + i % STAGES * TILE_BYTES;
+    wait_for(full + 8 * (i % STAGES), i / STAGES & 1);
+    float logits[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      u32 key[4];
+      load_matrices(key, chunk_address(tile, warp * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+      multiply_add(logits[0], query[k][0], 0, query[k][1], 0, key[0], key[1]);
+      multiply_add(logits[1], query[k][0], 0, query[k][1], 0, key[2], key[3]);
+    }
+    // A lane has the logits of keys place, place + 1, place + 8 and place + 9.
+    const int place = (rank + i * SPLIT) * TILE + warp * 16 + quad * 2;
+    float most = top, weight_sum = 0.f;
+    u32 weights[2], is_key[2];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const bool is_first = place + n * 8 < num_keys, is_second = place + n * 8 + 1 < num_keys;
+      is_key[n] = (is_first ? 0xffffu : 0) | (is_second ? 0xffff0000u : 0);
+      logits[n][0] = is_first ? logits[n][0] * scale : NOTHING;
+      logits[n][1] = is_second ? logits[n][1] * scale : NOTHING;
+      most = fmaxf(most, fmaxf(logits[n][0], logits[n][1]));
+    }
+    most = max_of_quad(most);
+    const float shrink = exp2f(top - most);
+    top = most;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float a = is_key[n] & 0xffffu ? exp2f(logits[n][0] - most) : 0.f;
+      const float b = is_key[n] >> 16 ? exp2f(logits[n][1] - most) : 0.f;
+      weight_sum += a + b;
+      weights[n] = pack(a, b);
+    }
+    total = total * shrink + weight_sum;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) sums[n][0] *= shrink, sums[n][1] *= shrink;
+#pragma unroll
+    for (int n = 0; n < D / 16; n++) {
+      u32 value[4];
+      load_transposed(value, chunk_address(tile + 2 * HALF_BYTES, warp * 16 + lane % 16, n * 2 + lane / 16));
+      // What stands behind the last key may be anything, infinite too.
+      value[0] &= is_key[0], value[1] &= is_key[1], value[2] &= is_key[0], value[3] &= is_key[1];
+      multiply_add(sums[2 * n], weights[0], 0, weights[1], 0, value[0], value[1]);
+      multiply_add(sums[2 * n + 1], weights[0], 0, weights[1], 0, value[2], value[3]);
+    }
+    __syncwarp();
+    if (i + STAGES < mine) {
+      if (lane == 0) arrive(empty + 8 * (i % STAGES));
+      if (threadIdx.x == 0) {
+        wait_for(empty + 8 * (i % STAGES), i / STAGES & 1);
+        ask(i + STAGES);
+      }
+      __syncwarp();
+    }
+  }
+  total += __shfl_xor_sync(~0u, total, 1);
+  total += __shfl_xor_sync(~0u, total, 2);
+  if (member < GROUP) {
+    Sums& mine_ = shared.of_warp[warp];
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) *(float2*)&mine_.values[member][n * 8 + quad * 2] = float2{sums[n][0], sums[n][1]};
+    if (quad == 0) mine_.top[member] = top, mine_.total[member] = total;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int g = 0; g < GROUP; g++) {
+    float most = NOTHING, all = 0.f, sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.of_warp[w].top[g]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float factor = exp2f(shared.of_warp[w].top[g] - most);
+      all += factor * shared.of_warp[w].total[g];
+      sum += factor * shared.of_warp[w].values[g][threadIdx.x];
+    }
+    shared.of_block.values[g][threadIdx.x] = sum;
+    if (threadIdx.x == 0) shared.of_block.top[g] = most, shared.of_block.total[g] = all;
+  }
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  constexpr int MY_COLUMNS = D / SPLIT;
+  for (int j = threadIdx.x; j < GROUP * MY_COLUMNS; j += 32 * WARPS) {
+    const int g = j / MY_COLUMNS, d = rank * MY_COLUMNS + j % MY_COLUMNS;
+    float tops[SPLIT], totals[SPLIT], sum_of[SPLIT], most = NOTHING, all = 0.f, sum = 0.f;
+#pragma unroll
+    for (int peer = 0; peer < SPLIT; peer++) {
+      tops[peer] = load_peer(&shared.of_block.top[g], peer);
+      totals[peer] = load_peer(&shared.of_block.total[g], peer);
+      sum_of[peer] = load_peer(&shared.of_block.values[g][d], peer);
+      most = fmaxf(most, tops[peer]);
+    }
+#pragma unroll
+    for (int peer = 0; peer < SPLIT; peer++) {
+      const float factor = exp2f(tops[peer] - most);
+      all += factor * totals[peer], sum += factor * sum_of[peer];
+    }
+    out[(sequence * GROUP + g) * D + d] = pack(sum / all, 0.f) & 0xffff;
+  }
+  // A block's memory stays until the others have read it.
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+}

@@ -1,0 +1,49 @@
+"""What a kernel is compiled for, as it is stored with its binary; free of torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+MULTIPROCESSORS = 132  # of an H100 or H200; what is chosen for them fits others too, in waves that may be less full
+
+
+class CudaKernel(ABC):
+    """A dataclass of what its source and its launch need to know; launched as it was compiled.
+
+    Attributes:
+        source: its file, seen from the folder runtime/.
+        function: its name in the binary, which profilers show.
+        switch: the setting that does without it.
+    """
+
+    source: ClassVar[str]
+    function: ClassVar[str]
+    switch: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of the binary's file, without its suffix."""
+
+    @property
+    @abstractmethod
+    def num_threads(self) -> int:
+        """Of a block."""
+
+    @property
+    @abstractmethod
+    def shared_bytes(self) -> int:
+        """Of dynamic shared memory, a block's."""
+
+    @abstractmethod
+    def constants(self) -> dict[str, int]:
+        """What its source is given, by name."""
+
+    def preamble(self) -> str:
+        """Source in front of the file's, beside the constants."""
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"source": self.source, **asdict(self)}  # type: ignore[call-overload]
