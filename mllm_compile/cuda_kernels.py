@@ -19,9 +19,9 @@ from mllm_compile.progress import Reporter
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.program import Program
-from mllm_compile.runtime.stream_linear.choice import choose_tiling
+from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, LinearTiling
 from mllm_compile.runtime.stream_linear.ops import plain_kind, residual_kind
-from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS, LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.shapes import choose_tiling
 
 if TYPE_CHECKING:
     from torch import fx

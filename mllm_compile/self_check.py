@@ -29,8 +29,8 @@ from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.pieces import load_piece
 from mllm_compile.runtime.program import Program, ProgramExecutor
+from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS
 from mllm_compile.runtime.stream_linear.ops import load_kernels
-from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS
 from mllm_compile.runtime.trace_ops import attention_reference
 from mllm_compile.small_weights import materialise
 

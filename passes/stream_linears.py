@@ -12,9 +12,7 @@ from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
 from mllm_compile.passes.fx_match import LINEAR, is_call
 from mllm_compile.passes.small_forms import add_forms
-from mllm_compile.runtime.stream_linear.choice import is_streamed, num_streamed_norm_blocks
-from mllm_compile.runtime.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
-from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS
+from mllm_compile.runtime.stream_linear.shapes import FORM_TOKENS, is_streamed, num_streamed_norm_blocks
 
 
 class StreamLinears:
@@ -35,7 +33,7 @@ class StreamLinears:
         y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with no linear that others read faster (choice.py): with
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with no linear that others read faster (shapes.py): with
         64 tokens those of small weights, or a head, with 8 nearly any. The compiler's driver leaves this pass out where
         the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none for its 16 tokens.
     Preserves: as `fuse_few_tokens`.
@@ -46,7 +44,7 @@ class StreamLinears:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         matches = 0
-        for size in (MAX_STREAMED_TOKENS, MAX_ROW_TOKENS):
+        for size in FORM_TOKENS:
             matches += add_forms(gm, size, "_streamed", partial(_form, tokens=size))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 

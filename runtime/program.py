@@ -18,8 +18,8 @@ from mllm_compile.runtime.cluster_decode.shapes import ClusterKernel
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops import attention_with_output, cache_inputs
-from mllm_compile.runtime.stream_linear.choice import tiling_from_json
-from mllm_compile.runtime.stream_linear.shapes import LinearTiling
+from mllm_compile.runtime.stream_linear.linear import LinearTiling
+from mllm_compile.runtime.stream_linear.shapes import tiling_from_json
 
 TOKEN_INPUTS = ("input_ids", "positions")
 ROW_INPUT = "logits_indices"

@@ -9,8 +9,8 @@ from mllm_compile import cuda_kernels, nvrtc
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
 from mllm_compile.errors import CompileError
 from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.stream_linear.choice import choose_tiling
-from mllm_compile.runtime.stream_linear.shapes import LinearKind
+from mllm_compile.runtime.stream_linear.linear import LinearKind
+from mllm_compile.runtime.stream_linear.shapes import choose_tiling
 
 
 def test_a_cpu_has_no_such_kernels():

@@ -16,8 +16,8 @@ from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.passes import pack_projections
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.program import Program, SmallForm
-from mllm_compile.runtime.stream_linear.choice import choose_tiling
-from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.shapes import choose_tiling
 from tests.models.tiny_configs import save_tiny_model, tiny_config
 
 

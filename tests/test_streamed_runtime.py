@@ -19,7 +19,7 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.passes import fx_match
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.runtime.program import Program
-from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
+from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
 from tests.models.tiny_configs import save_tiny_model
 from tests.models.tiny_configs import tiny_config as shape_of
 from tests.passes.stand_ins import streamed_ops_on_cpu

@@ -4,7 +4,7 @@ Registered as runtime/ops.py has it. What a kernel computes is tiles.cu's or row
 as in runtime/few_token_ops.py: the first linear leaves h · norm_weight and sums of squares of h, the second one
 multiplies by the norm's factor.
 
-Shape legend: T tokens, N outputs and K inputs of a linear, B sums of squares a token (choice.py says how many).
+Shape legend: T tokens, N outputs and K inputs of a linear, B sums of squares a token (shapes.py says how many).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.cuda.driver import Argument, TensorMaps, address_of, load_kernel
-from mllm_compile.runtime.stream_linear.choice import num_streamed_norm_blocks
-from mllm_compile.runtime.stream_linear.shapes import LinearKind, LinearTiling, bucket_of
+from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling, bucket_of
+from mllm_compile.runtime.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.stream_linear.tiles import TileTiling
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
@@ -112,7 +112,7 @@ def stream_linear(
     """x · weightᵀ, of a norm and gated if so asked.
 
     Args:
-        x: […, K] bfloat16, as many as the linear is streamed for (choice.is_streamed).
+        x: […, K] bfloat16, as many as the linear is streamed for (shapes.is_streamed).
         weight: [N, K]; of a gated one [gate rows; up rows], [2N, K].
         squares: […, B] float32: x is h · norm_weight and these are the sums of squares of h; None: x is taken as it is.
         eps: the norm's.

@@ -1,6 +1,6 @@
 """rows.cu: whole rows in long pieces, at all of the memory's rate; for weights larger than tiles.py takes. 8 tokens.
 
-Shape legend: as shapes.py.
+Shape legend: as linear.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.stream_linear.shapes import LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
 
 MAX_TOKENS = 8
 NORM_ROWS = 16  # outputs that one sum of squares is of, and rows of the weight that are worked at together

@@ -1,76 +1,51 @@
-"""The linears that kernels for few tokens on Hopper compute, and what every way of dividing one says; free of torch.
+"""Which of the kernels takes a linear; free of torch, so that passes can ask anywhere.
 
-Shape legend: N rows and K columns of the weight; of a gated one N counts gate and up rows.
+A linear's shape alone says which kernel, so that what one leaves for the next norm is known where that is read.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any
 
-from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.stream_linear import rows as by_rows
+from mllm_compile.runtime.stream_linear import tiles as by_tiles
+from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.rows import RowTiling
+from mllm_compile.runtime.stream_linear.tiles import TileTiling
 
-TOKEN_BUCKETS = (8, 16, 32, 64)  # a kernel each; a step takes the first that holds its tokens
-MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
+FORM_TOKENS = (MAX_STREAMED_TOKENS, by_rows.MAX_TOKENS)  # a piece has a form for the first that all its linears take
+
+_ROWS_UNIT, _COLUMNS_UNIT = 64, 256  # what weights are multiples of
+_TILINGS = {tiling.source: tiling for tiling in (TileTiling, RowTiling)}
 
 
-@dataclass(frozen=True)
-class LinearKind:
-    """What a kernel is compiled for.
+def is_streamed(rows: int, columns: int, tokens: int) -> bool:
+    """Whether a weight [rows, columns] divides into a kernel's blocks for `tokens` tokens, and is the faster for it."""
+    if rows % _ROWS_UNIT or columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
+        return False
+    return by_tiles.takes(rows, columns) or (tokens <= by_rows.MAX_TOKENS and by_rows.takes(rows, columns))
 
-    Attributes:
-        rows, columns: N and K.
-        norm_blocks: sums of squares a token that it reads; 0: x is taken as it is.
-        gated: silu(gate) * up.
-        residual: a residual is added.
-        norm_next: what the norm behind it wants is written too.
+
+def num_streamed_norm_blocks(rows: int, columns: int) -> int:
+    """How many sums of squares a linear leaves for the norm of its outputs."""
+    return rows // (by_tiles if by_tiles.takes(rows, columns) else by_rows).NORM_ROWS
+
+
+def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
+    """The tiling for a bucket of tokens.
+
+    Raises:
+        ValueError: more tokens than the linear's kernel takes.
     """
-
-    rows: int
-    columns: int
-    norm_blocks: int = 0
-    gated: bool = False
-    residual: bool = False
-    norm_next: bool = False
-
-    @property
-    def name(self) -> str:
-        marks = [mark for mark in ("gated", "residual", "norm_next") if getattr(self, mark)]
-        return "_".join([f"{self.rows}x{self.columns}", f"norm{self.norm_blocks}", *marks])
-
-    def constants(self) -> dict[str, int]:
-        """What every kernel's source is given of it."""
-        names = {"rows": "N", "columns": "K"}
-        return {names.get(field.name, field.name.upper()): int(getattr(self, field.name)) for field in fields(self)}
+    if by_tiles.takes(kind.rows, kind.columns):
+        return by_tiles.choose(kind, tokens)
+    if tokens > by_rows.MAX_TOKENS:
+        raise ValueError(f"{kind.name} is streamed for up to {by_rows.MAX_TOKENS} tokens, not for {tokens}")
+    return by_rows.choose(kind)
 
 
-@dataclass(frozen=True)
-class LinearTiling(CudaKernel):
-    """How one kernel divides a linear.
-
-    Attributes:
-        kind: the linear.
-        tokens: one of TOKEN_BUCKETS.
-    """
-
-    switch: ClassVar[str] = "compile.disable_passes: [stream_linears]"
-
-    kind: LinearKind
-    tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind.name}_t{self.tokens}"
-
-    @property
-    @abstractmethod
-    def num_blocks(self) -> int: ...
-
-
-def bucket_of(num_tokens: int) -> int:
-    """Raises ValueError for more than MAX_STREAMED_TOKENS."""
-    for tokens in TOKEN_BUCKETS:
-        if num_tokens <= tokens:
-            return tokens
-    raise ValueError(f"{num_tokens} tokens; the kernels take up to {MAX_STREAMED_TOKENS}")
+def tiling_from_json(data: Mapping[str, Any]) -> LinearTiling:
+    """What `to_json` gave. Raises KeyError or TypeError for anything else."""
+    rest = {name: value for name, value in data.items() if name not in ("source", "kind")}
+    return _TILINGS[data["source"]](kind=LinearKind(**data["kind"]), **rest)

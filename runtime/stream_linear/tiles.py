@@ -1,7 +1,7 @@
 """tiles.cu: a ring of tiles that is on its way before the inputs are there; for weights that all multiprocessors hold
 together, and for heads. Up to 64 tokens.
 
-Shape legend: as shapes.py.
+Shape legend: as linear.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.stream_linear.shapes import LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
 
 NORM_ROWS = 32  # outputs that one sum of squares is of
 

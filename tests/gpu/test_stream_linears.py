@@ -11,9 +11,9 @@ from torch.nn.functional import linear, silu
 
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
 from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.stream_linear.choice import choose_tiling, is_streamed, num_streamed_norm_blocks
+from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.stream_linear.ops import load_kernels
-from mllm_compile.runtime.stream_linear.shapes import TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.shapes import choose_tiling, is_streamed, num_streamed_norm_blocks
 from tests.gpu.test_few_tokens import EPS, MARGIN, compiled, layer, off_by, random_inputs, shapes_of
 from tests.gpu.test_few_tokens import SOURCE as FEW_SOURCE
 

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from mllm_compile.passes import fx_match
 from mllm_compile.runtime.stream_linear import ops  # noqa: F401  (defines the ops)
-from mllm_compile.runtime.stream_linear.choice import num_streamed_norm_blocks
+from mllm_compile.runtime.stream_linear.shapes import num_streamed_norm_blocks
 
 
 @contextmanager

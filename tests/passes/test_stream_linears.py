@@ -16,7 +16,7 @@ from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.program import Program, SmallForm
-from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.stream_linear.tiles import NORM_ROWS
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 from tests.passes.stand_ins import streamed_ops_on_cpu

@@ -19,14 +19,14 @@ from mllm_compile.errors import ArtifactError, DeviceError
 from mllm_compile.runtime.cuda.driver import Kernel, _context
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.stream_linear import rows, tiles
-from mllm_compile.runtime.stream_linear.choice import (
+from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind, bucket_of
+from mllm_compile.runtime.stream_linear.ops import load_kernels
+from mllm_compile.runtime.stream_linear.shapes import (
     choose_tiling,
     is_streamed,
     num_streamed_norm_blocks,
     tiling_from_json,
 )
-from mllm_compile.runtime.stream_linear.ops import load_kernels
-from mllm_compile.runtime.stream_linear.shapes import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind, bucket_of
 from tests.runtime.fake_driver import FakeDriver
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200

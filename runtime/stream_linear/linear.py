@@ -1,0 +1,76 @@
+"""The linears that kernels for few tokens on Hopper compute, and what every way of dividing one says; free of torch.
+
+Shape legend: N rows and K columns of the weight; of a gated one N counts gate and up rows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+
+TOKEN_BUCKETS = (8, 16, 32, 64)  # a kernel each; a step takes the first that holds its tokens
+MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
+
+
+@dataclass(frozen=True)
+class LinearKind:
+    """What a kernel is compiled for.
+
+    Attributes:
+        rows, columns: N and K.
+        norm_blocks: sums of squares a token that it reads; 0: x is taken as it is.
+        gated: silu(gate) * up.
+        residual: a residual is added.
+        norm_next: what the norm behind it wants is written too.
+    """
+
+    rows: int
+    columns: int
+    norm_blocks: int = 0
+    gated: bool = False
+    residual: bool = False
+    norm_next: bool = False
+
+    @property
+    def name(self) -> str:
+        marks = [mark for mark in ("gated", "residual", "norm_next") if getattr(self, mark)]
+        return "_".join([f"{self.rows}x{self.columns}", f"norm{self.norm_blocks}", *marks])
+
+    def constants(self) -> dict[str, int]:
+        """What every kernel's source is given of it."""
+        names = {"rows": "N", "columns": "K"}
+        return {names.get(field.name, field.name.upper()): int(getattr(self, field.name)) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class LinearTiling(CudaKernel):
+    """How one kernel divides a linear.
+
+    Attributes:
+        kind: the linear.
+        tokens: one of TOKEN_BUCKETS.
+    """
+
+    switch: ClassVar[str] = "compile.disable_passes: [stream_linears]"
+
+    kind: LinearKind
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name}_t{self.tokens}"
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int: ...
+
+
+def bucket_of(num_tokens: int) -> int:
+    """Raises ValueError for more than MAX_STREAMED_TOKENS."""
+    for tokens in TOKEN_BUCKETS:
+        if num_tokens <= tokens:
+            return tokens
+    raise ValueError(f"{num_tokens} tokens; the kernels take up to {MAX_STREAMED_TOKENS}")
