@@ -17,6 +17,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import HEAD_DIMS
 from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
 from mllm_compile.runtime.cluster_decode.shapes import (
     MOST_TOKENS_OF_FEW_BLOCKS,
+    MOST_WIDTH_OF_FEW_BLOCKS,
     ClusterKernel,
     cluster_kernels,
     has_few_blocks,
@@ -97,8 +98,10 @@ def _clusters(config: ResolvedConfig, layer: LayerSpec) -> tuple[ClusterKernel, 
 
 
 def _needs_few_beside_clusters(config: ResolvedConfig, layer: LayerSpec) -> bool:
-    """Whether a request alone may be too long for as many blocks as it would have."""
-    return config.runtime.max_model_len > MOST_TOKENS_OF_FEW_BLOCKS and has_few_blocks(layer.num_kv_heads)
+    """Whether a request alone, which has few blocks, may be too long for these, or the model too wide."""
+    is_long = config.runtime.max_model_len > MOST_TOKENS_OF_FEW_BLOCKS
+    is_wide = layer.num_heads * layer.head_dim > MOST_WIDTH_OF_FEW_BLOCKS
+    return has_few_blocks(layer.num_kv_heads) and (is_long or is_wide)
 
 
 def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, WrittenPiece]:

@@ -51,22 +51,28 @@ def test_layers_that_are_alike_share_two_pieces():
 def test_where_there_are_clusters_their_kernels_stand_for_the_piece_for_few(has_clusters):
     has_clusters(True)
     config = resolved(H200, runtime={"max_model_len": 4096})
-    with_forms, pieces = add_decode_attention(config, program(LAYER, WINDOWED))
+    narrow = replace(LAYER, num_heads=16)
+    with_forms, pieces = add_decode_attention(config, program(narrow, WINDOWED))
     page_size = config.runtime.page_size
     assert with_forms.decode_attention == {
-        LAYER.name: DecodeForms(None, "decode_0_many", cluster_kernels(32, 8, page_size)),
+        LAYER.name: DecodeForms(None, "decode_0_many", cluster_kernels(16, 8, page_size)),
         WINDOWED.name: DecodeForms("decode_1_few", "decode_1_many"),
     }
     assert [piece.name for piece in pieces] == ["decode_0_many", "decode_1_few", "decode_1_many"]
-    assert with_forms.cuda_kernels() == cluster_kernels(32, 8, page_size)
+    assert with_forms.cuda_kernels() == cluster_kernels(16, 8, page_size)
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
 
 
-@pytest.mark.parametrize(("kv_heads", "has_few"), [(8, True), (16, False)])
-def test_a_long_request_alone_keeps_its_piece_where_clusters_have_too_few_blocks(has_clusters, kv_heads, has_few):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "max_model_len", "has_few"),
+    [(16, 8, 4096, False), (16, 8, 32768, True), (32, 8, 4096, True), (16, 16, 32768, False), (32, 16, 32768, False)],
+)
+def test_a_request_alone_keeps_its_piece_where_clusters_have_too_few_blocks_for_it(
+    has_clusters, heads, kv_heads, max_model_len, has_few
+):
     has_clusters(True)
-    layer = replace(LAYER, num_kv_heads=kv_heads)
-    config = resolved(H200, runtime={"max_model_len": 32768})
+    layer = replace(LAYER, num_heads=heads, num_kv_heads=kv_heads)
+    config = resolved(H200, runtime={"max_model_len": max_model_len})
     forms = add_decode_attention(config, program(layer))[0].decode_attention[layer.name]
     assert forms.clusters
     assert (forms.few is not None) is has_few
