@@ -2,8 +2,9 @@
 
     python examples/lever_error.py configs/tiny.yaml [--dtype bfloat16] [--levers fuse_few_tokens split_decode]
 
-A lever is a pass that can be left out, or the decode kernel (`split_decode`). Which kernels compute a step depends on
-how many tokens it has: there is a column for whole prompts and one for each number of requests that decode at once.
+A lever is a pass that can be left out, or a decode kernel (`split_decode`, `cluster_decode`). Which kernels compute a
+step depends on how many tokens it has: there is a column for whole prompts and one for each number of requests that
+decode at once.
 Texts are docstrings of Python's standard library, or random tokens for a model without a tokenizer. Each answer is
 the engine's own, greedy; the reference scores the same tokens on the CPU. Most levers are kernels for a GPU, and some
 take only weights whose sizes are multiples of 256: where nothing is taken nothing changes.
@@ -31,11 +32,11 @@ from mllm_compile.passes.pipeline import optional_pass_names
 
 MODULES = (pathlib.Path, shutil, textwrap, json, inspect, str, list, dict, argparse)
 MIN_CHARACTERS, MAX_CHARACTERS = 60, 600
-DECODE_KERNEL = "split_decode"
+DECODE_KERNELS = ("cluster_decode", "split_decode")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    known = [*optional_pass_names(), DECODE_KERNEL]
+    known = [*optional_pass_names(), *DECODE_KERNELS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--dtype", default="bfloat16")
@@ -82,10 +83,10 @@ def documents(count: int) -> Prompts:
 def changed(path: str, dtype: str, left_out: Sequence[str] = (), *, is_reference: bool = False) -> EngineConfig:
     """The config with another type and without some levers; the reference runs on the CPU, as it was traced."""
     config = EngineConfig.from_yaml(path)
-    compiling: dict[str, Any] = {"disable_passes": tuple(name for name in left_out if name != DECODE_KERNEL)}
+    passes = tuple(name for name in left_out if name not in DECODE_KERNELS)
+    compiling: dict[str, Any] = {"disable_passes": passes}
+    compiling |= {name: False for name in DECODE_KERNELS if name in left_out}
     runtime: dict[str, Any] = {"enable_prefix_cache": False}
-    if DECODE_KERNEL in left_out:
-        compiling["split_decode"] = False
     if is_reference:
         compiling["backend"], runtime["device"] = "eager", "cpu"
     return config.model_copy(

@@ -21,6 +21,7 @@ import mllm_compile
 from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.cluster_decode.shapes import MOST_TOKENS_OF_FEW_BLOCKS
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
@@ -56,9 +57,12 @@ _SHAPING_SOURCES = (
     "runtime/few_token_ops.py",
     "runtime/few_token_shapes.py",
     "runtime/silu_mul_ops.py",
-    "runtime/cuda/*",
-    "runtime/cluster_decode/*",
-    "runtime/stream_linear/*",
+    "runtime/cuda/*.py",
+    "runtime/cuda/*.cuh",
+    "runtime/cluster_decode/*.py",
+    "runtime/cluster_decode/*.cu",
+    "runtime/stream_linear/*.py",
+    "runtime/stream_linear/*.cu",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",
@@ -158,8 +162,12 @@ def _attention(config: ResolvedConfig) -> str:
     if runtime.attention_backend == "torch":
         return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
     mode = ["deterministic"] if runtime.deterministic else []
-    mode += [] if config.compile.split_decode else ["decodes by FlashInfer"]
-    mode += [] if config.compile.cluster_decode or not config.compile.split_decode else ["no clusters"]
+    if not config.compile.split_decode:
+        mode.append("decodes by FlashInfer")
+    elif not config.compile.cluster_decode:
+        mode.append("no clusters")
+    elif runtime.max_model_len > MOST_TOKENS_OF_FEW_BLOCKS:  # what decodes a request alone depends on it
+        mode.append("long requests")
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

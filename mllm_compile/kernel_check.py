@@ -81,12 +81,13 @@ class _DecodeCheck:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
     def batches(self) -> list[tuple[int, ...]]:
-        """Tokens of each request: of one alone, of a few, of as many as count as few, and of so many that the piece for
-        many serves them."""
+        """Tokens of each request: of one alone, of two, of a few, of as many as count as few (clusters divide each
+        otherwise), and of so many that the piece for many serves them."""
         few = (*_LENGTHS, self._longest)
         most_of_few = max(1, (_MANY_SEQUENCES - 1) // self._layer.num_kv_heads)
         count = -(-_MANY_SEQUENCES // self._layer.num_kv_heads)
-        return [(self._longest,), few, (few * count)[:most_of_few], (few * count)[: max(count, len(few))]]
+        sizes = (2, len(few), most_of_few, max(count, len(few)))
+        return [(self._longest,), *((few[::-1] * count)[:size] for size in sizes)]
 
     def run(self, lengths: tuple[int, ...], forms: DecodeForms, pieces: DecodePieces) -> None:
         """Raises CompileError where a request's answer is not float32's."""
@@ -114,10 +115,11 @@ class _DecodeCheck:
                 is_left = forms.few is not None and has_few_blocks(num_requests * layer.num_kv_heads)
                 by_clusters = forms.clusters and not is_left
                 piece = forms.many if not is_few else "of clusters" if by_clusters else forms.few
+                switch = forms.clusters[0].switch if is_few and by_clusters else "compile.split_decode: false"
                 raise CompileError(
                     f"the decode attention {piece} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
-                    f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set "
-                    "compile.split_decode: false to have FlashInfer's in its place, and report this."
+                    f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set {switch} to have "
+                    f"another in its place, and report this."
                 )
 
     def _in_float32(self, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mllm_compile.cache_key import _attention, _sources, changed_parts, key_of
+from mllm_compile.cache_key import _SHAPING_SOURCES, _attention, _sources, changed_parts, key_of
 from mllm_compile.compile import find_target
 from mllm_compile.explain import Change, changes, miss_note
 from tests.test_resolve import H200, resolved
@@ -123,9 +123,12 @@ def test_a_miss_says_what_changed_from_what_to_what():
 
 
 def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
-    def attention_of(**compile_section) -> str:
-        return _attention(resolved(H200, compile=compile_section))
+    def attention_of(max_model_len: int = 4096, **compile_section) -> str:
+        return _attention(resolved(H200, compile=compile_section, runtime={"max_model_len": max_model_len}))
 
+    assert attention_of(cluster_decode=False) == attention_of() + ", no clusters"
+    assert attention_of(max_model_len=16384) == attention_of() + ", long requests"
+    assert attention_of(max_model_len=16384, cluster_decode=False) == attention_of(cluster_decode=False)
     assert attention_of(split_decode=False) == attention_of() + ", decodes by FlashInfer"
     assert (
         attention_of(backend="eager", split_decode=False)
@@ -137,3 +140,9 @@ def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
 def test_what_a_decode_piece_is_made_of_shapes_the_runtime():
     sources = {part.split(" ")[0] for part in _sources().split(", ")}
     assert {"decode_attention.py", "runtime/split_decode_ops.py", "runtime/attention/split_decode.py"} <= sources
+    assert {"runtime/cuda/common.cuh", "runtime/cluster_decode/decode.cu", "runtime/stream_linear/rows.cu"} <= sources
+
+
+def test_what_python_and_editors_leave_in_folders_shapes_nothing():
+    """A pattern without a suffix would find __pycache__, which tests that write no bytecode do not see."""
+    assert [pattern for pattern in _SHAPING_SOURCES if not pattern.endswith((".py", ".cu", ".cuh"))] == []

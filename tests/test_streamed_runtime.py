@@ -20,6 +20,8 @@ from mllm_compile.passes import fx_match
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
+from mllm_compile.runtime.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
+from mllm_compile.runtime.stream_linear.rows import RowTiling
 from tests.models.tiny_configs import save_tiny_model
 from tests.models.tiny_configs import tiny_config as shape_of
 from tests.passes.stand_ins import streamed_ops_on_cpu
@@ -57,9 +59,9 @@ def loads(monkeypatch) -> Loads:
     return recorder
 
 
-def config_of(folder: Path, cache: str = "cache") -> EngineConfig:
+def config_of(folder: Path, cache: str = "cache", widths: dict[str, int] = WIDTHS) -> EngineConfig:
     if not (folder / "model").exists():
-        save_tiny_model(shape_of("qwen3", **WIDTHS, **HEADS), folder / "model")
+        save_tiny_model(shape_of("qwen3", **widths, **HEADS), folder / "model")
     return EngineConfig.from_dict(
         {
             "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
@@ -84,6 +86,18 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     assert len(output.token_ids) == 8
     of_self_check, of_engine = loads.calls
     assert of_self_check == of_engine == {name: name.encode() for name in names}
+
+
+def test_pieces_with_a_large_weight_have_forms_and_kernels_for_eight_tokens(loads, tmp_path):
+    config = config_of(tmp_path, widths=WIDTHS | {"hidden_size": 1536, "intermediate_size": 3072})
+    program = load_or_compile(config).artifact.program
+    assert {form.max_size for form in program.all_small_forms()} == {MAX_ROW_TOKENS, MAX_STREAMED_TOKENS}
+    assert {(tiling.kind.columns, tiling.tokens) for tiling in program.linears if isinstance(tiling, RowTiling)} == {
+        (1536, MAX_ROW_TOKENS)
+    }
+    with Engine(config) as engine:
+        outputs = engine.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
 
 
 def test_a_changed_kernel_is_not_loaded(loads, tmp_path):

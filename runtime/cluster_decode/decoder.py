@@ -57,7 +57,7 @@ class ClusterDecode:
             num_sequences * split,
             kernel.num_threads,
             (
-                *(tensor_map.address for tensor_map in maps),
+                *maps,
                 *map(address_of, (q, page_table, seq_lens, out)),
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,

@@ -35,9 +35,6 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-Argument = int | ctypes.c_void_p | ctypes.c_float | ctypes.c_int  # a value, or the address of one
-
-
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -110,6 +107,9 @@ def address_of(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
+Argument = TensorMap | ctypes.c_void_p | ctypes.c_float | ctypes.c_int
+
+
 def load_kernel(kernel: CudaKernel, binaries: Mapping[str, bytes]) -> Kernel:
     """A kernel of a runtime on the current device.
 
@@ -154,9 +154,12 @@ class Kernel:
         """Launches on torch's current stream, before the kernel ahead has ended.
 
         Args:
-            arguments: addresses of values in memory (tensor maps), or the values.
+            arguments: values; they are copied.
         """
-        addresses = [argument if isinstance(argument, int) else ctypes.addressof(argument) for argument in arguments]
+        addresses = [
+            argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+            for argument in arguments
+        ]
         attribute = _Attribute(_STARTS_EARLY, 0, 1)
         config = _LaunchConfig(
             num_blocks, 1, 1, num_threads, 1, 1, self._shared_bytes,

@@ -54,7 +54,7 @@ class _Loaded:
         if not isinstance(tiling, TileTiling):
             return address_of(weight), address_of(x)
         weight_map = self._maps.get(weight, tiling.rows // 2 if tiling.kind.gated else tiling.rows)
-        return weight_map.address, self._maps.get(x, tiling.tokens).address
+        return weight_map, self._maps.get(x, tiling.tokens)
 
 
 _LOADED: dict[tuple[int, LinearKind, int], _Loaded] = {}  # by device index, linear and bucket

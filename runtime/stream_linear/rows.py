@@ -22,9 +22,11 @@ _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory;
 _MIN_COLUMNS = 1536
 _MIN_BYTES_A_NS = 28  # as Triton's kernels
 _MOST_PIECES, _MOST_STAGES = 8, 8  # of a block's columns; of a ring
-# (most columns, warps, blocks of a multiprocessor, split): a warp's inputs are in registers, at most 96 of a lane.
-# For Qwen3-8B at 8 tokens on an H200 the fastest of four to six each, alone and in a layer's chain of kernels.
+# (most columns, warps, blocks of a multiprocessor, split): a warp's inputs are in registers, at most 96 of a lane. The
+# first two are for Qwen3-8B at 8 tokens on an H200 the fastest of four to six each, alone and in a layer's chain of
+# kernels; the others keep what a lane holds as small.
 _DIVISIONS = ((8192, 8, 2, 2), (12288, 16, 1, 2), (16384, 8, 2, 4), (32768, 8, 2, 8))
+_MOST_CLUSTERS_OF_8 = 32  # a cluster lies in one group of 16 or 18 multiprocessors, and of 18 four blocks stay empty
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class RowTiling(LinearTiling):
 
     @property
     def clusters(self) -> int:
-        return MULTIPROCESSORS * self.resident // self.split
+        """As many as run at the same time."""
+        most = MULTIPROCESSORS * self.resident // self.split
+        return min(most, _MOST_CLUSTERS_OF_8) if self.split == 8 else most
 
     @cached_property
     def num_blocks(self) -> int:

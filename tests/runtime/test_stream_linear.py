@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError, DeviceError
-from mllm_compile.runtime.cuda.driver import Kernel, _context
+from mllm_compile.runtime.cuda.driver import Argument, Kernel, TensorMap, TensorMaps, _context
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.stream_linear import rows, tiles
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind, bucket_of
-from mllm_compile.runtime.stream_linear.ops import load_kernels
+from mllm_compile.runtime.stream_linear.ops import _Loaded, load_kernels
 from mllm_compile.runtime.stream_linear.shapes import (
     choose_tiling,
     is_streamed,
@@ -236,3 +236,15 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
     assert fake.calls.count("cuModuleLoadData") == len(TOKEN_BUCKETS)
     load_kernels(tilings, dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
     assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
+
+
+def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(driver, monkeypatch):
+    driver()
+    monkeypatch.setattr(TensorMaps, "_MOST", 1)
+    tiling = choose_tiling(LinearKind(64, 256), 8)
+    loaded = _Loaded(tiling, {tiling.name: b"binary"})
+    launches: list[tuple[Argument, ...]] = []
+    monkeypatch.setattr(loaded._kernel, "launch", lambda blocks, threads, arguments: launches.append(arguments))
+    x, weight = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
+    loaded(x, weight, [None] * 6, 0.0, 4)
+    assert [isinstance(argument, TensorMap) for argument in launches[0]] == [True] * 2 + [False] * 8
