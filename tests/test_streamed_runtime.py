@@ -18,6 +18,7 @@ from mllm_compile.compile import load_or_compile
 from mllm_compile.errors import ArtifactError
 from mllm_compile.passes import fx_match
 from mllm_compile.passes.stream_linears import StreamLinears
+from mllm_compile.report.page import write_page
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
 from mllm_compile.runtime.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
@@ -86,6 +87,10 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     assert len(output.token_ids) == 8
     of_self_check, of_engine = loads.calls
     assert of_self_check == of_engine == {name: name.encode() for name in names}
+    write_page(artifact, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert all(name in page for name in names)
+    assert "of runtime/stream_linear/tiles.cu" in page
 
 
 def test_pieces_with_a_large_weight_have_forms_and_kernels_for_eight_tokens(loads, tmp_path):

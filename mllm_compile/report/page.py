@@ -106,7 +106,21 @@ def _pieces(artifact: Artifact) -> str:
         remark = f"{len(used)} × : {', '.join(_runs(used))}" if used else _role(artifact.program, piece)
         size = format_bytes(len(artifact.pieces[piece]))
         lines.append(parts.folded(piece.removeprefix("piece_"), remark, size, parts.source(text)))
+    lines += _cuda_kernels(artifact)
     return "".join(lines) + parts.folded("program", "every step", "", parts.source("\n".join(_steps(artifact))))
+
+
+def _cuda_kernels(artifact: Artifact) -> list[str]:
+    """A folded line a kernel in CUDA C++: its file, its size, and what distinguishes it from the file's others."""
+    return [
+        parts.folded(
+            kernel.name,
+            f"of runtime/{kernel.source}",
+            format_bytes(len(artifact.cubins[kernel.name])),
+            parts.source("\n".join(f"#define {name} {value}" for name, value in kernel.constants().items())),
+        )
+        for kernel in artifact.program.cuda_kernels()
+    ]
 
 
 def _role(program: Program, piece: str) -> str:
