@@ -16,7 +16,7 @@ import torch
 from mllm_compile.errors import CompileError
 from mllm_compile.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.progress import Reporter
-from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, LinearTiling
@@ -38,7 +38,9 @@ def can_compile_kernels(device: str) -> bool:
     """Whether the kernels run on `device` and can be compiled here."""
     if not device.startswith("cuda") or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(torch.device(device)) != _CAPABILITY:
+    facts = torch.cuda.get_device_properties(torch.device(device))
+    # What is divided among 132 multiprocessors (H100 SXM, H200) would take fewer of them two rounds, half empty.
+    if (facts.major, facts.minor) != _CAPABILITY or facts.multi_processor_count < MULTIPROCESSORS:
         return False
     if find_nvrtc() is None:
         logger.warning(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,6 +17,21 @@ from mllm_compile.runtime.stream_linear.shapes import choose_tiling
 
 def test_a_cpu_has_no_such_kernels():
     assert not can_compile_kernels("cpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors", "can"),
+    [((9, 0), 132, True), ((9, 0), 114, False), ((8, 0), 108, False), ((10, 0), 148, False)],
+    ids=["H200", "H100 PCIe", "A100", "B200"],
+)
+def test_kernels_are_for_hopper_with_all_its_multiprocessors(monkeypatch, capability, multiprocessors, can):
+    major, minor = capability
+    facts = SimpleNamespace(major=major, minor=minor, multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(cuda_kernels, "find_nvrtc", lambda: object())
+    can_compile_kernels.cache_clear()
+    assert can_compile_kernels("cuda:0") is can
+    can_compile_kernels.cache_clear()
 
 
 def test_without_the_library_the_package_is_named(monkeypatch):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-MULTIPROCESSORS = 132  # of an H100 or H200; what is chosen for them fits others too, in waves that may be less full
+MULTIPROCESSORS = 132  # of an H100 SXM or H200, which kernels are divided for
 
 
 class CudaKernel(ABC):
