@@ -82,12 +82,10 @@ def _is_served(layer: LayerSpec) -> bool:
 
 
 def _clusters(config: ResolvedConfig, layer: LayerSpec) -> tuple[ClusterKernel, ...]:
-    """The kernels for few requests, or none: where none serves the layer, and in deterministic mode (see _pieces)."""
+    """The kernels for few requests; none where they do not serve the layer."""
     runtime = config.runtime
     if (
         not config.compile.cluster_decode
-        or runtime.deterministic
-        or config.model.dtype != "bfloat16"
         or layer.window_left >= 0
         or layer.logits_soft_cap > 0
         or not is_served(layer.num_heads, layer.num_kv_heads, layer.head_dim, runtime.page_size)

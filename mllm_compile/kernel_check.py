@@ -18,7 +18,7 @@ from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecodeSpace
-from mllm_compile.runtime.cluster_decode.shapes import has_few_blocks
+from mllm_compile.runtime.cluster_decode.shapes import choose_split, has_few_blocks
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, PieceFunction, Program, SamplingForms
 
@@ -112,12 +112,9 @@ class _DecodeCheck:
             error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
             if not error <= _TOLERANCE:
                 is_few = pieces.choose(num_requests, layer.num_kv_heads)[0] is pieces.few
-                is_left = forms.few is not None and has_few_blocks(num_requests * layer.num_kv_heads)
-                by_clusters = forms.clusters and not is_left
-                piece = forms.many if not is_few else "of clusters" if by_clusters else forms.few
-                switch = forms.clusters[0].switch if is_few and by_clusters else "compile.split_decode: false"
+                name, switch = _who_decodes(forms, is_few, num_requests * layer.num_kv_heads)
                 raise CompileError(
-                    f"the decode attention {piece} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
+                    f"the decode attention {name} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
                     f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set {switch} to have "
                     f"another in its place, and report this."
                 )
@@ -135,6 +132,16 @@ class _DecodeCheck:
         if layer.logits_soft_cap > 0:
             logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
         return torch.einsum("hl,lhd->hd", logits.softmax(-1), values)
+
+
+def _who_decodes(forms: DecodeForms, is_few: bool, num_sequences: int) -> tuple[str | None, str]:
+    """The name of the piece or kernel, and the setting that does without it."""
+    is_left_to_few = forms.few is not None and has_few_blocks(num_sequences)
+    if is_few and not is_left_to_few:
+        for kernel in forms.clusters:
+            if kernel.split == choose_split(num_sequences):
+                return kernel.name, kernel.switch
+    return (forms.few if is_few else forms.many), "compile.split_decode: false"
 
 
 def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], logits: torch.Tensor) -> None:

@@ -140,6 +140,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
+    split_decode = _split_decode(config.compile, runtime, dtype, choices)
     return ResolvedConfig(
         model=ResolvedModel(
             source=config.model.path,
@@ -154,8 +155,8 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         compile=ResolvedCompile(
             backend=config.compile.backend,
             disable_passes=config.compile.disable_passes,
-            split_decode=_split_decode(config.compile, runtime, dtype, choices),
-            cluster_decode=config.compile.cluster_decode,
+            split_decode=split_decode,
+            cluster_decode=_cluster_decode(config.compile, split_decode, runtime, dtype),
         ),
         cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
         runtime=runtime,
@@ -279,6 +280,22 @@ def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, ch
     if asked.split_decode is True:
         raise ConfigError(f"compile.split_decode is true, but {obstacle}. Set it to auto or false.")
     return False
+
+
+def _cluster_decode(asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str) -> bool:
+    """Whether decodes of few requests may be computed by runtime/cluster_decode/."""
+    obstacle = None
+    if not split_decode:
+        obstacle = (
+            "decodes are FlashInfer's or torch's (compile.split_decode), and the kernel stands for a piece of ours"
+        )
+    elif runtime.deterministic:
+        obstacle = "runtime.deterministic is set, and how the kernel divides a request depends on how many there are"
+    elif dtype != "bfloat16":
+        obstacle = f"model.dtype is {dtype}, and the kernel computes in bfloat16"
+    if asked.cluster_decode is True and obstacle is not None:
+        raise ConfigError(f"compile.cluster_decode is true, but {obstacle}. Set it to auto or false.")
+    return asked.cluster_decode is not False and obstacle is None
 
 
 def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: _Choices) -> tuple[int, int]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mllm_compile.errors import CompileError
-from mllm_compile.kernel_check import check_written_pieces
+from mllm_compile.kernel_check import _who_decodes, check_written_pieces
+from mllm_compile.runtime.cluster_decode.shapes import cluster_kernels
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program, SamplingForms
 
@@ -158,3 +159,19 @@ def test_wrong_choices_are_refused_however_few_logits_there_are(piece, wrong, nu
 
 def test_a_program_without_such_pieces_has_nothing_to_check():
     check_written_pieces(Program((), (LAYER,), (), "logits"), {}, {}, PAGE_SIZE, torch.float32, LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("few", "num_requests", "name"),
+    [
+        (None, 1, "decode_8x2_page64_split8"),
+        (None, 8, "decode_8x2_page64_split2"),
+        ("few", 1, "few"),
+        ("few", 2, "decode_8x2_page64_split8"),
+    ],
+)
+def test_a_kernel_of_clusters_is_named_with_the_setting_that_does_without_it(few, num_requests, name):
+    forms = DecodeForms(few, "many", cluster_kernels(16, 8, 64))
+    switch = "split_decode" if name == "few" else "cluster_decode"
+    assert _who_decodes(forms, True, 8 * num_requests) == (name, f"compile.{switch}: false")
+    assert _who_decodes(forms, False, 8 * num_requests) == ("many", "compile.split_decode: false")

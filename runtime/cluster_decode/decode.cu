@@ -155,10 +155,10 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   total += __shfl_xor_sync(~0u, total, 1);
   total += __shfl_xor_sync(~0u, total, 2);
   if (member < GROUP) {
-    Sums& mine_ = shared.of_warp[warp];
+    Sums& own = shared.of_warp[warp];
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) *(float2*)&mine_.values[member][n * 8 + quad * 2] = float2{sums[n][0], sums[n][1]};
-    if (quad == 0) mine_.top[member] = top, mine_.total[member] = total;
+    for (int n = 0; n < D / 8; n++) *(float2*)&own.values[member][n * 8 + quad * 2] = float2{sums[n][0], sums[n][1]};
+    if (quad == 0) own.top[member] = top, own.total[member] = total;
   }
   __syncthreads();
 #pragma unroll

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
@@ -22,11 +22,28 @@ _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory;
 _MIN_COLUMNS = 1536
 _MIN_BYTES_A_NS = 28  # as Triton's kernels
 _MOST_PIECES, _MOST_STAGES = 8, 8  # of a block's columns; of a ring
-# (most columns, warps, blocks of a multiprocessor, split): a warp's inputs are in registers, at most 96 of a lane. The
-# first two are for Qwen3-8B at 8 tokens on an H200 the fastest of four to six each, alone and in a layer's chain of
-# kernels; the others keep what a lane holds as small.
-_DIVISIONS = ((8192, 8, 2, 2), (12288, 16, 1, 2), (16384, 8, 2, 4), (32768, 8, 2, 8))
-_MOST_CLUSTERS_OF_8 = 32  # a cluster lies in one group of 16 or 18 multiprocessors, and of 18 four blocks stay empty
+
+
+class _Division(NamedTuple):
+    """How weights of up to `most_columns` are divided; the fields are RowTiling's."""
+
+    most_columns: int
+    split: int
+    clusters: int
+    warps: int
+    resident: int
+
+
+# A warp's inputs are in registers, at most 96 of a lane. The first two are for Qwen3-8B at 8 tokens on an H200 the
+# fastest of four to six each, alone and in a layer's chain of kernels; the others keep what a lane holds as small.
+# All clusters run at the same time: 264 or 132 blocks, but a cluster lies in one group of 16 or 18 multiprocessors, and
+# with clusters of 8 four blocks of a group of 18 stay empty.
+_DIVISIONS = (
+    _Division(8192, 2, MULTIPROCESSORS, 8, 2),
+    _Division(12288, 2, MULTIPROCESSORS // 2, 16, 1),
+    _Division(16384, 4, MULTIPROCESSORS // 2, 8, 2),
+    _Division(32768, 8, 32, 8, 2),
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,7 @@ class RowTiling(LinearTiling):
     """
     Attributes:
         split: blocks of a cluster, which divide the columns.
+        clusters: they take groups of rows in turns.
         warps: of a block.
         resident: blocks of a multiprocessor.
         piece: columns of a row in a stage.
@@ -44,16 +62,11 @@ class RowTiling(LinearTiling):
     function: ClassVar[str] = "stream_linear"
 
     split: int
+    clusters: int
     warps: int
     resident: int
     piece: int
     stages: int
-
-    @property
-    def clusters(self) -> int:
-        """As many as run at the same time."""
-        most = MULTIPROCESSORS * self.resident // self.split
-        return min(most, _MOST_CLUSTERS_OF_8) if self.split == 8 else most
 
     @cached_property
     def num_blocks(self) -> int:
@@ -87,7 +100,7 @@ class RowTiling(LinearTiling):
 
 def takes(rows: int, columns: int) -> bool:
     """Whether a weight [rows, columns] divides so, into pieces that read fast."""
-    if not _MIN_COLUMNS <= columns <= _DIVISIONS[-1][0] or columns % (_STEP * _division_of(columns)[3]):
+    if not _MIN_COLUMNS <= columns <= _DIVISIONS[-1].most_columns or columns % (_STEP * _division_of(columns).split):
         return False
     return _bytes_a_ns(choose(LinearKind(rows, columns))) >= _MIN_BYTES_A_NS
 
@@ -100,10 +113,10 @@ def choose(kind: LinearKind) -> RowTiling:
 
 
 def _tilings(kind: LinearKind, num_pieces: int) -> Iterator[RowTiling]:
-    _, warps, resident, split = _division_of(kind.columns)
+    _, split, clusters, warps, resident = _division_of(kind.columns)
     piece = math.ceil(kind.columns / split / num_pieces / (_STEP * warps)) * _STEP * warps
     for stages in range(2, _MOST_STAGES + 1):
-        tiling = RowTiling(kind, MAX_TOKENS, split, warps, resident, piece, stages)
+        tiling = RowTiling(kind, MAX_TOKENS, split, clusters, warps, resident, piece, stages)
         if tiling.shared_bytes <= _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES:
             yield tiling
 
@@ -120,5 +133,5 @@ def _bytes_a_ns(tiling: RowTiling) -> float:
     return min(by_piece, by_ring, 35.0)
 
 
-def _division_of(columns: int) -> tuple[int, int, int, int]:
-    return next(division for division in _DIVISIONS if columns <= division[0])
+def _division_of(columns: int) -> _Division:
+    return next(division for division in _DIVISIONS if columns <= division.most_columns)

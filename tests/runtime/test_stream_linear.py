@@ -33,22 +33,20 @@ _SHARED_BYTES = 227 << 10  # of a block on an H200
 _MULTIPROCESSOR_BYTES = 228 << 10
 _STATIC_BYTES = 1024
 
-KINDS = st.builds(
-    LinearKind,
-    rows=st.integers(1, 256).map(lambda n: 64 * n),
-    columns=st.integers(1, 64).map(lambda n: 256 * n),
-    norm_blocks=st.sampled_from([0, 32]),
-    gated=st.booleans(),
-)
+
+def kinds(max_rows: int, columns: tuple[int, int], norm_blocks: int) -> st.SearchStrategy[LinearKind]:
+    """Of up to `max_rows` x 64 rows, and columns of that range x 256."""
+    return st.builds(
+        LinearKind,
+        rows=st.integers(1, max_rows).map(lambda n: 64 * n),
+        columns=st.integers(*columns).map(lambda n: 256 * n),
+        norm_blocks=st.sampled_from([0, norm_blocks]),
+        gated=st.booleans(),
+    )
 
 
-WIDE_KINDS = st.builds(
-    LinearKind,
-    rows=st.integers(1, 1023).map(lambda n: 64 * n),
-    columns=st.integers(6, 128).map(lambda n: 256 * n),
-    norm_blocks=st.sampled_from([0, 256]),
-    gated=st.booleans(),
-).filter(lambda kind: rows.takes(kind.rows, kind.columns))
+KINDS = kinds(256, (1, 64), 32)
+WIDE_KINDS = kinds(1023, (6, 128), 256).filter(lambda kind: rows.takes(kind.rows, kind.columns))
 
 
 @given(KINDS, st.sampled_from(TOKEN_BUCKETS))
