@@ -17,12 +17,14 @@ from mllm_compile.artifact import CONSTANTS, Artifact
 from mllm_compile.errors import ArtifactError
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
-from mllm_compile.runtime.attention.split_decode import DecodePiece, DecodePieces
-from mllm_compile.runtime.cluster_decode.decoder import ClusterDecode
+from mllm_compile.runtime.attention.split_decode import DecodePiece, Decoder, Decoders
+from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel
+from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
+from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.model_source import LoadedModel
 from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
 from mllm_compile.runtime.program import (
-    DecodeForms,
+    DecodeForm,
     LayerSpec,
     PieceFunction,
     Program,
@@ -71,7 +73,7 @@ class ArtifactSource:
         return LoadedModel(
             executor=executor,
             layers=tuple(attention_layer(layer, executor.weights) for layer in artifact.program.layers),
-            decode_pieces=decode_pieces(artifact.program, loaded, artifact.cubins, device),
+            decoders=load_decoders(artifact.program, loaded, artifact.cubins, device),
             sampling=_sampling_pieces(artifact.program.sampling, loaded),
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
@@ -124,9 +126,9 @@ def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> Att
     )
 
 
-def decode_pieces(
+def load_decoders(
     program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
-) -> dict[str, DecodePieces]:
+) -> dict[str, Decoders]:
     """Layer → what decodes; layers that are alike share it.
 
     Raises:
@@ -134,15 +136,21 @@ def decode_pieces(
     """
 
     @cache
-    def of(forms: DecodeForms, sm_scale: float) -> DecodePieces:
-        few: DecodePiece | None = None if forms.few is None else pieces[forms.few]
-        if forms.clusters:
-            few = ClusterDecode(forms.clusters, cubins, sm_scale, device, of_few_blocks=few)
-        many = pieces[forms.many]
-        return DecodePieces(few or many, many)
+    def of(form: DecodeForm, sm_scale: float) -> Decoder:
+        piece: DecodePiece
+        if form.piece is not None:
+            piece = pieces[form.piece]
+        elif isinstance(form.kernels[0], ShareKernel):
+            piece = ShareDecode(form.kernels[0], cubins, sm_scale, device)
+        else:
+            clusters = [kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)]
+            piece = ClusterDecode(clusters, cubins, sm_scale, device)
+        return Decoder(piece, form.most_sequences, form.splits)
 
     scales = {layer.name: layer.sm_scale for layer in program.layers}
-    return {layer: of(forms, scales[layer]) for layer, forms in program.decode_attention.items()}
+    return {
+        layer: tuple(of(form, scales[layer]) for form in forms) for layer, forms in program.decode_attention.items()
+    }
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -15,11 +15,11 @@ from mllm_compile.artifact_source import attention_layer
 from mllm_compile.errors import DeviceError
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
-from mllm_compile.runtime.attention.split_decode import DecodePieces
+from mllm_compile.runtime.attention.split_decode import Decoder
 from mllm_compile.runtime.program import Program
 
 # In place of the program's own decode pieces, which may not be compiled yet: FlashInfer has no part in them.
-_NO_PIECES = DecodePieces(lambda inputs: None, lambda inputs: None)
+_NO_DECODERS = [Decoder(lambda inputs: None)]
 
 
 def collect_kernels(config: ResolvedConfig, program: Program, folder: Path, reporter: Reporter) -> None:
@@ -62,7 +62,7 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
         page_size=runtime.page_size,
         layers=[attention_layer(layer, sinks) for layer in layers],
         deterministic=runtime.deterministic,
-        decode_pieces=dict.fromkeys(program.decode_attention, _NO_PIECES),
+        decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
     )
     try:
         from flashinfer.page import get_page_module

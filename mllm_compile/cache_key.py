@@ -21,11 +21,12 @@ import mllm_compile
 from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.resolve import ResolvedConfig
-from mllm_compile.runtime.cluster_decode.shapes import MOST_TOKENS_OF_FEW_BLOCKS
+from mllm_compile.runtime.hopper_decode.clusters import LONG_TOKENS
+from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -59,14 +60,14 @@ _SHAPING_SOURCES = (
     "runtime/silu_mul_ops.py",
     "runtime/cuda/*.py",
     "runtime/cuda/*.cuh",
-    "runtime/cluster_decode/*.py",
-    "runtime/cluster_decode/*.cu",
+    "runtime/hopper_decode/*.py",
+    "runtime/hopper_decode/*.cu",
     "runtime/stream_linear/*.py",
     "runtime/stream_linear/*.cu",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",
-    "runtime/attention/split_decode.py",  # most splits
+    "runtime/split_decode_shapes.py",
     "runtime/trace_ops.py",
     "runtime/weight_loader.py",
     "runtime/program.py",
@@ -164,10 +165,11 @@ def _attention(config: ResolvedConfig) -> str:
     mode = ["deterministic"] if runtime.deterministic else []
     if not config.compile.split_decode:
         mode.append("decodes by FlashInfer")
-    elif not config.compile.cluster_decode:
-        mode.append("no clusters")
-    elif runtime.max_model_len > MOST_TOKENS_OF_FEW_BLOCKS:  # what decodes a request alone depends on it
-        mode.append("long requests")
+    elif not config.compile.hopper_decode:
+        mode.append("no Hopper kernels")
+    else:  # who decodes few requests, and very many, depends on them
+        mode += ["long requests"] if runtime.max_model_len > LONG_TOKENS else []
+        mode += ["many requests"] if runtime.max_running_requests > MOST_REQUESTS else []
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

@@ -49,6 +49,7 @@ from mllm_compile.model_folder import ModelFolder, open_model_folder
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig, resolve
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
+from mllm_compile.runtime.split_decode_shapes import OF_FEW
 from mllm_compile.timeline import Timeline, timeline_of
 from mllm_compile.weight_files import WeightFiles, weight_files
 from mllm_compile.writable_place import Place, place_of
@@ -373,10 +374,9 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
         yield None
         return
     from mllm_compile.piece_workers import PieceWorkers
-    from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW
 
     largest = max_traced_tokens(config)
-    sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": MAX_SPLITS_OF_FEW}
+    sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
     with (
         using_compiler_cache(config.cache.dir) as folder,
         PieceWorkers(config.runtime.device, sizes, folder) as workers,

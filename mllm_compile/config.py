@@ -73,10 +73,9 @@ class CompileConfig(Section):
     """Decode by a kernel that is compiled with the model, where it serves a layer. auto: with FlashInfer and a KV cache
     of the model's dtype; false: FlashInfer decodes."""
 
-    cluster_decode: Auto | bool = "auto"
-    """On Hopper, decode few requests by a kernel whose blocks add up in each other's memory, where it serves a layer:
-    heads of 128, 8 KV heads or more, no window, no soft cap. auto: with split_decode in bfloat16, unless
-    runtime.deterministic; false: as split_decode elsewhere."""
+    hopper_decode: Auto | bool = "auto"
+    """On Hopper, decode by CUDA kernels of ours where they serve a layer: heads of 128, 8 KV heads or more, no window,
+    no soft cap. auto: with split_decode in bfloat16, unless runtime.deterministic; false: as split_decode elsewhere."""
 
     @field_validator("disable_passes")
     @classmethod

@@ -1,4 +1,4 @@
-"""Compiles the CUDA C++ kernels that a model needs on Hopper (runtime/stream_linear/, runtime/cluster_decode/) into its
+"""Compiles the CUDA C++ kernels that a model needs on Hopper (runtime/stream_linear/, runtime/hopper_decode/) into its
 runtime."""
 
 from __future__ import annotations

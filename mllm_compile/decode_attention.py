@@ -1,8 +1,8 @@
 """Decode attention as pieces of the program: the kernel of runtime/split_decode_ops.py, for the model's layers.
 
 Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
-for many, where it is bandwidth. On Hopper kernels of runtime/cluster_decode/ stand for the first where they serve the
-layer. FlashInfer's kernels serve what these do not, and every prefill.
+for many, where it is bandwidth. On Hopper kernels of runtime/hopper_decode/ stand for both where they serve the layer;
+one request that may be long keeps its piece. FlashInfer's kernels serve what these do not, and every prefill.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from dataclasses import replace
 
 from mllm_compile.cuda_kernels import can_compile_kernels
 from mllm_compile.piece_compiler import PieceInput
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolve import ResolvedConfig, ResolvedRuntime
 from mllm_compile.runtime.attention.flashinfer_kernels import HEAD_DIMS
-from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
-from mllm_compile.runtime.cluster_decode.shapes import (
-    MOST_TOKENS_OF_FEW_BLOCKS,
-    MOST_WIDTH_OF_FEW_BLOCKS,
-    ClusterKernel,
+from mllm_compile.runtime.hopper_decode.clusters import (
+    LONG_TOKENS,
+    MOST_SEQUENCES,
+    MOST_SEQUENCES_OF_LONG,
     cluster_kernels,
-    has_few_blocks,
-    is_served,
+    fewest_sequences,
 )
-from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
+from mllm_compile.runtime.hopper_decode.shapes import are_served
+from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS, ShareKernel, takes
+from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program
+from mllm_compile.runtime.split_decode_shapes import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
 from mllm_compile.written_piece import WrittenPiece
 
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
@@ -50,26 +51,19 @@ class Piece(torch.nn.Module):
 
 
 def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
-    """The program with decode pieces for the layers that the kernel serves, and those pieces."""
+    """The program with decode attention of ours for the layers that it serves, and the pieces for that."""
     if not config.compile.split_decode:
         return program, ()
-    forms: dict[str, DecodeForms] = {}
-    pieces: dict[LayerSpec, tuple[WrittenPiece, WrittenPiece]] = {}
-    written: list[WrittenPiece] = []
+    forms: dict[str, tuple[DecodeForm, ...]] = {}
+    of_kinds: dict[LayerSpec, tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]] = {}
     for layer in program.layers:
         if _is_served(layer):
             kind = replace(layer, name="", layer_id=0)
-            if kind not in pieces:
-                pieces[kind] = _pieces(config, kind, len(pieces))
-            few, many = pieces[kind]
-            clusters = _clusters(config, layer)
-            if clusters and not _needs_few_beside_clusters(config, layer):
-                forms[layer.name] = DecodeForms(None, many.name, clusters)
-                written.append(many)
-            else:
-                forms[layer.name] = DecodeForms(few.name, many.name, clusters)
-                written += [few, many]
-    return replace(program, decode_attention=forms), tuple({piece.name: piece for piece in written}.values())
+            if kind not in of_kinds:
+                of_kinds[kind] = _forms(config, kind, len(of_kinds))
+            forms[layer.name] = of_kinds[kind][0]
+    written = tuple(piece for _, pieces in of_kinds.values() for piece in pieces)
+    return replace(program, decode_attention=forms), written
 
 
 def _is_served(layer: LayerSpec) -> bool:
@@ -81,40 +75,58 @@ def _is_served(layer: LayerSpec) -> bool:
     )
 
 
-def _clusters(config: ResolvedConfig, layer: LayerSpec) -> tuple[ClusterKernel, ...]:
-    """The kernels for few requests; none where they do not serve the layer."""
-    runtime = config.runtime
-    if (
-        not config.compile.cluster_decode
-        or layer.window_left >= 0
-        or layer.logits_soft_cap > 0
-        or not is_served(layer.num_heads, layer.num_kv_heads, layer.head_dim, runtime.page_size)
-        or not can_compile_kernels(runtime.device)
-    ):
-        return ()
-    return cluster_kernels(layer.num_heads, layer.num_kv_heads, runtime.page_size)
+def _forms(
+    config: ResolvedConfig, layer: LayerSpec, index: int
+) -> tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]:
+    """A layer's forms and their pieces.
 
-
-def _needs_few_beside_clusters(config: ResolvedConfig, layer: LayerSpec) -> bool:
-    """Whether a request alone, which has few blocks, may be too long for these, or the model too wide."""
-    is_long = config.runtime.max_model_len > MOST_TOKENS_OF_FEW_BLOCKS
-    is_wide = layer.num_heads * layer.head_dim > MOST_WIDTH_OF_FEW_BLOCKS
-    return has_few_blocks(layer.num_kv_heads) and (is_long or is_wide)
-
-
-def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, WrittenPiece]:
-    """(for few requests, for many); the same one twice in deterministic mode.
-
-    There a step may hold many tokens of one request, so that no key can be fetched before the kernel ahead has ended;
-    and a request's numbers must not depend on how many others there are.
+    In deterministic mode there is one for any batch: a step may hold many tokens of one request, so that no key can be
+    fetched before the kernel ahead has ended; and a request's numbers must not depend on how many others there are.
     """
-    many = _piece(config, layer, f"decode_{index}_many", MAX_SPLITS_OF_MANY, fetch_first=False)
+    many = _piece(config, layer, f"decode_{index}_many", OF_MANY, fetch_first=False)
+    of_many = DecodeForm(None, many.name, OF_MANY)
     if config.runtime.deterministic:
-        return many, many
-    return _piece(config, layer, f"decode_{index}_few", MAX_SPLITS_OF_FEW, fetch_first=True), many
+        return (of_many,), (many,)
+    few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
+    forms: tuple[DecodeForm, ...] = DecodeForm(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
+    if _has_kernels(config, layer):
+        forms = _hopper_forms(config.runtime, layer, *forms)
+    called = {form.piece for form in forms}
+    return forms, tuple(piece for piece in (few, many) if piece.name in called)
 
 
-def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, max_splits: int, fetch_first: bool) -> WrittenPiece:
+def _hopper_forms(
+    runtime: ResolvedRuntime, layer: LayerSpec, few: DecodeForm, many: DecodeForm
+) -> tuple[DecodeForm, ...]:
+    """Clusters for few requests, shares for many; of the pieces what these leave to them."""
+    kv_heads = layer.num_kv_heads
+    may_be_long = runtime.max_model_len > LONG_TOKENS
+    has_shares, has_many = takes(kv_heads), runtime.max_running_requests > MOST_REQUESTS
+    forms = []
+    if may_be_long and kv_heads < fewest_sequences():
+        forms.append(replace(few, most_sequences=fewest_sequences() - 1))
+    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size)
+    forms.append(DecodeForm(MOST_SEQUENCES_OF_LONG if may_be_long else MOST_SEQUENCES, kernels=clusters))
+    if has_shares:
+        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size)
+        forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
+    if has_many or not has_shares:
+        forms.append(many)
+    return tuple(forms)
+
+
+def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
+    """Whether those of runtime/hopper_decode/ serve the layer."""
+    return (
+        config.compile.hopper_decode
+        and layer.window_left < 0
+        and layer.logits_soft_cap == 0
+        and are_served(layer.num_heads, layer.num_kv_heads, layer.head_dim, config.runtime.page_size)
+        and can_compile_kernels(config.runtime.device)
+    )
+
+
+def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
     dtype, heads, kv_heads, dim = config.model.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim
     source = _SOURCE.format(
         name=name,
@@ -123,7 +135,7 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, max_splits: int,
         dim=dim,
         dtype=dtype,
         page_size=config.runtime.page_size,
-        max_splits=max_splits,
+        max_splits=splits.most,
         sm_scale=layer.sm_scale,
         soft_cap=layer.logits_soft_cap,
         window_left=layer.window_left,

@@ -9,23 +9,22 @@ Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from mllm_compile.artifact_source import decode_pieces
+from mllm_compile.artifact_source import load_decoders
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
-from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecodeSpace
-from mllm_compile.runtime.cluster_decode.shapes import choose_split, has_few_blocks
+from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
-from mllm_compile.runtime.program import DecodeForms, LayerSpec, PieceFunction, Program, SamplingForms
+from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
 _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
-_MANY_SEQUENCES = 65  # requests x kv heads: from so many on the piece for many requests serves
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
 _NUM_DRAWS = 32
@@ -51,14 +50,14 @@ def check_written_pieces(
         CompileError: a piece computes something else than torch's operations.
     """
     checked = set()
-    decoding = decode_pieces(program, pieces, cubins, logits.device)
+    decoders = load_decoders(program, pieces, cubins, logits.device)
     for layer in program.layers:
         forms = program.decode_attention.get(layer.name)
         if forms is not None and forms not in checked:
             checked.add(forms)
             check = _DecodeCheck(layer, page_size, dtype, logits.device)
-            for lengths in check.batches():
-                check.run(lengths, forms, decoding[layer.name])
+            for lengths in check.batches(forms):
+                check.run(lengths, forms, decoders[layer.name])
     if program.sampling is not None:
         _check_sampling(program.sampling, pieces, logits)
 
@@ -80,16 +79,16 @@ class _DecodeCheck:
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
-    def batches(self) -> list[tuple[int, ...]]:
-        """Tokens of each request: of one alone, of two, of a few, of as many as count as few (clusters divide each
-        otherwise), and of so many that the piece for many serves them."""
-        few = (*_LENGTHS, self._longest)
-        most_of_few = max(1, (_MANY_SEQUENCES - 1) // self._layer.num_kv_heads)
-        count = -(-_MANY_SEQUENCES // self._layer.num_kv_heads)
-        sizes = (2, len(few), most_of_few, max(count, len(few)))
-        return [(self._longest,), *((few[::-1] * count)[:size] for size in sizes)]
+    def batches(self, forms: Sequence[DecodeForm]) -> list[tuple[int, ...]]:
+        """Tokens of each request: of one alone, of two and of a few (clusters divide each otherwise), and of as many as
+        each form serves, at most and at least."""
+        kv_heads = self._layer.num_kv_heads
+        most = [form.most_sequences // kv_heads for form in forms[:-1] if form.most_sequences is not None]
+        sizes = sorted({2, len(_LENGTHS) + 1, *most, *(count + 1 for count in most)} - {0, 1})
+        lengths = (self._longest, *_LENGTHS[::-1])
+        return [(self._longest,), *((lengths * size)[:size] for size in sizes)]
 
-    def run(self, lengths: tuple[int, ...], forms: DecodeForms, pieces: DecodePieces) -> None:
+    def run(self, lengths: tuple[int, ...], forms: Sequence[DecodeForm], decoders: Decoders) -> None:
         """Raises CompileError where a request's answer is not float32's."""
         layer, num_requests = self._layer, len(lengths)
         num_pages = self._keys.shape[0]
@@ -103,16 +102,17 @@ class _DecodeCheck:
 
         params = PerLayerParameters(layer.window_left, layer.logits_soft_cap, layer.sm_scale)
         group = PlanGroup(layer.num_heads, layer.num_kv_heads, layer.head_dim, params)
-        space = SplitDecodeSpace([(group, pieces)], slots.int(), num_requests, self._page_size, q.dtype)
+        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, q.dtype)
         space.list_pages(torch.arange(num_requests, device=self._device))
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
-        ours = space.decoder(group, pieces, seq_lens).run(q, (self._keys, self._values), torch.empty_like(q))
+        ours = space.decoder(group, decoders, seq_lens).run(q, (self._keys, self._values), torch.empty_like(q))
         for row, length in enumerate(lengths):
             theirs = self._in_float32(q[row], slots[row, :length])
             error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
             if not error <= _TOLERANCE:
-                is_few = pieces.choose(num_requests, layer.num_kv_heads)[0] is pieces.few
-                name, switch = _who_decodes(forms, is_few, num_requests * layer.num_kv_heads)
+                num_sequences = num_requests * layer.num_kv_heads
+                form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
+                name, switch = _who_decodes(form, num_sequences)
                 raise CompileError(
                     f"the decode attention {name} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
                     f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set {switch} to have "
@@ -134,14 +134,13 @@ class _DecodeCheck:
         return torch.einsum("hl,lhd->hd", logits.softmax(-1), values)
 
 
-def _who_decodes(forms: DecodeForms, is_few: bool, num_sequences: int) -> tuple[str | None, str]:
+def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
     """The name of the piece or kernel, and the setting that does without it."""
-    is_left_to_few = forms.few is not None and has_few_blocks(num_sequences)
-    if is_few and not is_left_to_few:
-        for kernel in forms.clusters:
-            if kernel.split == choose_split(num_sequences):
-                return kernel.name, kernel.switch
-    return (forms.few if is_few else forms.many), "compile.split_decode: false"
+    if form.piece is not None:
+        return form.piece, "compile.split_decode: false"
+    split = choose_split(num_sequences)
+    kernel = next(one for one in form.kernels if not isinstance(one, ClusterKernel) or one.split == split)
+    return kernel.name, kernel.switch
 
 
 def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], logits: torch.Tensor) -> None:

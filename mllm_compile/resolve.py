@@ -73,7 +73,7 @@ class ResolvedCompile(_Resolved):
     backend: Literal["inductor", "eager"]
     disable_passes: tuple[str, ...]
     split_decode: bool
-    cluster_decode: bool
+    hopper_decode: bool
 
 
 class ResolvedCudaGraph(_Resolved):
@@ -156,7 +156,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             backend=config.compile.backend,
             disable_passes=config.compile.disable_passes,
             split_decode=split_decode,
-            cluster_decode=_cluster_decode(config.compile, split_decode, runtime, dtype),
+            hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype),
         ),
         cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
         runtime=runtime,
@@ -282,20 +282,20 @@ def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, ch
     return False
 
 
-def _cluster_decode(asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str) -> bool:
-    """Whether decodes of few requests may be computed by runtime/cluster_decode/."""
+def _hopper_decode(asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str) -> bool:
+    """Whether decodes may be computed by runtime/hopper_decode/."""
     obstacle = None
     if not split_decode:
         obstacle = (
-            "decodes are FlashInfer's or torch's (compile.split_decode), and the kernel stands for a piece of ours"
+            "decodes are FlashInfer's or torch's (compile.split_decode), and the kernels stand for pieces of ours"
         )
     elif runtime.deterministic:
-        obstacle = "runtime.deterministic is set, and how the kernel divides a request depends on how many there are"
+        obstacle = "runtime.deterministic is set, and how the kernels divide a request depends on the others"
     elif dtype != "bfloat16":
-        obstacle = f"model.dtype is {dtype}, and the kernel computes in bfloat16"
-    if asked.cluster_decode is True and obstacle is not None:
-        raise ConfigError(f"compile.cluster_decode is true, but {obstacle}. Set it to auto or false.")
-    return asked.cluster_decode is not False and obstacle is None
+        obstacle = f"model.dtype is {dtype}, and the kernels compute in bfloat16"
+    if asked.hopper_decode is True and obstacle is not None:
+        raise ConfigError(f"compile.hopper_decode is true, but {obstacle}. Set it to auto or false.")
+    return asked.hopper_decode is not False and obstacle is None
 
 
 def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: _Choices) -> tuple[int, int]:

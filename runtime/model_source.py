@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer
-from mllm_compile.runtime.attention.split_decode import DecodePieces
+from mllm_compile.runtime.attention.split_decode import Decoders
 from mllm_compile.runtime.sampler import SamplingPieces
 
 
@@ -30,7 +30,7 @@ class LoadedModel:
     executor: Executor
     eager: Executor | None = None  # the model as it was before it was compiled, where config.skip_compiled asks for it
     layers: tuple[AttentionLayer, ...]  # by layer_id
-    decode_pieces: Mapping[str, DecodePieces] = field(default_factory=dict)  # layer → its own decode kernels, if any
+    decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     num_attention_heads: int
     num_kv_heads: int

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.cluster_decode.shapes import ClusterKernel
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.hopper_decode.kernel import DecodeKernel
+from mllm_compile.runtime.hopper_decode.shapes import kernel_from_json
 from mllm_compile.runtime.ops import attention_with_output, cache_inputs
+from mllm_compile.runtime.split_decode_shapes import Splits
 from mllm_compile.runtime.stream_linear.linear import LinearTiling
 from mllm_compile.runtime.stream_linear.shapes import tiling_from_json
 
@@ -104,16 +106,29 @@ class SmallForm:
 
 
 @dataclass(frozen=True)
-class DecodeForms:
-    """What computes a layer's attention in decodes: a piece for few requests and one for many (split_decode_ops.py);
-    kernels of runtime/cluster_decode/ stand for the first, or leave to it what they have too few blocks for."""
+class DecodeForm:
+    """What computes a layer's attention in decodes of batches of some size.
 
-    few: str | None
-    many: str
-    clusters: tuple[ClusterKernel, ...] = ()
+    Attributes:
+        most_sequences: requests x KV heads that it serves; None: any number.
+        piece: its id (split_decode_ops.py), or None: `kernels` decode.
+        splits: of the piece.
+        kernels: of runtime/hopper_decode/: those of clusters, one for each split, or the one of shares.
+    """
 
-    def piece_ids(self) -> tuple[str, ...]:
-        return (self.many,) if self.few is None else (self.few, self.many)
+    most_sequences: int | None = None
+    piece: str | None = None
+    splits: Splits | None = None
+    kernels: tuple[DecodeKernel, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kernels": [kernel.to_json() for kernel in self.kernels]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DecodeForm:
+        """Raises KeyError or TypeError for anything that to_json would not have written."""
+        splits = None if data["splits"] is None else Splits(**data["splits"])
+        return cls(**{**data, "splits": splits, "kernels": tuple(map(kernel_from_json, data["kernels"]))})
 
 
 @dataclass(frozen=True)
@@ -140,20 +155,23 @@ class Program:
     weights: tuple[str, ...]
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
-    decode_attention: Mapping[str, DecodeForms] = field(default_factory=dict)  # layer → pieces, where it has some
+    decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
     sampling: SamplingForms | None = None
     linears: tuple[LinearTiling, ...] = ()  # the kernels of runtime/stream_linear/ that pieces call
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention and of sampling."""
-        attention = dict.fromkeys(piece for forms in self.decode_attention.values() for piece in forms.piece_ids())
+        attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """Those that the runtime holds compiled by NVRTC."""
-        clusters = dict.fromkeys(kernel for forms in self.decode_attention.values() for kernel in forms.clusters)
-        return (*self.linears, *clusters)
+        decodes = dict.fromkeys(kernel for form in self._decode_forms() for kernel in form.kernels)
+        return (*self.linears, *decodes)
+
+    def _decode_forms(self) -> list[DecodeForm]:
+        return [form for forms in self.decode_attention.values() for form in forms]
 
     def all_small_forms(self) -> list[SmallForm]:
         """Those of every piece."""
@@ -173,8 +191,7 @@ class Program:
             "output": self.output,
             "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
             "decode_attention": {
-                layer: {**asdict(forms), "clusters": [kernel.to_json() for kernel in forms.clusters]}
-                for layer, forms in self.decode_attention.items()
+                layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
             },
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "linears": [tiling.to_json() for tiling in self.linears],
@@ -193,8 +210,7 @@ class Program:
                     piece: tuple(SmallForm(**form) for form in forms) for piece, forms in data["small_forms"].items()
                 },
                 decode_attention={
-                    layer: DecodeForms(**{**forms, "clusters": tuple(map(ClusterKernel.from_json, forms["clusters"]))})
-                    for layer, forms in data["decode_attention"].items()
+                    layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
                 sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
                 linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),

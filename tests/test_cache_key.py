@@ -123,12 +123,14 @@ def test_a_miss_says_what_changed_from_what_to_what():
 
 
 def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
-    def attention_of(max_model_len: int = 4096, **compile_section) -> str:
-        return _attention(resolved(H200, compile=compile_section, runtime={"max_model_len": max_model_len}))
+    def attention_of(max_model_len: int = 4096, max_running_requests: int = 256, **compile_section) -> str:
+        sizes = {"max_model_len": max_model_len, "max_running_requests": max_running_requests}
+        return _attention(resolved(H200, compile=compile_section, runtime=sizes))
 
-    assert attention_of(cluster_decode=False) == attention_of() + ", no clusters"
+    assert attention_of(hopper_decode=False) == attention_of() + ", no Hopper kernels"
     assert attention_of(max_model_len=16384) == attention_of() + ", long requests"
-    assert attention_of(max_model_len=16384, cluster_decode=False) == attention_of(cluster_decode=False)
+    assert attention_of(max_running_requests=1025) == attention_of() + ", many requests"
+    assert attention_of(max_model_len=16384, hopper_decode=False) == attention_of(hopper_decode=False)
     assert attention_of(split_decode=False) == attention_of() + ", decodes by FlashInfer"
     assert (
         attention_of(backend="eager", split_decode=False)
@@ -139,8 +141,8 @@ def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
 
 def test_what_a_decode_piece_is_made_of_shapes_the_runtime():
     sources = {part.split(" ")[0] for part in _sources().split(", ")}
-    assert {"decode_attention.py", "runtime/split_decode_ops.py", "runtime/attention/split_decode.py"} <= sources
-    assert {"runtime/cuda/common.cuh", "runtime/cluster_decode/decode.cu", "runtime/stream_linear/rows.cu"} <= sources
+    assert {"decode_attention.py", "runtime/split_decode_ops.py", "runtime/split_decode_shapes.py"} <= sources
+    assert {"runtime/cuda/common.cuh", "runtime/hopper_decode/shares.cu", "runtime/stream_linear/rows.cu"} <= sources
 
 
 def test_what_python_and_editors_leave_in_folders_shapes_nothing():

@@ -11,8 +11,10 @@ import pytest
 
 from mllm_compile import decode_attention
 from mllm_compile.decode_attention import add_decode_attention
-from mllm_compile.runtime.cluster_decode.shapes import cluster_kernels
-from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program
+from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
+from mllm_compile.runtime.hopper_decode.shares import ShareKernel
+from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program
+from mllm_compile.runtime.split_decode_shapes import OF_FEW, OF_MANY
 from tests.test_resolve import CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
@@ -20,14 +22,18 @@ WINDOWED = replace(LAYER, name="layers.1.attn", layer_id=1, window_left=511)
 
 
 @pytest.fixture(autouse=True)
-def has_clusters(monkeypatch) -> Callable[[bool], None]:
-    """Says whether the GPU is one of clusters for which kernels can be compiled here; it is not."""
+def has_kernels(monkeypatch) -> Callable[[bool], None]:
+    """Says whether the GPU is one for which CUDA kernels can be compiled here; it is not."""
 
     def answer(can_compile: bool) -> None:
         monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: can_compile)
 
     answer(False)
     return answer
+
+
+def piece_forms(index: int) -> tuple[DecodeForm, ...]:
+    return DecodeForm(64, f"decode_{index}_few", OF_FEW), DecodeForm(None, f"decode_{index}_many", OF_MANY)
 
 
 def program(*layers: LayerSpec) -> Program:
@@ -38,9 +44,9 @@ def test_layers_that_are_alike_share_two_pieces():
     same = replace(LAYER, name="layers.2.attn", layer_id=2)
     with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, WINDOWED, same))
     assert with_forms.decode_attention == {
-        LAYER.name: DecodeForms("decode_0_few", "decode_0_many"),
-        WINDOWED.name: DecodeForms("decode_1_few", "decode_1_many"),
-        same.name: DecodeForms("decode_0_few", "decode_0_many"),
+        LAYER.name: piece_forms(0),
+        WINDOWED.name: piece_forms(1),
+        same.name: piece_forms(0),
     }
     assert [piece.name for piece in pieces] == with_forms.piece_ids()
     assert all(ast.parse(piece.source) for piece in pieces)
@@ -48,34 +54,41 @@ def test_layers_that_are_alike_share_two_pieces():
     assert "window_left=-1" in pieces[0].source
 
 
-def test_where_there_are_clusters_their_kernels_stand_for_the_piece_for_few(has_clusters):
-    has_clusters(True)
+def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
+    has_kernels(True)
     config = resolved(H200, runtime={"max_model_len": 4096})
-    narrow = replace(LAYER, num_heads=16)
-    with_forms, pieces = add_decode_attention(config, program(narrow, WINDOWED))
+    with_forms, pieces = add_decode_attention(config, program(LAYER, WINDOWED))
     page_size = config.runtime.page_size
+    clusters, shares = cluster_kernels(32, 8, page_size), ShareKernel(8, 4, page_size)
     assert with_forms.decode_attention == {
-        LAYER.name: DecodeForms(None, "decode_0_many", cluster_kernels(16, 8, page_size)),
-        WINDOWED.name: DecodeForms("decode_1_few", "decode_1_many"),
+        LAYER.name: (DecodeForm(256, kernels=clusters), DecodeForm(None, kernels=(shares,))),
+        WINDOWED.name: piece_forms(1),
     }
-    assert [piece.name for piece in pieces] == ["decode_0_many", "decode_1_few", "decode_1_many"]
-    assert with_forms.cuda_kernels() == cluster_kernels(16, 8, page_size)
+    assert [piece.name for piece in pieces] == ["decode_1_few", "decode_1_many"]
+    assert with_forms.cuda_kernels() == (*clusters, shares)
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "max_model_len", "has_few"),
-    [(16, 8, 4096, False), (16, 8, 32768, True), (32, 8, 4096, True), (16, 16, 32768, False), (32, 16, 32768, False)],
+    ("kv_heads", "sizes", "served"),
+    [
+        (8, {}, [("clusters", 256), ("shares", None)]),
+        (8, {"max_model_len": 32768}, [("decode_0_few", 15), ("clusters", 64), ("shares", None)]),
+        (16, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
+        (8, {"max_running_requests": 2000}, [("clusters", 256), ("shares", 8192), ("decode_0_many", None)]),
+        (10, {}, [("clusters", 256), ("decode_0_many", None)]),
+    ],
+    ids=["short", "long", "many heads", "very many requests", "heads that shares do not divide"],
 )
-def test_a_request_alone_keeps_its_piece_where_clusters_have_too_few_blocks_for_it(
-    has_clusters, heads, kv_heads, max_model_len, has_few
-):
-    has_clusters(True)
-    layer = replace(LAYER, num_heads=heads, num_kv_heads=kv_heads)
-    config = resolved(H200, runtime={"max_model_len": max_model_len})
-    forms = add_decode_attention(config, program(layer))[0].decode_attention[layer.name]
-    assert forms.clusters
-    assert (forms.few is not None) is has_few
+def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels, kv_heads, sizes, served):
+    has_kernels(True)
+    layer = replace(LAYER, num_heads=4 * kv_heads, num_kv_heads=kv_heads)
+    config = resolved(H200, runtime={"max_model_len": 4096, "max_num_batched_tokens": 8192} | sizes)
+    with_forms, pieces = add_decode_attention(config, program(layer))
+    forms = with_forms.decode_attention[layer.name]
+    names = [form.piece or form.kernels[0].name.partition("_")[0] for form in forms]
+    assert list(zip(names, [form.most_sequences for form in forms], strict=True)) == served
+    assert [piece.name for piece in pieces] == [name for name in names if name.startswith("decode")]
 
 
 @pytest.mark.parametrize(
@@ -85,19 +98,18 @@ def test_a_request_alone_keeps_its_piece_where_clusters_have_too_few_blocks_for_
         (replace(LAYER, num_heads=128), {}),
         (replace(LAYER, head_dim=64, v_head_dim=64), {}),
         (replace(LAYER, logits_soft_cap=30.0), {}),
-        (LAYER, {"compile": {"cluster_decode": False}}),
+        (LAYER, {"compile": {"hopper_decode": False}}),
         (LAYER, {"runtime": {"deterministic": True}}),
         (LAYER, {"model": {"path": "m", "dtype": "float16"}}),
         (LAYER, {"runtime": {"page_size": 8}}),
     ],
     ids=["kv heads", "group", "head dim", "soft cap", "switched off", "deterministic", "dtype", "pages"],
 )
-def test_what_clusters_do_not_serve_keeps_its_pieces(has_clusters, layer, sections):
-    has_clusters(True)
+def test_what_the_kernels_do_not_serve_keeps_its_pieces(has_kernels, layer, sections):
+    has_kernels(True)
     with_forms, _ = add_decode_attention(resolved(H200, **sections), program(layer))
     (forms,) = with_forms.decode_attention.values()
-    assert forms.few is not None
-    assert forms.clusters == ()
+    assert all(form.piece is not None and not form.kernels for form in forms)
 
 
 def test_inputs_are_contiguous_with_sizes_by_name():
@@ -118,7 +130,7 @@ def test_inputs_are_contiguous_with_sizes_by_name():
 def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_written_it():
     config = resolved(H200, runtime={"deterministic": True})
     with_forms, (only,) = add_decode_attention(config, program(LAYER))
-    assert with_forms.decode_attention == {LAYER.name: DecodeForms("decode_0_many", "decode_0_many")}
+    assert with_forms.decode_attention == {LAYER.name: (DecodeForm(None, "decode_0_many", OF_MANY),)}
     assert "fetch_first=False" in only.source
     _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
     assert "fetch_first=True" in few.source

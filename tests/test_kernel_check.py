@@ -10,9 +10,11 @@ import torch
 
 from mllm_compile.errors import CompileError
 from mllm_compile.kernel_check import _who_decodes, check_written_pieces
-from mllm_compile.runtime.cluster_decode.shapes import cluster_kernels
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
-from mllm_compile.runtime.program import DecodeForms, LayerSpec, Program, SamplingForms
+from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
+from mllm_compile.runtime.hopper_decode.shares import ShareKernel
+from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program, SamplingForms
+from mllm_compile.runtime.split_decode_shapes import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
 Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -47,7 +49,8 @@ class Attention:
 
 
 def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtype = torch.bfloat16) -> None:
-    program = Program((), (layer,), (), "logits", decode_attention={layer.name: DecodeForms("few", "many")})
+    forms = DecodeForm(MOST_FEW_SEQUENCES, "few", OF_FEW), DecodeForm(None, "many", OF_MANY)
+    program = Program((), (layer,), (), "logits", decode_attention={layer.name: forms})
     check_written_pieces(program, {"few": few, "many": many}, {}, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
 
 
@@ -162,16 +165,13 @@ def test_a_program_without_such_pieces_has_nothing_to_check():
 
 
 @pytest.mark.parametrize(
-    ("few", "num_requests", "name"),
+    ("form", "num_requests", "name", "switch"),
     [
-        (None, 1, "decode_8x2_page64_split8"),
-        (None, 8, "decode_8x2_page64_split2"),
-        ("few", 1, "few"),
-        ("few", 2, "decode_8x2_page64_split8"),
+        (DecodeForm(256, kernels=cluster_kernels(16, 8, 64)), 1, "clusters_8x2_page64_split8", "hopper_decode"),
+        (DecodeForm(256, kernels=cluster_kernels(16, 8, 64)), 32, "clusters_8x2_page64_split2", "hopper_decode"),
+        (DecodeForm(None, kernels=(ShareKernel(8, 2, 64),)), 33, "shares_8x2_page64", "hopper_decode"),
+        (DecodeForm(None, "many", OF_MANY), 33, "many", "split_decode"),
     ],
 )
-def test_a_kernel_of_clusters_is_named_with_the_setting_that_does_without_it(few, num_requests, name):
-    forms = DecodeForms(few, "many", cluster_kernels(16, 8, 64))
-    switch = "split_decode" if name == "few" else "cluster_decode"
-    assert _who_decodes(forms, True, 8 * num_requests) == (name, f"compile.{switch}: false")
-    assert _who_decodes(forms, False, 8 * num_requests) == ("many", "compile.split_decode: false")
+def test_who_decodes_is_named_with_the_setting_that_does_without_it(form, num_requests, name, switch):
+    assert _who_decodes(form, 8 * num_requests) == (name, f"compile.{switch}: false")

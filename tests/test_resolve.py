@@ -198,12 +198,12 @@ def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto
         (H200, {"model": {"path": "m", "dtype": "float16"}}, r"model\.dtype is float16"),
     ],
 )
-def test_the_kernel_of_clusters_is_refused_where_it_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
-    assert not resolved(device, **sections).compile.cluster_decode
-    asked = sections | {"compile": sections.get("compile", {}) | {"cluster_decode": True}}
-    with pytest.raises(ConfigError, match=f"cluster_decode is true, but .*{obstacle}.* Set it to auto or false"):
+def test_the_kernels_for_hopper_are_refused_where_they_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
+    assert not resolved(device, **sections).compile.hopper_decode
+    asked = sections | {"compile": sections.get("compile", {}) | {"hopper_decode": True}}
+    with pytest.raises(ConfigError, match=f"hopper_decode is true, but .*{obstacle}.* Set it to auto or false"):
         resolved(device, **asked)
-    assert resolved(H200, compile={"cluster_decode": True}).compile.cluster_decode
+    assert resolved(H200, compile={"hopper_decode": True}).compile.hopper_decode
 
 
 def test_the_decode_kernel_is_taken_with_flashinfer_unless_it_is_switched_off():

@@ -40,6 +40,6 @@ def make_attention_backend(
             page_size=config.page_size,
             layers=model.layers,
             deterministic=config.deterministic,
-            decode_pieces=model.decode_pieces,
+            decoders=model.decoders,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {config.attention_backend!r}")

@@ -43,7 +43,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
-from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecodeSpace
+from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
@@ -105,7 +105,7 @@ class FlashInferAttnBackend(AttentionBackend):
         page_size: int = 1,
         layers: Sequence[AttentionLayer] | None = None,
         deterministic: bool = False,
-        decode_pieces: Mapping[str, DecodePieces] | None = None,
+        decoders: Mapping[str, Decoders] | None = None,
     ) -> None:
         """
         Args:
@@ -120,7 +120,7 @@ class FlashInferAttnBackend(AttentionBackend):
             init_new_workspace: have a float workspace of its own instead of sharing one with other backends.
             layers: the model's layers; the plan groups are theirs, and the scalars above only serve without layers.
             deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
-            decode_pieces: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
+            decoders: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -152,7 +152,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self._kv_indptr_buf = kv_indptr_buf
         self._kv_last_page_len_buf = kv_last_page_len_buf
 
-        self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decode_pieces or {})
+        self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
         self.prefill_metadata: PrefillMetadata | None = None
@@ -217,18 +217,18 @@ class FlashInferAttnBackend(AttentionBackend):
     # Wrappers ---------------------------------------------------------------------------------------------------------
 
     def _make_group_decodes(
-        self, max_requests: int, decode_pieces: Mapping[str, DecodePieces]
+        self, max_requests: int, decoders: Mapping[str, Decoders]
     ) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
-        """What serves the decodes of each group; layers of one group have the same pieces."""
-        pieces = {self._group_of[name]: of_layer for name, of_layer in decode_pieces.items()}
+        """What serves the decodes of each group; layers of one group have the same decoders."""
+        of_groups = {self._group_of[name]: of_layer for name, of_layer in decoders.items()}
         space = None
-        if pieces:
-            groups = [(self.groups[index], of_group) for index, of_group in pieces.items()]
+        if of_groups:
+            groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
             space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, self.q_dtype)
 
         def make(index: int, group: PlanGroup) -> GroupDecode:
-            if space is not None and index in pieces:
-                return SplitGroup(group, pieces[index], space)
+            if space is not None and index in of_groups:
+                return SplitGroup(group, of_groups[index], space)
             make_wrapper = partial(
                 self._flashinfer.BatchDecodeWithPagedKVCacheWrapper,
                 self._workspace,

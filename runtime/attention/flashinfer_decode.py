@@ -17,7 +17,7 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace
-from mllm_compile.runtime.attention.split_decode import DecodePieces, SplitDecode, SplitDecodeSpace
+from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.upload import upload
 
 # (window_left, where to write the page ids or None) → the pages of the batch's decodes
@@ -64,20 +64,20 @@ class GroupDecode(ABC):
 class SplitGroup(GroupDecode):
     """Reads the page table that the backend keeps for all such groups."""
 
-    def __init__(self, group: PlanGroup, pieces: DecodePieces, space: SplitDecodeSpace) -> None:
+    def __init__(self, group: PlanGroup, decoders: Decoders, space: SplitDecodeSpace) -> None:
         self._group = group
-        self._pieces = pieces
+        self._decoders = decoders
         self._space = space
         self._captured: dict[int, tuple[torch.Tensor, SplitDecode]] = {}
 
     def load(self) -> None:
-        self._space.load(self._group, self._pieces)
+        self._space.load(self._group, self._decoders)
 
     def plan(self, decodes: DecodeRows) -> SplitDecode:
-        return self._space.decoder(self._group, self._pieces, decodes.seq_lens)
+        return self._space.decoder(self._group, self._decoders, decodes.seq_lens)
 
     def plan_capture(self, bs: int, seq_lens: torch.Tensor, buffers: GraphBuffers) -> SplitDecode:
-        decoder = self._space.decoder(self._group, self._pieces, seq_lens)
+        decoder = self._space.decoder(self._group, self._decoders, seq_lens)
         self._captured[bs] = seq_lens, decoder
         return decoder
 

@@ -9,45 +9,40 @@ W pages of a request.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
+from mllm_compile.runtime.split_decode_shapes import Splits
 
 # (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments
 DecodePiece = Callable[[list[torch.Tensor]], Any]
 
-# About as many blocks as an H200 has at work at once: of the piece for few requests two fit on an SM, of the other 4.
-# It is for few where it was measured to be the faster (examples/decode_attention_speed.py).
-_BLOCKS_OF_FEW = 256
-_BLOCKS_OF_MANY = 512
-_FEW_SEQUENCES = 64  # requests x kv heads
-MAX_SPLITS_OF_FEW = 32
-MAX_SPLITS_OF_MANY = 8
-
 
 @dataclass(frozen=True)
-class DecodePieces:
-    """A layer's decode attention, for few requests and for many."""
+class Decoder:
+    """What decodes batches of some size.
 
-    few: DecodePiece
-    many: DecodePiece
+    Attributes:
+        piece: of the program, or kernels in its place.
+        most_sequences: requests x KV heads that it serves; None: any number.
+        splits: of a piece that needs scratch for them.
+    """
 
-    def choose(self, num_requests: int, num_kv_heads: int) -> tuple[DecodePiece, int]:
-        """The piece for so many requests, and among how many blocks it splits the keys of each."""
-        is_few, splits = choose_splits(num_requests, num_kv_heads, has_few=self.few is not self.many)
-        return self.few if is_few else self.many, splits
+    piece: DecodePiece
+    most_sequences: int | None = None
+    splits: Splits | None = None
 
 
-def choose_splits(num_requests: int, num_kv_heads: int, has_few: bool = True) -> tuple[bool, int]:
-    """(whether the piece for few requests, number of splits)."""
-    sequences = num_requests * num_kv_heads
-    if has_few and sequences <= _FEW_SEQUENCES:
-        return True, min(_BLOCKS_OF_FEW // sequences, MAX_SPLITS_OF_FEW)
-    return False, max(1, min(_BLOCKS_OF_MANY // sequences, MAX_SPLITS_OF_MANY))
+Decoders = Sequence[Decoder]  # of a layer: the smallest batches' first, the last for any number
+
+
+def choose_decoder(decoders: Decoders, num_sequences: int) -> Decoder:
+    """The first that serves a batch of so many requests x KV heads."""
+    return next(one for one in decoders if one.most_sequences is None or num_sequences <= one.most_sequences)
 
 
 class SplitDecodeSpace:
@@ -55,7 +50,7 @@ class SplitDecodeSpace:
 
     def __init__(
         self,
-        groups: Iterable[tuple[PlanGroup, DecodePieces]],
+        groups: Iterable[tuple[PlanGroup, Decoders]],
         req_to_token: torch.Tensor,
         max_requests: int,
         page_size: int,
@@ -72,7 +67,7 @@ class SplitDecodeSpace:
         device = req_to_token.device
         self._first_slots = req_to_token[:, ::page_size]  # [rows, W]: of each page
         self._page_table = torch.zeros(max_requests, self._first_slots.shape[1], dtype=torch.int32, device=device)
-        sizes = [_scratch_sizes(group, pieces, max_requests) for group, pieces in groups]
+        sizes = [_scratch_sizes(group, decoders, max_requests) for group, decoders in groups]
         num_partial, num_heads, num_sequences = (max(size) for size in zip(*sizes, strict=True))
         # Nothing of it lives from one kernel to the next; a kernel leaves the counters at zero again.
         self._partial = torch.empty(num_partial, dtype=torch.float32, device=device)
@@ -80,14 +75,14 @@ class SplitDecodeSpace:
         self._totals = torch.empty_like(self._tops)
         self._done = torch.zeros(num_sequences, dtype=torch.int32, device=device)
 
-    def load(self, group: PlanGroup, pieces: DecodePieces) -> None:
-        """Decode one token of the dummy page with both pieces, which loads their kernels."""
+    def load(self, group: PlanGroup, decoders: Decoders) -> None:
+        """Decode one token of the dummy page with each, which loads their kernels."""
         q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self._page_table.device)
         page = q.new_zeros(1, self._page_size, group.num_kv_heads, group.head_dim)
         one = torch.ones(1, dtype=torch.int32, device=q.device)
         self.list_pages(one.long() - 1)
-        for piece in {pieces.few, pieces.many}:
-            self.decoder(group, DecodePieces(piece, piece), one).run(q, (page, page), torch.empty_like(q))
+        for decoder in decoders:
+            self.decoder(group, [replace(decoder, most_sequences=None)], one).run(q, (page, page), torch.empty_like(q))
 
     def list_pages(self, rows: torch.Tensor) -> None:
         """Make the page table that of the requests in `rows` [R] int64; two launches, nobody waits."""
@@ -95,22 +90,23 @@ class SplitDecodeSpace:
         torch.index_select(self._first_slots, 0, rows, out=table)
         table.div_(self._page_size, rounding_mode="floor")
 
-    def decoder(self, group: PlanGroup, pieces: DecodePieces, seq_lens: torch.Tensor) -> SplitDecode:
+    def decoder(self, group: PlanGroup, decoders: Decoders, seq_lens: torch.Tensor) -> SplitDecode:
         """Decodes of the first len(seq_lens) listed requests.
 
         Args:
             seq_lens: [R] int32, read by the kernel when it runs: at each replay anew if it is captured.
         """
         num_requests = seq_lens.shape[0]
-        piece, splits = pieces.choose(num_requests, group.num_kv_heads)
-        heads = (num_requests, splits, group.num_heads)
+        num_sequences = num_requests * group.num_kv_heads
+        chosen = choose_decoder(decoders, num_sequences)
+        heads = (num_requests, _num_splits(chosen, num_sequences), group.num_heads)
         scratch = [
             self._partial[: math.prod(heads) * group.head_dim].view(*heads, group.head_dim),
             self._tops[: math.prod(heads)].view(heads),
             self._totals[: math.prod(heads)].view(heads),
-            self._done[: num_requests * group.num_kv_heads].view(num_requests, group.num_kv_heads),
+            self._done[:num_sequences].view(num_requests, group.num_kv_heads),
         ]
-        return SplitDecode(piece, self._page_table[:num_requests], seq_lens, scratch)
+        return SplitDecode(chosen.piece, self._page_table[:num_requests], seq_lens, scratch)
 
 
 class SplitDecode:
@@ -130,10 +126,14 @@ class SplitDecode:
         return out
 
 
-def _scratch_sizes(group: PlanGroup, pieces: DecodePieces, max_requests: int) -> tuple[int, int, int]:
+def _num_splits(decoder: Decoder, num_sequences: int) -> int:
+    return 0 if decoder.splits is None else decoder.splits.of(num_sequences)
+
+
+def _scratch_sizes(group: PlanGroup, decoders: Decoders, max_requests: int) -> tuple[int, int, int]:
     """Numbers of any batch at most: partial results, heads that have some, counters."""
     kv_heads = group.num_kv_heads
-    rows = max(count * pieces.choose(count, kv_heads)[1] for count in range(1, max_requests + 1))
-    # load() runs either piece with one request.
-    rows = max(rows, MAX_SPLITS_OF_FEW)
-    return rows * group.num_heads * group.head_dim, rows * group.num_heads, max_requests * kv_heads
+    batches = ((count, count * kv_heads) for count in range(1, max_requests + 1))
+    rows = [count * _num_splits(choose_decoder(decoders, sequences), sequences) for count, sequences in batches]
+    rows += [_num_splits(decoder, kv_heads) for decoder in decoders]  # load() runs each with one request
+    return max(rows) * group.num_heads * group.head_dim, max(rows) * group.num_heads, max_requests * kv_heads

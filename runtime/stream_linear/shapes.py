@@ -27,6 +27,11 @@ def is_streamed(rows: int, columns: int, tokens: int) -> bool:
     return by_tiles.takes(rows, columns) or (tokens <= by_rows.MAX_TOKENS and by_rows.takes(rows, columns))
 
 
+def is_head(rows: int) -> bool:
+    """Whether a weight is streamed for its many rows."""
+    return rows >= by_tiles.MANY_ROWS
+
+
 def num_streamed_norm_blocks(rows: int, columns: int) -> int:
     """How many sums of squares a linear leaves for the norm of its outputs."""
     return rows // (by_tiles if by_tiles.takes(rows, columns) else by_rows).NORM_ROWS

@@ -24,7 +24,7 @@ _SHARED_RING, _WHOLE_RING = 110 << 10, 200 << 10  # two blocks on a multiprocess
 # that each has many blocks, which begin while others end. One between them ends with what only it waits for: with 64
 # tokens the linears of an 8B layer took 11 to 56 % longer than cuBLAS, with 8 as long as Triton's kernels.
 _HELD_BYTES = MULTIPROCESSORS * _SHARED_RING
-_MANY_ROWS = 65536
+MANY_ROWS = 65536
 _LONG_READ = 256 << 10  # bytes a block beyond which it is worth more to have all the ring than to begin early
 _INSTRUCTION = """
 __device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a, unsigned long long b) {{
@@ -96,7 +96,7 @@ class TileTiling(LinearTiling):
 
 def takes(rows: int, columns: int) -> bool:
     """Whether a weight [rows, columns] is of those that stream well so."""
-    return rows * columns * 2 <= _HELD_BYTES or rows >= _MANY_ROWS
+    return rows * columns * 2 <= _HELD_BYTES or rows >= MANY_ROWS
 
 
 def choose(kind: LinearKind, tokens: int) -> TileTiling:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY
+from mllm_compile.runtime.split_decode_shapes import OF_FEW, OF_MANY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -56,7 +56,7 @@ def decode(
         *scratch,
         done,
         cache.page_size,
-        MAX_SPLITS_OF_FEW if fetch_first else MAX_SPLITS_OF_MANY,
+        OF_FEW.most if fetch_first else OF_MANY.most,
         head_dim**-0.5,
         soft_cap,
         window_left,
@@ -120,6 +120,6 @@ def test_a_request_has_the_same_numbers_bitwise_among_any_others(fetch_first):
 def test_a_long_request_is_split_among_as_many_blocks_as_there_are():
     cache = Cache([70_000], 2, 128, 64, torch.bfloat16)
     q = torch.randn(1, 8, 128, device="cuda").bfloat16()
-    got = decode(cache, q, MAX_SPLITS_OF_FEW, fetch_first=True).float()
+    got = decode(cache, q, OF_FEW.most, fetch_first=True).float()
     want = in_float32(cache, q)
     assert (got - want).norm() < 1e-2 * want.norm()

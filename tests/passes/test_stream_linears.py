@@ -62,6 +62,20 @@ def test_a_piece_with_a_large_weight_has_a_form_for_fewer_tokens():
     ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [((6144, 256), {8}), ((256,), {1, 64}), ((6144, 65536), {1, 8})],
+    ids=["large", "small", "a head beside a large one"],
+)
+def test_one_token_is_left_to_the_form_for_eight_that_reads_large_weights(rows, sizes):
+    gm = piece_of_linears(*rows, columns=2048)
+    gm.add_module("piece_a_one_token", torch.nn.Identity())
+    gm.meta[SMALL_FORMS] = {"piece_a": {1: "piece_a_one_token"}}
+    StreamLinears()(gm)
+    assert set(gm.meta[SMALL_FORMS]["piece_a"]) == sizes
+    assert hasattr(gm, "piece_a_one_token") is (1 in sizes)
+
+
 def test_a_linear_with_a_bias_keeps_its_piece_from_the_form():
     block = Block()
     x = block.input("x", 1, 4, HIDDEN)

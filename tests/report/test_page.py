@@ -15,7 +15,7 @@ from mllm_compile.cli import run
 from mllm_compile.compile import load_or_compile
 from mllm_compile.report import html_parts
 from mllm_compile.report.page import _role, _runs, write_page
-from mllm_compile.runtime.program import DecodeForms, Program, SamplingForms, SmallForm
+from mllm_compile.runtime.program import DecodeForm, Program, SamplingForms, SmallForm
 from tests.report.chromium import Chromium, find_chromium
 from tests.tiny_model import tiny_config
 
@@ -54,13 +54,14 @@ def test_it_shows_passes_pieces_memory_and_times(page):
 
 
 def test_pieces_that_no_step_calls_have_a_role():
+    few, many = DecodeForm(64, "few"), DecodeForm(None, "many")
     program = Program(
         steps=(),
         layers=(),
         weights=(),
         output="logits",
         small_forms={"p": (SmallForm("p_one", 0, 1, 1), SmallForm("p_few", 0, 1, 16))},
-        decode_attention={"a": DecodeForms("few", "many"), "b": DecodeForms("few", "many"), "c": DecodeForms("d", "d")},
+        decode_attention={"a": (few, many), "b": (few, many), "c": (DecodeForm(None, "d"),)},
         sampling=SamplingForms("bfloat16", "greedy", "logits", "scores"),
     )
     roles = {piece: _role(program, piece) for piece in program.piece_ids()}

@@ -12,9 +12,11 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
+from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import (
     AttentionStep,
-    DecodeForms,
+    DecodeForm,
     LayerSpec,
     PieceStep,
     Program,
@@ -22,6 +24,7 @@ from mllm_compile.runtime.program import (
     SamplingForms,
     SmallForm,
 )
+from mllm_compile.runtime.split_decode_shapes import OF_FEW, OF_MANY
 
 LAYER = LayerSpec("layers.0.attn", 0, 2, 1, 4, 3, 0.5, 0.0, -1, None)
 # embed; attend; close the layer; head. "spare" is made and never read.
@@ -154,13 +157,20 @@ def test_distinct_pieces_are_listed_in_order_of_first_use():
 
 
 def test_json_and_back_is_the_same_program():
+    forms = (
+        DecodeForm(15, "few", OF_FEW),
+        DecodeForm(64, kernels=cluster_kernels(32, 8, 64)),
+        DecodeForm(8192, kernels=(ShareKernel(8, 4, 64),)),
+        DecodeForm(None, "many", OF_MANY),
+    )
     kernels = {
-        "decode_attention": {LAYER.name: DecodeForms("few", "many")},
+        "decode_attention": {LAYER.name: forms},
         "sampling": SamplingForms("bfloat16", "greedy", "logits", "scores"),
     }
     with_kernels = replace(PROGRAM, **kernels)
     assert Program.from_json(json.loads(json.dumps(with_kernels.to_json()))) == with_kernels
     assert with_kernels.piece_ids() == [*PROGRAM.piece_ids(), "few", "many", "greedy", "logits", "scores"]
+    assert with_kernels.cuda_kernels() == (*cluster_kernels(32, 8, 64), ShareKernel(8, 4, 64))
     assert with_kernels.step_pieces() == PROGRAM.piece_ids()
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
 
@@ -242,7 +252,9 @@ def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(pro
     ],
 )
 def test_decode_kernels_that_are_not_there_are_missed(layer, functions, missed):
-    program = replace(PROGRAM, decode_attention={layer: DecodeForms("few", "many")})
+    program = replace(
+        PROGRAM, decode_attention={layer: (DecodeForm(64, "few", OF_FEW), DecodeForm(None, "many", OF_MANY))}
+    )
     pieces = Pieces().functions | dict.fromkeys(functions, list)
     with pytest.raises(ArtifactError, match=missed):
         ProgramExecutor(program, pieces, {"embed": EMBED})

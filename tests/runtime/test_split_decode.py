@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
-from mllm_compile.runtime.attention.split_decode import (
-    MAX_SPLITS_OF_FEW,
-    MAX_SPLITS_OF_MANY,
-    DecodePieces,
-    SplitDecodeSpace,
-    choose_splits,
-)
+from mllm_compile.runtime.attention.split_decode import Decoder, SplitDecodeSpace, choose_decoder
+from mllm_compile.runtime.split_decode_shapes import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
 MAX_REQUESTS, PAGE_SIZE, CONTEXT = 40, 5, 60  # a page size that is no power of two
 GROUPS = [
@@ -53,21 +48,22 @@ class Piece:
 
 
 @pytest.fixture
-def space_and_pieces():
-    pieces = DecodePieces(Piece(MAX_SPLITS_OF_FEW), Piece(MAX_SPLITS_OF_MANY))
+def space_and_decoders():
+    few, many = Piece(OF_FEW.most), Piece(OF_MANY.most)
+    decoders = Decoder(few, MOST_FEW_SEQUENCES, OF_FEW), Decoder(many, None, OF_MANY)
     # Row r has the pages r, r + rows, r + 2 rows, …
     rows, width = MAX_REQUESTS + 1, CONTEXT // PAGE_SIZE
     pages = torch.arange(rows)[:, None] + rows * torch.arange(width)
     slots = pages.repeat_interleave(PAGE_SIZE, 1) * PAGE_SIZE + torch.arange(CONTEXT) % PAGE_SIZE
-    groups = [(group, pieces) for group in GROUPS]
+    groups = [(group, decoders) for group in GROUPS]
     space = SplitDecodeSpace(groups, slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
-    return space, pieces, slots
+    return space, decoders, slots
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, MAX_REQUESTS])
 @pytest.mark.parametrize("group", GROUPS, ids=["grouped", "plain"])
-def test_requests_attend_over_their_own_pages(space_and_pieces, group, count):
-    space, pieces, slots = space_and_pieces
+def test_requests_attend_over_their_own_pages(space_and_decoders, group, count):
+    space, decoders, slots = space_and_decoders
     torch.manual_seed(count)
     shape = (slots.numel() // PAGE_SIZE, PAGE_SIZE, group.num_kv_heads, group.head_dim)
     pages = torch.randn(shape), torch.randn(shape)
@@ -76,7 +72,7 @@ def test_requests_attend_over_their_own_pages(space_and_pieces, group, count):
     q = torch.randn(group.num_heads, count, group.head_dim).transpose(0, 1)  # of any stride
     out = torch.empty(count, group.num_heads, group.head_dim)
     space.list_pages(rows)
-    assert space.decoder(group, pieces, seq_lens).run(q, pages, out) is out
+    assert space.decoder(group, decoders, seq_lens).run(q, pages, out) is out
     for row, length, heads, got in zip(rows.tolist(), seq_lens.tolist(), q, out, strict=True):
         of_row = slots[row, :length]
         k, v = (x.flatten(0, 1)[of_row].repeat_interleave(group.num_heads // group.num_kv_heads, 1) for x in pages)
@@ -84,28 +80,31 @@ def test_requests_attend_over_their_own_pages(space_and_pieces, group, count):
         torch.testing.assert_close(got, torch.einsum("hl,lhd->hd", weights, v))
 
 
-def test_both_pieces_are_loaded_before_a_request_needs_them(space_and_pieces):
-    space, pieces, _ = space_and_pieces
+def test_all_pieces_are_loaded_before_a_request_needs_them(space_and_decoders):
+    space, decoders, _ = space_and_decoders
     for group in GROUPS:
-        space.load(group, pieces)
-    assert [count for count, _ in pieces.few.calls] == [count for count, _ in pieces.many.calls] == [1, 1]
+        space.load(group, decoders)
+    assert [[count for count, _ in decoder.piece.calls] for decoder in decoders] == [[1, 1], [1, 1]]
 
 
-def test_the_one_piece_of_the_deterministic_mode_is_loaded_once(space_and_pieces):
-    space, *_ = space_and_pieces
-    piece = Piece(MAX_SPLITS_OF_MANY)
-    space.load(GROUPS[0], DecodePieces(piece, piece))
-    assert piece.calls == [(1, MAX_SPLITS_OF_MANY)]
+def test_kernels_that_split_nothing_get_no_scratch(space_and_decoders):
+    _, _, slots = space_and_decoders
+    shapes = []
+    kernels = Decoder(lambda inputs: shapes.append([tuple(tensor.shape) for tensor in inputs[6:9]]))
+    space = SplitDecodeSpace([(GROUPS[0], [kernels])], slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
+    space.load(GROUPS[0], [kernels])
+    assert shapes == [[(1, 0, 8, 16), (1, 0, 8), (1, 0, 8)]]
 
 
-@given(st.integers(1, 8192), st.integers(1, 128), st.booleans())
-def test_every_batch_has_a_piece_and_no_more_splits_than_that_piece_has(num_requests, kv_heads, has_few):
-    is_few, splits = choose_splits(num_requests, kv_heads, has_few)
-    assert has_few or not is_few
-    assert 1 <= splits <= (MAX_SPLITS_OF_FEW if is_few else MAX_SPLITS_OF_MANY)
-    if num_requests > 1 and kv_heads * num_requests >= 512:
-        assert (is_few, splits) == (False, 1)
+@given(st.integers(1, 1 << 20))
+def test_every_batch_has_a_piece_and_no_more_splits_than_that_piece_has(num_sequences):
+    decoders = Decoder(list, MOST_FEW_SEQUENCES, OF_FEW), Decoder(list, None, OF_MANY)
+    splits = choose_decoder(decoders, num_sequences).splits
+    assert splits == (OF_FEW if num_sequences <= MOST_FEW_SEQUENCES else OF_MANY)
+    assert 1 <= splits.of(num_sequences) <= splits.most
+    if num_sequences >= 512:
+        assert splits.of(num_sequences) == 1
 
 
 def test_the_kernels_bound_of_splits_is_a_power_of_two():
-    assert all(math.log2(splits).is_integer() for splits in (MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY))
+    assert all(math.log2(splits.most).is_integer() for splits in (OF_FEW, OF_MANY))

@@ -5,7 +5,7 @@
 // key, which that kernel writes: lengths, the page table and what stands before that key are of earlier kernels. A
 // warp has 16 keys of a tile and sums of its own; sums are added up in a block, then over distributed shared memory.
 //
-// Defined by shapes.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
+// Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
 // STAGES (tiles in shared memory).
 
 constexpr int D = 128, TILE = 64, WARPS = 4;

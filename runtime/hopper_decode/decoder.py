@@ -1,0 +1,92 @@
+"""Runs the kernels in the place of a piece of the program (attention/split_decode.py, DecodePiece)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mllm_compile.runtime.cuda.driver import TensorMaps, address_of, load_kernel
+from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.hopper_decode.shares import HEADS, MOST_REQUESTS, ShareKernel
+
+_LOG2_E = math.log2(math.e)
+
+
+class ClusterDecode:
+    """Decodes of few requests, of layers that are alike; called with a piece's inputs, of which it needs no scratch."""
+
+    def __init__(
+        self,
+        kernels: Iterable[ClusterKernel],
+        binaries: Mapping[str, bytes],
+        sm_scale: float,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            kernels: one for each split.
+            binaries: by name; checked by the caller: they are executed.
+            sm_scale: of the products.
+
+        Raises:
+            ArtifactError: one is missing.
+            DeviceError: one cannot be loaded.
+        """
+        self._scale = ctypes.c_float(sm_scale * _LOG2_E)
+        self._maps = TensorMaps()
+        with torch.cuda.device(device):
+            self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
+
+    def __call__(self, inputs: list[torch.Tensor]) -> None:
+        q, keys, values, page_table, seq_lens, out, *_ = inputs
+        num_sequences = q.shape[0] * keys.shape[1]
+        split = choose_split(num_sequences)
+        kernel, loaded = self._kernels[split]
+        maps = [self._maps.get(cache.flatten(1), kernel.box_rows) for cache in (keys, values)]
+        loaded.launch(
+            num_sequences * split,
+            kernel.num_threads,
+            (
+                *maps,
+                *map(address_of, (q, page_table, seq_lens, out)),
+                ctypes.c_int(page_table.shape[1]),
+                self._scale,
+            ),
+        )
+
+
+class ShareDecode:
+    """Decodes of any number of requests, of layers that are alike, one after another; called as ClusterDecode."""
+
+    def __init__(
+        self, kernel: ShareKernel, binaries: Mapping[str, bytes], sm_scale: float, device: torch.device
+    ) -> None:
+        """Arguments and errors: as ClusterDecode, of one kernel."""
+        self._scale = ctypes.c_float(sm_scale * _LOG2_E)
+        self._kernel = kernel
+        with torch.cuda.device(device):
+            self._loaded = load_kernel(kernel, binaries)
+        count = kernel.num_blocks * HEADS
+        # What blocks leave to each other within a launch. Flags are zeros again at its end.
+        self._parts = torch.empty(count * kernel.part_floats, dtype=torch.float32, device=device)
+        self._flags = torch.zeros(count, dtype=torch.int32, device=device)
+
+    def __call__(self, inputs: list[torch.Tensor]) -> None:
+        """Raises ValueError for more requests than the kernel counts."""
+        q, keys, values, page_table, seq_lens, out, *_ = inputs
+        num_requests = q.shape[0]
+        if num_requests > MOST_REQUESTS:
+            raise ValueError(f"{num_requests} requests decode; the kernel counts up to {MOST_REQUESTS}")
+        self._loaded.launch(
+            self._kernel.num_blocks,
+            self._kernel.num_threads,
+            (
+                *map(address_of, (keys, values, q, page_table, seq_lens, out, self._parts, self._flags)),
+                ctypes.c_int(num_requests),
+                ctypes.c_int(page_table.shape[1]),
+                self._scale,
+            ),
+        )

@@ -1,0 +1,301 @@
+// Attention of one new token a request over its keys, those of the token included; for many requests.
+//
+// All keys, request after request in tiles of 16, are divided among the blocks in equal shares: a block for each
+// multiprocessor. A tile is read as whole rows of eight heads, 4 KB at a time, in long pieces that the memory gives all
+// of its rate to. One warp reads (by cp.async.bulk, before the kernel ahead has ended but for a tile with a new token's
+// key, which that kernel writes; lengths and the page table are of earlier kernels), eight compute, a head each.
+//
+// Where a share ends within a request, the block with the request's first tile adds up what the others leave of it.
+// They come to that part first and it comes to its own last, so that it hardly waits.
+//
+// Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
+// of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory).
+
+constexpr int D = 128, HEADS = 8, TILE = 16, ROW_BYTES = HEADS * D * 2;
+constexpr int PAIR_BYTES = 2 * ROW_BYTES + 16, SLOT_BYTES = TILE / 2 * PAIR_BYTES;  // no bank conflicts, as below
+constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);           // requests that it counts
+constexpr float NOTHING = -1e30f;                                                   // a logit that no key has
+
+// Two rows are copied together, then come 16 bytes of nothing: eight rows that are every second lie in all banks. So the
+// n-th eight keys of a product are these.
+__device__ __forceinline__ constexpr int key_of(int n, int i) { return 2 * i + n; }
+
+__device__ __forceinline__ void load_rows(u32 to, const char* from, int bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32* to, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+__device__ __forceinline__ float max_of_quad(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
+struct Shared {
+  u64 full[SLOTS], empty[SLOTS];
+  int counts_of_warps[HEADS];
+  int first_tiles[MOST_REQUESTS + 1];  // of each request, and their number
+};
+
+// What a warp has of a head: a lane of two columns of each eight, for the query head lane / 4.
+struct Sums {
+  float values[D / 8][4];  // rows 0 to 7 of a product; the others, [2] and [3], are zero
+  float top, total;        // the largest logit; the sum of weights, of this lane's keys
+};
+struct Part {  // of a request's keys, as one block leaves it to another
+  float2 values[D / 8][32];
+  float top[32], total[32];
+};
+
+// Of all tiles, as they are divided.
+struct Plan {
+  const Shared& shared;
+  int num_requests;
+  u32 tiles;  // of eight heads
+  __device__ __forceinline__ int begin_of(u32 block) const { return tiles * (KV_HEADS / HEADS) * block / gridDim.x; }
+  __device__ __forceinline__ int request_of(int tile) const {
+    int low = 0, high = num_requests;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (shared.first_tiles[middle] <= tile) low = middle;
+      else high = middle;
+    }
+    return low;
+  }
+};
+
+// Counts each request's tiles, by the warps that compute; all threads call it.
+__device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens, int num_requests) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int counts[A_THREAD], sum = 0, up_to = 0;
+  if (warp < HEADS) {
+#pragma unroll
+    for (int j = 0; j < A_THREAD; j++) {
+      const int r = threadIdx.x * A_THREAD + j;
+      sum += counts[j] = r < num_requests ? (seq_lens[r] + TILE - 1) / TILE : 0;
+    }
+    up_to = sum;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int left = __shfl_up_sync(~0u, up_to, by);
+      if (lane >= by) up_to += left;
+    }
+    if (lane == 31) shared.counts_of_warps[warp] = up_to;
+  }
+  __syncthreads();
+  if (warp < HEADS) {
+    int first = up_to - sum;
+#pragma unroll
+    for (int w = 0; w < HEADS; w++)
+      if (w < warp) first += shared.counts_of_warps[w];
+#pragma unroll
+    for (int j = 0; j < A_THREAD; j++) {
+      const int r = threadIdx.x * A_THREAD + j;
+      if (r < num_requests) shared.first_tiles[r] = first;
+      first += counts[j];
+      if (r == num_requests - 1) shared.first_tiles[num_requests] = first;
+    }
+  }
+  __syncthreads();
+}
+
+// The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32.
+__device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, u32 ring, u32 full, u32 empty,
+                                           const char* keys, const char* values, const int* page_table,
+                                           const int* seq_lens, int width) {
+  const int lane = threadIdx.x % 32;
+  const u64 once = read_once();
+  bool has_waited = false;
+  int slot = 0, phase = 1;
+  for (int base = begin; base < end; base += 32) {
+    int row = 0, rows = 0, group = 0;
+    bool has_new_key = false;
+    if (base + lane < end) {
+      group = (base + lane) / plan.tiles;
+      const int tile = base + lane - group * plan.tiles, r = plan.request_of(tile);
+      const int key = (tile - plan.shared.first_tiles[r]) * TILE, num_keys = seq_lens[r];
+      row = page_table[r * width + key / PAGE] * PAGE + key % PAGE;
+      rows = min(TILE, num_keys - key);
+      has_new_key = key + rows == num_keys;
+    }
+    const int count = min(32, end - base);
+    for (int i = 0; i < count; i++) {
+      if (__shfl_sync(~0u, (int)has_new_key, i) && !has_waited) {
+        wait_for_prerequisites();
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what is copied
+        start_dependents();
+        has_waited = true;
+      }
+      const int its_rows = __shfl_sync(~0u, rows, i), my_rows = min(2, its_rows - lane * 2);
+      const u64 its_row = __shfl_sync(~0u, row, i) + lane * 2;
+      const u64 offset = (its_row * KV_HEADS + __shfl_sync(~0u, group, i) * HEADS) * D * 2;
+#pragma unroll
+      for (int is_value = 0; is_value < 2; is_value++) {
+        const u32 to = ring + slot * SLOT_BYTES + lane * PAIR_BYTES, barrier = full + 8 * slot;
+        wait_for(empty + 8 * slot, phase);
+        if (lane == 0) expect_bytes(barrier, its_rows * ROW_BYTES);
+        __syncwarp();
+        const char* from = (is_value ? values : keys) + offset;
+        if (KV_HEADS == HEADS) {
+          if (my_rows > 0) load_rows(to, from, my_rows * ROW_BYTES, barrier, once);
+        } else {
+          for (int j = 0; j < my_rows; j++)
+            load_rows(to + j * ROW_BYTES, from + (u64)j * KV_HEADS * D * 2, ROW_BYTES, barrier, once);
+        }
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
+      }
+    }
+  }
+  if (!has_waited) wait_for_prerequisites(), start_dependents();
+}
+
+// One tile's keys, those before num_keys, from two slots.
+__device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][2], u32 keys, u32 values, u32 full_keys,
+                                         u32 empty_keys, u32 phase_keys, u32 full_values, u32 empty_values,
+                                         u32 phase_values, int key, int num_keys, float scale) {
+  const int lane = threadIdx.x % 32, quad = lane % 4;
+  float logits[2][2][4] = {};
+  wait_for(full_keys, phase_keys);
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    const int row = key_of(lane / 16, lane % 8);
+    u32 b[4];
+    load_matrices(b, keys + row / 2 * PAIR_BYTES + row % 2 * ROW_BYTES + (k * 2 + lane / 8 % 2) * 16);
+    multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
+    multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
+  }
+  __syncwarp();
+  if (lane == 0) arrive(empty_keys);
+  u32 weights[2], is_key[2];
+  float most = sums.top;
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const bool is_first = key + key_of(n, quad * 2) < num_keys, is_second = key + key_of(n, quad * 2 + 1) < num_keys;
+    is_key[n] = (is_first ? 0xffffu : 0) | (is_second ? 0xffff0000u : 0);
+    logits[n][0][0] = is_first ? (logits[n][0][0] + logits[n][1][0]) * scale : NOTHING;
+    logits[n][0][1] = is_second ? (logits[n][0][1] + logits[n][1][1]) * scale : NOTHING;
+    most = fmaxf(most, fmaxf(logits[n][0][0], logits[n][0][1]));
+  }
+  most = max_of_quad(most);  // of a key: a tile has one
+  const float shrink = exp2f(sums.top - most);
+  sums.top = most, sums.total *= shrink;
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const float a = exp2f(logits[n][0][0] - most), b = exp2f(logits[n][0][1] - most);
+    sums.total += a + b;
+    weights[n] = pack(a, b);
+  }
+#pragma unroll
+  for (int n = 0; n < D / 8; n++) sums.values[n][0] *= shrink, sums.values[n][1] *= shrink;
+  wait_for(full_values, phase_values);
+#pragma unroll
+  for (int n = 0; n < D / 16; n++) {
+    const int row = key_of(lane / 8 % 2, lane % 8);
+    u32 b[4];
+    load_transposed(b, values + row / 2 * PAIR_BYTES + row % 2 * ROW_BYTES + (n * 2 + lane / 16) * 16);
+    // What stands behind the last key may be anything, infinite too.
+    b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
+    multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
+    multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, b[2], b[3]);
+  }
+  __syncwarp();
+  if (lane == 0) arrive(empty_values);
+}
+
+__device__ __forceinline__ void leave(const Sums& sums, Part& part, u32* flag) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < D / 8; n++)
+    if (lane / 4 < GROUP) part.values[n][lane] = float2{sums.values[n][0], sums.values[n][1]};
+  part.top[lane] = sums.top, part.total[lane] = sums.total;
+  __threadfence();
+  __syncwarp();
+  if (lane == 0) asm volatile("st.release.gpu.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+// Adds what the blocks behind this one have left of a request that ends before tile `end`, in their order.
+__device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end, const Part* parts, u32* flags) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int block = blockIdx.x + 1; plan.begin_of(block) < end; block++) {
+    if (plan.begin_of(block) == plan.begin_of(block + 1)) continue;  // fewer tiles than blocks
+    u32* flag = flags + block * HEADS + warp;
+    for (u32 is_left = 0; !is_left;)
+      asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(is_left) : "l"(flag) : "memory");
+    const Part& part = parts[block * HEADS + warp];
+    const float its_top = __ldcg(&part.top[lane]), its_total = __ldcg(&part.total[lane]);
+    float2 values[D / 8];
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) values[n] = lane / 4 < GROUP ? __ldcg(&part.values[n][lane]) : float2{0.f, 0.f};
+    const float most = fmaxf(sums.top, its_top), own = exp2f(sums.top - most), other = exp2f(its_top - most);
+    sums.top = most, sums.total = sums.total * own + its_total * other;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+      sums.values[n][0] = sums.values[n][0] * own + values[n].x * other;
+      sums.values[n][1] = sums.values[n][1] * own + values[n].y * other;
+    }
+    __syncwarp();
+    if (lane == 0) *flag = 0;  // for the next launch
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
+    share_decode(const char* keys, const char* values, const u32* q, const int* page_table, const int* seq_lens, u32* out,
+                 Part* parts, u32* flags, int num_requests, int width, float scale) {
+  extern __shared__ __align__(128) char memory[];
+  Shared& shared = *(Shared*)(memory + SLOTS * SLOT_BYTES);
+  const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
+  if (threadIdx.x == 32 * HEADS) {
+    for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, HEADS);
+    publish_barriers();
+  }
+  count_tiles(shared, seq_lens, num_requests);
+  const Plan plan = {shared, num_requests, (u32)shared.first_tiles[num_requests]};
+  const int begin = plan.begin_of(blockIdx.x), end = plan.begin_of(blockIdx.x + 1);
+  if (warp == HEADS) {
+    read_tiles(plan, begin, end, ring, full, empty, keys, values, page_table, seq_lens, width);
+    return;
+  }
+  wait_for_prerequisites();
+  start_dependents();
+  int slot = 0, phase = 0;
+  for (int at = begin; at < end;) {
+    const int group = at / plan.tiles, group_begin = group * plan.tiles, r = plan.request_of(at - group_begin);
+    const int first = group_begin + shared.first_tiles[r], last = group_begin + shared.first_tiles[r + 1];
+    const u64 head = (u64)r * KV_HEADS + group * HEADS + warp;
+    const bool is_first = at == first;
+    u32 query[D / 16][2];  // of rows 0 to 7 of a product
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        query[k][j] = member < GROUP ? q[((head * GROUP + member) * D + k * 16 + j * 8) / 2 + quad] : 0;
+    Sums sums = {};
+    sums.top = NOTHING;
+    for (const int stop = min(end, last), num_keys = seq_lens[r]; at < stop; at++) {
+      const u32 keys_at = slot, keys_phase = phase;
+      if (++slot == SLOTS) slot = 0, phase ^= 1;
+      const u32 column = warp * D * 2;
+      add_tile(sums, query, ring + keys_at * SLOT_BYTES + column, ring + slot * SLOT_BYTES + column, full + 8 * keys_at,
+               empty + 8 * keys_at, keys_phase, full + 8 * slot, empty + 8 * slot, phase, (at - first) * TILE, num_keys,
+               scale);
+      if (++slot == SLOTS) slot = 0, phase ^= 1;
+    }
+    sums.total = sums.total + __shfl_xor_sync(~0u, sums.total, 1);
+    sums.total = sums.total + __shfl_xor_sync(~0u, sums.total, 2);
+    if (!is_first) {
+      leave(sums, parts[blockIdx.x * HEADS + warp], flags + blockIdx.x * HEADS + warp);
+      continue;
+    }
+    add_parts(sums, plan, last, parts, flags);
+    const float factor = 1.f / sums.total;
+    if (member < GROUP)
+#pragma unroll
+      for (int n = 0; n < D / 8; n++)
+        out[((head * GROUP + member) * D + n * 8) / 2 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
+  }
+}

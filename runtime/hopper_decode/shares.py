@@ -1,0 +1,56 @@
+"""shares.cu: a batch's keys divided among multiprocessors in equal shares; for many requests. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.hopper_decode.kernel import HEAD_DIM, DecodeKernel
+
+HEADS = 8  # KV heads that a block works at together, a warp each: a row of 2 KB
+MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
+
+# Of tiles' keys or values. With 3, 4, 6 and 7 the kernel is as fast; with fewer there is room for blocks of the next.
+_SLOTS = 4
+_TILE = 16
+_PAIR_BYTES = 2 * HEADS * HEAD_DIM * 2 + 16  # of rows, copied together
+
+
+@dataclass(frozen=True)
+class ShareKernel(DecodeKernel):
+    """Of a layer there is one."""
+
+    source: ClassVar[str] = "hopper_decode/shares.cu"
+    function: ClassVar[str] = "share_decode"
+
+    @property
+    def name(self) -> str:
+        return f"shares_{self.heads_name}"
+
+    @property
+    def num_blocks(self) -> int:
+        return MULTIPROCESSORS
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * (HEADS + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The slots and their barriers; what warps have counted; the first tile of each request."""
+        numbers = HEADS + MOST_REQUESTS + 1
+        return _SLOTS * (_TILE // 2 * _PAIR_BYTES + 2 * 8) + (numbers + numbers % 2) * 4
+
+    @property
+    def part_floats(self) -> int:
+        """Of what a block leaves to another, for each of its heads: 32 lanes' sums, largest logits and totals."""
+        return 32 * (HEAD_DIM // 8 * 2 + 2)
+
+    def constants(self) -> dict[str, int]:
+        return {**super().constants(), "MOST_REQUESTS": MOST_REQUESTS, "SLOTS": _SLOTS}
+
+
+def takes(num_kv_heads: int) -> bool:
+    """Whether rows divide into those that a block works at."""
+    return num_kv_heads % HEADS == 0

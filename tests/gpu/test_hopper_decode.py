@@ -1,0 +1,138 @@
+"""The decode kernels for Hopper, compiled as for a runtime, against float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
+from mllm_compile.progress import NullReporter
+from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
+from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
+from mllm_compile.runtime.hopper_decode.shares import ShareKernel
+from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not can_compile_kernels("cuda:0"), reason="needs a Hopper GPU and NVRTC"
+    ),
+]
+
+
+Decode = ClusterDecode | ShareDecode
+CLUSTERS, SHARES = "clusters", "shares"
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    """By (kind, query heads, KV heads, page size)."""
+
+    @cache
+    def of(kind: str, heads: int, kv_heads: int, page_size: int) -> Decode:
+        shares = ShareKernel(kv_heads, heads // kv_heads, page_size)
+        clusters = cluster_kernels(heads, kv_heads, page_size)
+        folder = tmp_path_factory.mktemp("decode")
+        with KernelCompiler() as compiler:
+            compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
+        binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
+        if kind == CLUSTERS:
+            return ClusterDecode(clusters, binaries, 128**-0.5, torch.device("cuda:0"))
+        return ShareDecode(shares, binaries, 128**-0.5, torch.device("cuda:0"))
+
+    return of
+
+
+def decode(decoder: Decode, cache: Cache, q: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(q, torch.nan)
+    decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out])
+    return out
+
+
+def worst_error(decoder: Decode, cache: Cache, heads: int) -> float:
+    """‖ours − float32's‖ / ‖float32's‖ of the worst request."""
+    q = 2 * torch.randn(len(cache.lengths), heads, 128, device="cuda").bfloat16()
+    got, want = decode(decoder, cache, q).float(), in_float32(cache, q)
+    return ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max().item()
+
+
+def poison(cache: Cache) -> None:
+    """Makes all that stands behind the requests' last keys infinite."""
+    is_key = torch.zeros(cache.keys.shape[0], dtype=torch.bool, device="cuda")
+    for row, length in enumerate(cache.lengths.tolist()):
+        positions = torch.arange(length, device="cuda")
+        slots = cache.page_table[row].long()[positions // cache.page_size] * cache.page_size
+        is_key[slots + positions % cache.page_size] = True
+    cache.keys[~is_key] = torch.inf
+    cache.values[~is_key] = torch.inf
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 4, 6, 8, 17])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "page_size"), [(16, 8, 64), (32, 8, 16), (8, 8, 128), (64, 8, 32), (50, 10, 64), (32, 16, 64)]
+)
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
+    if kind == SHARES and kv_heads % 8:
+        pytest.skip("shares are of eight heads")
+    lengths = (LENGTHS * 3)[:num_requests]
+    for case in (lengths, lengths[::-1], [640] * num_requests):
+        cache = Cache(case, kv_heads, 128, page_size, torch.bfloat16)
+        poison(cache)
+        assert worst_error(decoders(kind, heads, kv_heads, page_size), cache, heads) < 8e-3
+
+
+@pytest.mark.parametrize("count", [33, 132, 257, 1024])
+def test_many_requests_of_any_lengths(decoders, count):
+    """A share of several requests, several shares of one, and ends of both at the same key."""
+    generator = torch.Generator().manual_seed(count)
+    for longest in (16, 40, 700):
+        lengths = torch.randint(1, longest + 1, (count,), generator=generator)
+        lengths[count // 2] = 1500
+        cache = Cache(lengths.tolist(), 8, 128, 64, torch.bfloat16)
+        poison(cache)
+        assert worst_error(decoders(SHARES, 16, 8, 64), cache, 16) < 8e-3
+
+
+def test_every_launch_leaves_shares_as_it_found_them(decoders):
+    """Blocks tell each other of what they left by flags."""
+    decoder = decoders(SHARES, 32, 8, 64)
+    for lengths in ([3000], [577] * 40, [1] * 200, [16, 2000, 16]):
+        cache = Cache(lengths, 8, 128, 64, torch.bfloat16)
+        q = torch.randn(len(lengths), 32, 128, device="cuda").bfloat16()
+        first = decode(decoder, cache, q)
+        assert not decoder._flags.any()
+        for _ in range(20):
+            assert torch.equal(decode(decoder, cache, q), first)
+
+
+def test_among_any_others_clusters_give_a_request_the_same_numbers_bitwise(decoders):
+    lengths = [577, 64, 4096, 1, 300]
+    q = torch.randn(len(lengths), 32, 128, device="cuda").bfloat16()
+    cache = Cache(lengths, 8, 128, 64, torch.bfloat16)
+    together = decode(decoders(CLUSTERS, 32, 8, 64), cache, q)
+    order = [3, 2, 0, 4, 1]
+    cache.page_table, cache.lengths = cache.page_table[order], cache.lengths[order]
+    assert torch.equal(decode(decoders(CLUSTERS, 32, 8, 64), cache, q[order]), together[order])
+
+
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_a_graph_replays_it_on_other_requests(decoders, kind):
+    cache = Cache([577, 64], 8, 128, 64, torch.bfloat16)
+    q = torch.randn(2, 16, 128, device="cuda").bfloat16()
+    decoder = decoders(kind, 16, 8, 64)
+    decode(decoder, cache, q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(decoder, cache, q)
+    cache.lengths.copy_(torch.tensor([130, 5]))
+    graph.replay()
+    assert torch.equal(out, decode(decoder, cache, q))
+
+
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_a_long_request(decoders, kind):
+    cache = Cache([70_000, 3], 8, 128, 64, torch.bfloat16)
+    assert worst_error(decoders(kind, 32, 8, 64), cache, 32) < 1e-2

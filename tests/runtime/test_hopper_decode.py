@@ -1,0 +1,150 @@
+"""The decode kernels for Hopper, as far as they go without a GPU: how they divide, their source, their launches."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from mllm_compile.errors import ArtifactError
+from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.hopper_decode import decoder
+from mllm_compile.runtime.hopper_decode.clusters import SPLITS, choose_split, cluster_kernels
+from mllm_compile.runtime.hopper_decode.shapes import are_served, kernel_from_json
+from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS, ShareKernel
+
+_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
+
+
+@pytest.mark.parametrize(("num_sequences", "split"), [(8, 8), (16, 8), (17, 4), (32, 4), (33, 2), (64, 2), (1000, 2)])
+def test_few_sequences_have_more_blocks_each(num_sequences, split):
+    assert choose_split(num_sequences) == split
+
+
+@pytest.mark.parametrize(("page_size", "is_right"), [(8, False), (16, True), (48, False), (64, True), (128, True)])
+def test_a_tile_is_of_whole_pages_or_a_page_of_whole_tiles(page_size, is_right):
+    assert are_served(32, 8, 128, page_size) is is_right
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_two_blocks_fit_on_a_multiprocessor(group):
+    for kernel in cluster_kernels(8 * group, 8, 64):
+        assert 2 * (kernel.shared_bytes + _RESERVED_BYTES) <= _MULTIPROCESSOR_BYTES
+
+
+def test_names_tell_kernels_apart():
+    kernels = [*cluster_kernels(16, 8, 64), *cluster_kernels(32, 8, 64), *cluster_kernels(32, 8, 16)]
+    kernels += [ShareKernel(8, 2, 64), ShareKernel(8, 4, 64), ShareKernel(8, 4, 16)]
+    assert len({kernel.name for kernel in kernels}) == len(kernels) == 3 * len(SPLITS) + 3
+
+
+def test_a_kernel_is_the_same_from_json():
+    for kernel in (*cluster_kernels(16, 8, 64), ShareKernel(8, 2, 64)):
+        assert kernel_from_json(kernel.to_json()) == kernel
+
+
+def test_what_blocks_share_of_a_batch_fits_with_the_next_kernel_beside_it():
+    assert ShareKernel(8, 8, 64).shared_bytes + _RESERVED_BYTES <= 140 << 10
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *(cluster_kernels(8 * group, 8, page_size)[-1] for group in (1, 4, 8) for page_size in (16, 64, 128)),
+        *(ShareKernel(kv_heads, group, 64) for kv_heads in (8, 16) for group in (1, 4, 8)),
+    ],
+    ids=lambda kernel: kernel.name,
+)
+def test_the_source_compiles_without_spilling(tmp_path, kernel):
+    (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
+    assert "warning" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_shared_memory_is_what_the_source_lays_out(tmp_path):
+    kernel = ShareKernel(8, 2, 64)
+    check = f"static_assert(SLOTS * SLOT_BYTES + sizeof(Shared) == {kernel.shared_bytes});\n"
+    check += f"static_assert(sizeof(Part) == {4 * kernel.part_floats});\n"
+    (tmp_path / "kernel.cu").write_text(kernel_source(kernel) + check)
+    done = subprocess.run(["nvcc", "-cubin", "-arch=sm_90a", "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class FakeKernel:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.launches: list[tuple[int, int, int]] = []
+
+    def launch(self, num_blocks, num_threads, arguments) -> None:
+        self.launches.append((num_blocks, num_threads, len(arguments)))
+
+
+class FakeMaps:
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+
+    def get(self, matrix: torch.Tensor, box_rows: int):
+        self.asked.append((tuple(matrix.shape), box_rows))
+        return type("Map", (), {"address": 64})
+
+
+@pytest.fixture
+def made(monkeypatch) -> dict[str, FakeKernel]:
+    """The kernels that were loaded, by name."""
+    kernels: dict[str, FakeKernel] = {}
+
+    def load(kernel, binaries):
+        assert binaries[kernel.name] == b"binary"
+        kernels[kernel.name] = FakeKernel(kernel.name)
+        return kernels[kernel.name]
+
+    monkeypatch.setattr(decoder, "load_kernel", load)
+    monkeypatch.setattr(decoder, "TensorMaps", FakeMaps)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return kernels
+
+
+def inputs_of(num_requests: int) -> list[torch.Tensor]:
+    keys = torch.zeros(160, 8, 128, dtype=torch.bfloat16)
+    table, lens = torch.zeros(num_requests, 10, dtype=torch.int32), torch.ones(num_requests, dtype=torch.int32)
+    q = torch.zeros(num_requests, 32, 128, dtype=torch.bfloat16)
+    return [q, keys, keys, table, lens, torch.empty_like(q), *[torch.empty(0)] * 4]
+
+
+def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
+    kernels = cluster_kernels(32, 8, 16)
+    decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
+    decode(inputs_of(3))
+    assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
+        "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 8)]
+    }
+    assert decode._maps.asked == [((160, 1024), 16)] * 2
+
+
+def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_cannot_count(made):
+    kernel = ShareKernel(8, 4, 16)
+    decode = decoder.ShareDecode(kernel, {kernel.name: b"binary"}, 0.1, torch.device("cpu"))
+    decode(inputs_of(3))
+    decode(inputs_of(MOST_REQUESTS))
+    assert made["shares_8x4_page16"].launches == [(132, 288, 11)] * 2
+    with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
+        decode(inputs_of(MOST_REQUESTS + 1))
+    assert decode._flags.shape == (132 * 8,)
+    assert not decode._flags.any()
+
+
+def test_a_kernel_that_the_runtime_does_not_hold_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    with pytest.raises(ArtifactError, match="clusters_8x4_page64_split2; compile"):
+        decoder.ClusterDecode(cluster_kernels(32, 8, 64), {}, 0.1, torch.device("cuda:0"))
+    with pytest.raises(ArtifactError, match="shares_8x4_page64; compile"):
+        decoder.ShareDecode(ShareKernel(8, 4, 64), {}, 0.1, torch.device("cuda:0"))
