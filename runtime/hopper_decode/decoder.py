@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.cuda.driver import TensorMaps, address_of, load_kernel
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
-from mllm_compile.runtime.hopper_decode.shares import HEADS, MOST_REQUESTS, ShareKernel
+from mllm_compile.runtime.hopper_decode.shares import HEADS, MOST_REQUESTS, TILE, ShareKernel
 
 _LOG2_E = math.log2(math.e)
 
@@ -67,6 +67,7 @@ class ShareDecode:
         """Arguments and errors: as ClusterDecode, of one kernel."""
         self._scale = ctypes.c_float(sm_scale * _LOG2_E)
         self._kernel = kernel
+        self._maps = TensorMaps()
         with torch.cuda.device(device):
             self._loaded = load_kernel(kernel, binaries)
         count = kernel.num_blocks * HEADS
@@ -80,11 +81,13 @@ class ShareDecode:
         num_requests = q.shape[0]
         if num_requests > MOST_REQUESTS:
             raise ValueError(f"{num_requests} requests decode; the kernel counts up to {MOST_REQUESTS}")
+        maps = [self._maps.get(cache.flatten(1), TILE, self._kernel.box_panels) for cache in (keys, values)]
         self._loaded.launch(
             self._kernel.num_blocks,
             self._kernel.num_threads,
             (
-                *map(address_of, (keys, values, q, page_table, seq_lens, out, self._parts, self._flags)),
+                *maps,
+                *map(address_of, (q, page_table, seq_lens, out, self._parts, self._flags)),
                 ctypes.c_int(num_requests),
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,

@@ -1,9 +1,10 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
 // All keys, request after request in tiles of 16, are divided among the blocks in equal shares: a block for each
-// multiprocessor. A tile is read as whole rows of eight heads, 4 KB at a time, in long pieces that the memory gives all
-// of its rate to. One warp reads (by cp.async.bulk, before the kernel ahead has ended but for a tile with a new token's
-// key, which that kernel writes; lengths and the page table are of earlier kernels), eight compute, a head each.
+// multiprocessor. Keys, or values, of a tile are 32 KB in a row for eight heads, which one copy takes (by TMA; several
+// copies at a time, or places that are not multiples of 128 bytes, read 5 % slower). One warp asks for them, before the
+// kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page table are
+// of earlier kernels. Eight warps compute, a head each.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it.
 // They come to that part first and it comes to its own last, so that it hardly waits.
@@ -11,24 +12,26 @@
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
 // of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory).
 
-constexpr int D = 128, HEADS = 8, TILE = 16, ROW_BYTES = HEADS * D * 2;
-constexpr int PAIR_BYTES = 2 * ROW_BYTES + 16, SLOT_BYTES = TILE / 2 * PAIR_BYTES;  // no bank conflicts, as below
-constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);           // requests that it counts
-constexpr float NOTHING = -1e30f;                                                   // a logit that no key has
+constexpr int D = 128, HEADS = 8, TILE = 16;
+constexpr int BOX_COLUMNS = 64, HALF_BYTES = TILE * BOX_COLUMNS * 2;  // half a head: rows of 128 bytes, swizzled
+constexpr int HEAD_BYTES = 2 * HALF_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
+constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);  // requests that it counts
+constexpr float NOTHING = -1e30f;                                          // a logit that no key has
 
-// Two rows are copied together, then come 16 bytes of nothing: eight rows that are every second lie in all banks. So the
-// n-th eight keys of a product are these.
-__device__ __forceinline__ constexpr int key_of(int n, int i) { return 2 * i + n; }
-
-__device__ __forceinline__ void load_rows(u32 to, const char* from, int bytes, u32 barrier, u64 policy) {
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int row, int half, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(0), "r"(row), "r"(half), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void load_transposed(u32* to, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(address));
+}
+// Chunk `chunk` (16 bytes) of a head's row `row`.
+__device__ __forceinline__ u32 chunk_address(u32 head, int row, int chunk) {
+  return head + chunk / 8 * HALF_BYTES + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 __device__ __forceinline__ float max_of_quad(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -105,22 +108,21 @@ __device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens,
 
 // The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32.
 __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, u32 ring, u32 full, u32 empty,
-                                           const char* keys, const char* values, const int* page_table,
+                                           const TensorMap* keys, const TensorMap* values, const int* page_table,
                                            const int* seq_lens, int width) {
   const int lane = threadIdx.x % 32;
   const u64 once = read_once();
   bool has_waited = false;
   int slot = 0, phase = 1;
   for (int base = begin; base < end; base += 32) {
-    int row = 0, rows = 0, group = 0;
+    int row = 0, group = 0;
     bool has_new_key = false;
     if (base + lane < end) {
       group = (base + lane) / plan.tiles;
       const int tile = base + lane - group * plan.tiles, r = plan.request_of(tile);
-      const int key = (tile - plan.shared.first_tiles[r]) * TILE, num_keys = seq_lens[r];
+      const int key = (tile - plan.shared.first_tiles[r]) * TILE;
       row = page_table[r * width + key / PAGE] * PAGE + key % PAGE;
-      rows = min(TILE, num_keys - key);
-      has_new_key = key + rows == num_keys;
+      has_new_key = key + TILE >= seq_lens[r];
     }
     const int count = min(32, end - base);
     for (int i = 0; i < count; i++) {
@@ -130,21 +132,13 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
         start_dependents();
         has_waited = true;
       }
-      const int its_rows = __shfl_sync(~0u, rows, i), my_rows = min(2, its_rows - lane * 2);
-      const u64 its_row = __shfl_sync(~0u, row, i) + lane * 2;
-      const u64 offset = (its_row * KV_HEADS + __shfl_sync(~0u, group, i) * HEADS) * D * 2;
+      const int its_row = __shfl_sync(~0u, row, i), its_half = __shfl_sync(~0u, group, i) * 2 * HEADS;
 #pragma unroll
       for (int is_value = 0; is_value < 2; is_value++) {
-        const u32 to = ring + slot * SLOT_BYTES + lane * PAIR_BYTES, barrier = full + 8 * slot;
         wait_for(empty + 8 * slot, phase);
-        if (lane == 0) expect_bytes(barrier, its_rows * ROW_BYTES);
-        __syncwarp();
-        const char* from = (is_value ? values : keys) + offset;
-        if (KV_HEADS == HEADS) {
-          if (my_rows > 0) load_rows(to, from, my_rows * ROW_BYTES, barrier, once);
-        } else {
-          for (int j = 0; j < my_rows; j++)
-            load_rows(to + j * ROW_BYTES, from + (u64)j * KV_HEADS * D * 2, ROW_BYTES, barrier, once);
+        if (lane == 0) {
+          expect_bytes(full + 8 * slot, SLOT_BYTES);
+          load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, its_row, its_half, full + 8 * slot, once);
         }
         if (++slot == SLOTS) slot = 0, phase ^= 1;
       }
@@ -162,9 +156,8 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   wait_for(full_keys, phase_keys);
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
-    const int row = key_of(lane / 16, lane % 8);
     u32 b[4];
-    load_matrices(b, keys + row / 2 * PAIR_BYTES + row % 2 * ROW_BYTES + (k * 2 + lane / 8 % 2) * 16);
+    load_matrices(b, chunk_address(keys, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
     multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
     multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
   }
@@ -174,7 +167,8 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   float most = sums.top;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
-    const bool is_first = key + key_of(n, quad * 2) < num_keys, is_second = key + key_of(n, quad * 2 + 1) < num_keys;
+    const int place = key + n * 8 + quad * 2;
+    const bool is_first = place < num_keys, is_second = place + 1 < num_keys;
     is_key[n] = (is_first ? 0xffffu : 0) | (is_second ? 0xffff0000u : 0);
     logits[n][0][0] = is_first ? (logits[n][0][0] + logits[n][1][0]) * scale : NOTHING;
     logits[n][0][1] = is_second ? (logits[n][0][1] + logits[n][1][1]) * scale : NOTHING;
@@ -194,9 +188,8 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   wait_for(full_values, phase_values);
 #pragma unroll
   for (int n = 0; n < D / 16; n++) {
-    const int row = key_of(lane / 8 % 2, lane % 8);
     u32 b[4];
-    load_transposed(b, values + row / 2 * PAIR_BYTES + row % 2 * ROW_BYTES + (n * 2 + lane / 16) * 16);
+    load_transposed(b, chunk_address(values, lane % 16, n * 2 + lane / 16));
     // What stands behind the last key may be anything, infinite too.
     b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
     multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
@@ -243,11 +236,13 @@ __device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end,
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
-    share_decode(const char* keys, const char* values, const u32* q, const int* page_table, const int* seq_lens, u32* out,
-                 Part* parts, u32* flags, int num_requests, int width, float scale) {
-  extern __shared__ __align__(128) char memory[];
-  Shared& shared = *(Shared*)(memory + SLOTS * SLOT_BYTES);
-  const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
+    share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
+                 const int* page_table, const int* seq_lens, u32* out, Part* parts, u32* flags, int num_requests,
+                 int width, float scale) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 ring = (shared_address(memory) + 1023) & ~1023u;
+  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
+  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
   if (threadIdx.x == 32 * HEADS) {
     for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, HEADS);
@@ -257,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
   const Plan plan = {shared, num_requests, (u32)shared.first_tiles[num_requests]};
   const int begin = plan.begin_of(blockIdx.x), end = plan.begin_of(blockIdx.x + 1);
   if (warp == HEADS) {
-    read_tiles(plan, begin, end, ring, full, empty, keys, values, page_table, seq_lens, width);
+    read_tiles(plan, begin, end, ring, full, empty, &keys, &values, page_table, seq_lens, width);
     return;
   }
   wait_for_prerequisites();
@@ -279,8 +274,8 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
     for (const int stop = min(end, last), num_keys = seq_lens[r]; at < stop; at++) {
       const u32 keys_at = slot, keys_phase = phase;
       if (++slot == SLOTS) slot = 0, phase ^= 1;
-      const u32 column = warp * D * 2;
-      add_tile(sums, query, ring + keys_at * SLOT_BYTES + column, ring + slot * SLOT_BYTES + column, full + 8 * keys_at,
+      const u32 own_head = warp * HEAD_BYTES;
+      add_tile(sums, query, ring + keys_at * SLOT_BYTES + own_head, ring + slot * SLOT_BYTES + own_head, full + 8 * keys_at,
                empty + 8 * keys_at, keys_phase, full + 8 * slot, empty + 8 * slot, phase, (at - first) * TILE, num_keys,
                scale);
       if (++slot == SLOTS) slot = 0, phase ^= 1;

@@ -8,13 +8,12 @@ from typing import ClassVar
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.hopper_decode.kernel import HEAD_DIM, DecodeKernel
 
-HEADS = 8  # KV heads that a block works at together, a warp each: a row of 2 KB
+HEADS = 8  # KV heads that a block works at together, a warp each
+TILE = 16  # tokens that are copied together
 MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
 
 # Of tiles' keys or values. With 3, 4, 6 and 7 the kernel is as fast; with fewer there is room for blocks of the next.
 _SLOTS = 4
-_TILE = 16
-_PAIR_BYTES = 2 * HEADS * HEAD_DIM * 2 + 16  # of rows, copied together
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,14 @@ class ShareKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """The slots and their barriers; what warps have counted; the first tile of each request."""
+        """The slots and what their alignment may cost; barriers; what warps have counted; each request's first tile."""
         numbers = HEADS + MOST_REQUESTS + 1
-        return _SLOTS * (_TILE // 2 * _PAIR_BYTES + 2 * 8) + (numbers + numbers % 2) * 4
+        return _SLOTS * TILE * HEADS * HEAD_DIM * 2 + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2) * 4
+
+    @property
+    def box_panels(self) -> int:
+        """Of 64 columns, that are copied together."""
+        return HEADS * HEAD_DIM // 64
 
     @property
     def part_floats(self) -> int:

@@ -15,7 +15,7 @@ constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
 constexpr int MY_K = K / SPLIT, CHUNKS = (MY_K + PIECE - 1) / PIECE;
 constexpr int STEP = 32, STEPS = (PIECE / STEP + WARPS - 1) / WARPS;  // inputs of a step; a warp's steps in a chunk
-constexpr int PITCH = PIECE * 2 + 64, STAGE_BYTES = ROWS * PITCH;     // no bank conflicts
+constexpr int PITCH = PIECE * 2, STAGE_BYTES = ROWS * PITCH;          // multiples of 128 bytes: others are read slower
 constexpr int MOST_GROUPS = (GROUPS + CLUSTERS - 1) / CLUSTERS;       // of rows, a cluster's
 constexpr int MOST_FINISHED = (MOST_GROUPS + SPLIT - 1) / SPLIT;      // a block's
 constexpr int LD = ROWS + 4;                                          // floats a token of a warp's sums

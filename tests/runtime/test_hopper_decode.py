@@ -72,7 +72,7 @@ def test_the_source_compiles_without_spilling(tmp_path, kernel):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_shared_memory_is_what_the_source_lays_out(tmp_path):
     kernel = ShareKernel(8, 2, 64)
-    check = f"static_assert(SLOTS * SLOT_BYTES + sizeof(Shared) == {kernel.shared_bytes});\n"
+    check = f"static_assert(SLOTS * SLOT_BYTES + 1024 + sizeof(Shared) == {kernel.shared_bytes});\n"
     check += f"static_assert(sizeof(Part) == {4 * kernel.part_floats});\n"
     (tmp_path / "kernel.cu").write_text(kernel_source(kernel) + check)
     done = subprocess.run(["nvcc", "-cubin", "-arch=sm_90a", "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
@@ -92,8 +92,8 @@ class FakeMaps:
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], int]] = []
 
-    def get(self, matrix: torch.Tensor, box_rows: int):
-        self.asked.append((tuple(matrix.shape), box_rows))
+    def get(self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None):
+        self.asked.append((tuple(matrix.shape), box_rows, box_panels))
         return type("Map", (), {"address": 64})
 
 
@@ -127,7 +127,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
         "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 8)]
     }
-    assert decode._maps.asked == [((160, 1024), 16)] * 2
+    assert decode._maps.asked == [((160, 1024), 16, None)] * 2
 
 
 def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_cannot_count(made):
@@ -138,6 +138,7 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     assert made["shares_8x4_page16"].launches == [(132, 288, 11)] * 2
     with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
         decode(inputs_of(MOST_REQUESTS + 1))
+    assert decode._maps.asked == [((160, 1024), 16, 16)] * 4
     assert decode._flags.shape == (132 * 8,)
     assert not decode._flags.any()
 
