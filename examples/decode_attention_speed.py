@@ -2,11 +2,12 @@
 
     python examples/decode_attention_speed.py [--json FILE]
 
-Needs an NVIDIA GPU and the `cuda` extra. That decodes are the program's own kernel's, in its form for few requests or
-for many, stands on this table. Each graph runs several layers with KV of their own, more than the L2 cache holds, over
-random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of
-these kernels alone is taken off. XQA splits as FlashInfer does by default. The last column is the split and the form
-that would be the fastest, in place of those that are chosen.
+Needs an NVIDIA GPU and the `cuda` extra. Which of the program's own kernels decodes for how many requests stands on
+this table: the Triton kernel in its form for few requests or for many, and on Hopper clusters and shares
+(runtime/hopper_decode/). Each graph runs several layers with KV of their own, more than the L2 cache holds, over random
+page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of these
+kernels alone is taken off. XQA splits as FlashInfer does by default. The last columns are the fastest of our own and
+the rate at which it reads, and the Triton kernel's form and split that would be the fastest in place of what is chosen.
 """
 
 from __future__ import annotations
@@ -15,16 +16,24 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from mllm_compile.runtime.attention.split_decode import MAX_SPLITS_OF_FEW, MAX_SPLITS_OF_MANY, choose_splits
+from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
+from mllm_compile.progress import NullReporter
+from mllm_compile.runtime.attention.split_decode import DecodePiece
+from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
+from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
+from mllm_compile.runtime.hopper_decode.shares import ShareKernel
+from mllm_compile.runtime.split_decode_shapes import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
 HEADS = ((16, 8), (32, 8))
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 4096, 16384)
 MAX_TOKENS = 1 << 20  # of a batch
 TABLE_TOKENS = 32768  # the page table's width: what a request may grow to
@@ -140,12 +149,39 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
     heads = (case.batch, num_splits, case.num_heads)
     scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((HEAD_DIM,), (), ())]
     done = torch.zeros(case.batch, case.num_kv_heads, dtype=torch.int32, device="cuda")
-    max_splits = MAX_SPLITS_OF_FEW if is_few else MAX_SPLITS_OF_MANY
-    options = (PAGE_SIZE, max_splits, HEAD_DIM**-0.5, 0.0, -1, is_few)
+    most = (OF_FEW if is_few else OF_MANY).most
+    options = (PAGE_SIZE, most, HEAD_DIM**-0.5, 0.0, -1, is_few)
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         keys, values = (page.flatten(0, 1) for page in pages)
         torch.ops.mllm.split_decode(query, keys, values, table, lengths, out, *scratch, done, *options)
+
+    return layers.each(attend)
+
+
+@cache
+def hopper_kernels(num_heads: int, num_kv_heads: int) -> dict[str, DecodePiece]:
+    """Clusters and shares, compiled; none on other GPUs."""
+    if not can_compile_kernels("cuda:0"):
+        return {}
+    clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE)
+    shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)
+    with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
+        compiler.write((*clusters, shares), Path(folder), NullReporter())
+        binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
+    scale, device = HEAD_DIM**-0.5, torch.device("cuda:0")
+    return {
+        "clusters": ClusterDecode(clusters, binaries, scale, device),
+        "shares": ShareDecode(shares, binaries, scale, device),
+    }
+
+
+def hopper_decode(layers: Layers, kernel: DecodePiece) -> Callable[[], None]:
+    table, lengths = layers.page_table(), layers.lengths.cuda()
+
+    def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        keys, values = (page.flatten(0, 1) for page in pages)
+        kernel([query, keys, values, table, lengths, out])
 
     return layers.each(attend)
 
@@ -168,18 +204,22 @@ def microseconds(run: Callable[[], None], num_layers: int) -> float:
 
 
 def measure(case: Case, workspace: torch.Tensor) -> dict[str, float]:
-    """Microseconds by kernel: "chosen" is what an engine takes, "few/4" a form and a split of the same kernel."""
+    """Microseconds by kernel: "Triton" with the form and split that are chosen, "few/4" with these."""
     layers = Layers(case)
+    sequences = case.batch * case.num_kv_heads
+    is_few = sequences <= MOST_FEW_SEQUENCES
     kernels = {
         "CUDA cores": lambda: planned(layers, workspace, False),
         "tensor cores": lambda: planned(layers, workspace, True),
         "XQA": lambda: xqa(layers, workspace),
-        "chosen": lambda: split_decode(layers, *choose_splits(case.batch, case.num_kv_heads)),
+        "Triton": lambda: split_decode(layers, is_few, (OF_FEW if is_few else OF_MANY).of(sequences)),
     }
-    for is_few, name, largest in ((True, "few", MAX_SPLITS_OF_FEW), (False, "many", MAX_SPLITS_OF_MANY)):
+    for name, kernel in hopper_kernels(case.num_heads, case.num_kv_heads).items():
+        kernels[name] = lambda kernel=kernel: hopper_decode(layers, kernel)
+    for few, name, most in ((True, "few", OF_FEW.most), (False, "many", OF_MANY.most)):
         for splits in SPLITS:
-            if splits <= largest and splits * case.batch * case.num_kv_heads <= MAX_BLOCKS:
-                kernels[f"{name}/{splits}"] = lambda few=is_few, splits=splits: split_decode(layers, few, splits)
+            if splits <= most and splits * sequences <= MAX_BLOCKS:
+                kernels[f"{name}/{splits}"] = lambda few=few, splits=splits: split_decode(layers, few, splits)
     times, outputs = {}, {}
     nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
     for name, make in kernels.items():
@@ -203,8 +243,9 @@ def main() -> None:
     torch.manual_seed(0)
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
     results = []
-    columns = ("CUDA cores", "tensor cores", "XQA", "chosen")
-    print("heads   batch length    CUDA  tensor     XQA  chosen    TB/s  fastest of its forms")
+    ours = ("Triton", "clusters", "shares")
+    columns = ("CUDA cores", "tensor cores", "XQA", *ours)
+    print("heads   batch length    CUDA  tensor     XQA  Triton clusters  shares  fastest  TB/s  Triton's fastest")
     for num_heads, num_kv_heads in HEADS:
         for is_ragged, batches in ((False, BATCHES), (True, BATCHES[-2:])):
             for batch in batches:
@@ -212,13 +253,14 @@ def main() -> None:
                     case = Case(num_heads, num_kv_heads, batch, length, is_ragged)
                     times = measure(case, workspace)
                     results.append(asdict(case) | {"us": times})
-                    rate = case.kv_bytes / times["chosen"] / 1e6
+                    own = min((name for name in times if name in ours), key=times.__getitem__)
+                    rate = case.kv_bytes / times[own] / 1e6
                     fastest = min((name for name in times if "/" in name), key=times.__getitem__, default="")
                     heads, ragged = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
                     print(
                         f"{heads} {ragged}{batch:5} {length:6}",
-                        *(f"{times[name]:7.2f}" for name in columns),
-                        f"{rate:7.2f}  {fastest} {times.get(fastest, 0):.2f}",
+                        *(f"{times[name]:7.2f}" if name in times else f"{'':7}" for name in columns),
+                        f"{own:8} {rate:5.2f}  {fastest} {times.get(fastest, 0):.2f}",
                         flush=True,
                     )
     if arguments.json:

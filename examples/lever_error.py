@@ -2,7 +2,7 @@
 
     python examples/lever_error.py configs/tiny.yaml [--dtype bfloat16] [--levers fuse_few_tokens split_decode]
 
-A lever is a pass that can be left out, or a decode kernel (`split_decode`, `cluster_decode`). Which kernels compute a
+A lever is a pass that can be left out, or a decode kernel (`split_decode`, `hopper_decode`). Which kernels compute a
 step depends on how many tokens it has: there is a column for whole prompts and one for each number of requests that
 decode at once.
 Texts are docstrings of Python's standard library, or random tokens for a model without a tokenizer. Each answer is
@@ -32,7 +32,7 @@ from mllm_compile.passes.pipeline import optional_pass_names
 
 MODULES = (pathlib.Path, shutil, textwrap, json, inspect, str, list, dict, argparse)
 MIN_CHARACTERS, MAX_CHARACTERS = 60, 600
-DECODE_KERNELS = ("cluster_decode", "split_decode")
+DECODE_KERNELS = ("hopper_decode", "split_decode")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

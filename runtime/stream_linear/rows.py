@@ -82,9 +82,7 @@ class RowTiling(LinearTiling):
         groups = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
         finished = math.ceil(groups / self.split)
         sums = self.warps * MAX_TOKENS * (NORM_ROWS + 4) + finished * self.split * MAX_TOKENS * NORM_ROWS
-        return (
-            self.stages * NORM_ROWS * self.piece * 2 + (sums + MAX_TOKENS) * 4 + (2 * self.stages + finished) * 8
-        )
+        return self.stages * NORM_ROWS * self.piece * 2 + (sums + MAX_TOKENS) * 4 + (2 * self.stages + finished) * 8
 
     def constants(self) -> dict[str, int]:
         return {
