@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mllm_compile.device_info import is_hopper
 from mllm_compile.errors import CompileError
 from mllm_compile.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.progress import Reporter
-from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, LinearTiling
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BINARY_SUFFIX = ".cubin"
-_CAPABILITY, _ARCHITECTURE = (9, 0), "sm_90a"  # wgmma is Hopper's alone
+_ARCHITECTURE = "sm_90a"  # wgmma is Hopper's alone
 _NICENESS = 5  # as the compilers of pieces: the model is being traced meanwhile
 
 
@@ -38,9 +39,7 @@ def can_compile_kernels(device: str) -> bool:
     """Whether the kernels run on `device` and can be compiled here."""
     if not device.startswith("cuda") or torch.version.hip is not None:
         return False
-    facts = torch.cuda.get_device_properties(torch.device(device))
-    # What is divided among 132 multiprocessors (H100 SXM, H200) would take fewer of them two rounds, half empty.
-    if (facts.major, facts.minor) != _CAPABILITY or facts.multi_processor_count < MULTIPROCESSORS:
+    if not is_hopper(device):
         return False
     if find_nvrtc() is None:
         logger.warning(

@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from mllm_compile.errors import DeviceError
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,13 @@ class DeviceInfo:
         device: `cpu`, or `cuda:N` with the index filled in.
         name: for people: `NVIDIA H200`, `x86_64`.
         has_flashinfer: the package is installed (found, not imported: importing it may initialise CUDA).
+        is_hopper: the CUDA kernels of runtime/stream_linear/ and runtime/hopper_decode/ are for it.
     """
 
     device: str
     name: str
     has_flashinfer: bool = False
+    is_hopper: bool = False
 
     @property
     def is_cuda(self) -> bool:
@@ -51,7 +54,20 @@ def detect_device(asked: str) -> DeviceInfo:
     if index >= count:
         raise DeviceError(f"runtime.device is {asked!r}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}.")
     name = torch.cuda.get_device_name(index)
-    return DeviceInfo(f"cuda:{index}", name, importlib.util.find_spec("flashinfer") is not None)
+    return DeviceInfo(
+        f"cuda:{index}", name, importlib.util.find_spec("flashinfer") is not None, is_hopper(f"cuda:{index}")
+    )
+
+
+def is_hopper(device: str) -> bool:
+    """Whether it is an H100 SXM, H200 or alike: of compute capability 9.0, with as many multiprocessors.
+
+    What is divided among 132 of them would take fewer two rounds, the second half empty.
+    """
+    import torch
+
+    facts = torch.cuda.get_device_properties(torch.device(device))
+    return (facts.major, facts.minor) == (9, 0) and facts.multi_processor_count >= MULTIPROCESSORS
 
 
 def _cpu() -> DeviceInfo:

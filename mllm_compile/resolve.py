@@ -156,7 +156,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             backend=config.compile.backend,
             disable_passes=config.compile.disable_passes,
             split_decode=split_decode,
-            hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype),
+            hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype, device),
         ),
         cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
         runtime=runtime,
@@ -282,13 +282,17 @@ def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, ch
     return False
 
 
-def _hopper_decode(asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str) -> bool:
+def _hopper_decode(
+    asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str, device: DeviceInfo
+) -> bool:
     """Whether decodes may be computed by runtime/hopper_decode/."""
     obstacle = None
     if not split_decode:
         obstacle = (
             "decodes are FlashInfer's or torch's (compile.split_decode), and the kernels stand for pieces of ours"
         )
+    elif not device.is_hopper:
+        obstacle = f"the GPU is {device.name}, and the kernels are for an H100 SXM or H200"
     elif runtime.deterministic:
         obstacle = "runtime.deterministic is set, and how the kernels divide a request depends on the others"
     elif dtype != "bfloat16":

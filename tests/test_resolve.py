@@ -17,7 +17,8 @@ from mllm_compile.progress import PlainReporter
 from mllm_compile.resolve import ResolvedConfig, resolve
 
 CPU = DeviceInfo("cpu", "x86_64")
-H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True)
+H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)
+A100 = DeviceInfo("cuda:0", "NVIDIA A100", has_flashinfer=True)
 QWEN = {"dtype": "bfloat16", "max_position_embeddings": 40960}
 
 
@@ -194,6 +195,7 @@ def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto
     [
         (CPU, {}, r"decodes are .*compile\.split_decode"),
         (H200, {"compile": {"split_decode": False}}, r"decodes are .*compile\.split_decode"),
+        (A100, {}, r"the GPU is NVIDIA A100"),
         (H200, {"runtime": {"deterministic": True}}, r"runtime\.deterministic is set"),
         (H200, {"model": {"path": "m", "dtype": "float16"}}, r"model\.dtype is float16"),
     ],
