@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from mllm_compile.cache_key import FORMAT_VERSION
-from mllm_compile.errors import ArtifactError, OldFormatError
+from mllm_compile.errors import ArtifactError, NewFormatError, OldFormatError
 from mllm_compile.hf_model import ModelSizes
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.weight_loader import WeightSpec
@@ -196,7 +196,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         ArtifactError: as open_artifact.
-        OldFormatError: as open_artifact.
+        OtherFormatError: as open_artifact.
     """
     return _read_manifest(TrustedFolder(folder))
 
@@ -206,7 +206,7 @@ def open_artifact(folder: Path) -> Artifact:
 
     Raises:
         ArtifactError: it is incomplete, changed, foreign, writable by others, or of another format.
-        OldFormatError: an older version wrote it.
+        OtherFormatError: an older or a newer version wrote it.
     """
     trusted = TrustedFolder(folder)
     manifest = _read_manifest(trusted)
@@ -246,12 +246,13 @@ def _read_manifest(trusted: TrustedFolder) -> Manifest:
     data = trusted.read(MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
     written_format = _format_of(data)
     if written_format != FORMAT_VERSION:
-        is_old = isinstance(written_format, int) and written_format < FORMAT_VERSION
+        error_class = ArtifactError
         # Without a seal that holds, the number itself may be what was damaged.
-        error_class = OldFormatError if is_old and _is_sealed(data, path) else ArtifactError
+        if isinstance(written_format, int) and _is_sealed(data, path):
+            error_class = OldFormatError if written_format < FORMAT_VERSION else NewFormatError
         raise error_class(
             f"{trusted.path} has format {written_format!r}, this version reads {FORMAT_VERSION}; "
-            "compile the model again"
+            f"{'upgrade mllm_compile, or ' if error_class is NewFormatError else ''}compile the model again"
         )
     try:
         return Manifest.from_json(unseal(data, path))

@@ -31,7 +31,7 @@ class StoredRuntime:
     Attributes:
         folder: where it lies.
         manifest: None when it is unusable.
-        problem: why; an OldFormatError where it is only old.
+        problem: why; an OtherFormatError where it is only of another version.
         num_bytes: on the disk.
         last_used: seconds since the epoch: when an engine last opened it.
     """

@@ -11,7 +11,9 @@ from mllm_compile.runtime.errors import (
     EngineDeadError,
     MllmError,
     ModelNotFoundError,
+    NewFormatError,
     OldFormatError,
+    OtherFormatError,
     RequestError,
     UnsupportedModelError,
 )
@@ -27,7 +29,9 @@ __all__ = [
     "EngineDeadError",
     "MllmError",
     "ModelNotFoundError",
+    "NewFormatError",
     "OldFormatError",
+    "OtherFormatError",
     "RequestError",
     "UnsupportedModelError",
 ]

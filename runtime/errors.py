@@ -30,8 +30,16 @@ class ArtifactError(MllmError):
     """A cached runtime that is incomplete, changed, of another format, or not to be trusted."""
 
 
-class OldFormatError(ArtifactError):
-    """A cached runtime that an older version of this project wrote: nothing is damaged, but this one cannot read it."""
+class OtherFormatError(ArtifactError):
+    """A cached runtime that another version of this project wrote: nothing is damaged, but this one cannot read it."""
+
+
+class OldFormatError(OtherFormatError):
+    """An older version wrote it."""
+
+
+class NewFormatError(OtherFormatError):
+    """A newer version wrote it."""
 
 
 class CompileError(MllmError):

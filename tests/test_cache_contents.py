@@ -20,7 +20,7 @@ from mllm_compile.cache_contents import (
 )
 from mllm_compile.cache_key import FORMAT_VERSION
 from mllm_compile.cli import run
-from mllm_compile.errors import ConfigError, OldFormatError
+from mllm_compile.errors import ConfigError, OtherFormatError
 from mllm_compile.sealed_json import write_sealed
 
 
@@ -97,15 +97,22 @@ def test_a_runtime_of_an_older_version_is_old_and_not_damaged(cache, capsys):
     assert f"broken: old: {said}" in capsys.readouterr().out.splitlines()
 
 
-def test_a_format_that_is_a_changed_byte_or_a_newer_versions_is_not_old(cache):
+def test_a_runtime_of_a_newer_version_is_not_damaged_either(cache, capsys):
+    shutil.rmtree(runtimes_folder(cache) / "broken")
+    folder = runtimes_folder(cache) / "new"
+    of_format(folder, FORMAT_VERSION + 1)
+    said = f"{folder} has format {FORMAT_VERSION + 1}, this version reads {FORMAT_VERSION}; upgrade mllm_compile, or"
+    assert run(["cache", "verify", "--dir", str(cache)]) == 0
+    assert f"new: newer: {said} compile the model again" in capsys.readouterr().out.splitlines()
+
+
+def test_a_format_that_is_a_changed_byte_is_no_other_versions(cache):
     folder = runtimes_folder(cache) / "new"
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace(f'"format": {FORMAT_VERSION}', '"format": 0'))
-    of_format(runtimes_folder(cache) / "old", FORMAT_VERSION + 1)
     problems = {runtime.folder.name: runtime.problem for runtime in stored_runtimes(cache)}
-    assert not any(isinstance(problem, OldFormatError) for problem in problems.values())
+    assert not any(isinstance(problem, OtherFormatError) for problem in problems.values())
     assert "has format 0, this version reads " in str(problems["new"])
-    assert f"has format {FORMAT_VERSION + 1}, this version reads {FORMAT_VERSION}" in str(problems["old"])
 
 
 @pytest.mark.parametrize("command", ["list", "prune", "verify"])

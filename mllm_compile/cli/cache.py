@@ -12,7 +12,7 @@ import typer
 
 from mllm_compile.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.console import print_table
-from mllm_compile.errors import ArtifactError, ConfigError, OldFormatError
+from mllm_compile.errors import ArtifactError, ConfigError, NewFormatError, OldFormatError, OtherFormatError
 
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="The cache folder (cache.dir of a config); by default the user's.")
@@ -85,7 +85,7 @@ def prune_command(
 
 
 def verify_command(cache_dir: DirOption = None) -> None:
-    """Check every file of every runtime; exit code 1 when one is unusable, but not when it is only old."""
+    """Check every file of every runtime; exit code 1 when one is unusable, but not when another version wrote it."""
     from mllm_compile.artifact import open_artifact
     from mllm_compile.cache_contents import stored_runtimes
 
@@ -95,14 +95,15 @@ def verify_command(cache_dir: DirOption = None) -> None:
             open_artifact(runtime.folder)
             print(f"{runtime.folder.name}: good")
         except ArtifactError as error:
-            num_bad += not isinstance(error, OldFormatError)
+            num_bad += not isinstance(error, OtherFormatError)
             print(f"{runtime.folder.name}: {_state(error)}: {error}")
     if num_bad:
         raise typer.Exit(1)
 
 
 def _state(problem: ArtifactError | None) -> str:
-    return "old" if isinstance(problem, OldFormatError) else "unusable"
+    words: dict[type, str] = {OldFormatError: "old", NewFormatError: "newer"}
+    return words.get(type(problem), "unusable")
 
 
 def _folder(cache_dir: Path | None) -> Path:
