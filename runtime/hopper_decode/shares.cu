@@ -7,7 +7,9 @@
 // of earlier kernels. Eight warps compute, a head each.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it.
-// They come to that part first and it comes to its own last, so that it hardly waits.
+// They come to that part first and it comes to its own last, so that it hardly waits. Where another kernel
+// holds multiprocessors, a block may wait for one that has not started. Blocks start in their order, and who leaves
+// something waits for nobody: so one block at most waits so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
 // of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory).
@@ -147,22 +149,26 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
   if (!has_waited) wait_for_prerequisites(), start_dependents();
 }
 
-// One tile's keys, those before num_keys, from two slots.
-__device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][2], u32 keys, u32 values, u32 full_keys,
-                                         u32 empty_keys, u32 phase_keys, u32 full_values, u32 empty_values,
-                                         u32 phase_values, int key, int num_keys, float scale) {
+// A head's keys or values of a tile, and the barriers of their slot.
+struct Slot {
+  u32 at, full, empty, phase;
+};
+
+// One tile, the keys before num_keys.
+__device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][2], Slot keys, Slot values, int key,
+                                         int num_keys, float scale) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   float logits[2][2][4] = {};
-  wait_for(full_keys, phase_keys);
+  wait_for(keys.full, keys.phase);
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
     u32 b[4];
-    load_matrices(b, chunk_address(keys, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+    load_matrices(b, chunk_address(keys.at, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
     multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
     multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
   }
   __syncwarp();
-  if (lane == 0) arrive(empty_keys);
+  if (lane == 0) arrive(keys.empty);
   u32 weights[2], is_key[2];
   float most = sums.top;
 #pragma unroll
@@ -185,20 +191,21 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   }
 #pragma unroll
   for (int n = 0; n < D / 8; n++) sums.values[n][0] *= shrink, sums.values[n][1] *= shrink;
-  wait_for(full_values, phase_values);
+  wait_for(values.full, values.phase);
 #pragma unroll
   for (int n = 0; n < D / 16; n++) {
     u32 b[4];
-    load_transposed(b, chunk_address(values, lane % 16, n * 2 + lane / 16));
+    load_transposed(b, chunk_address(values.at, lane % 16, n * 2 + lane / 16));
     // What stands behind the last key may be anything, infinite too.
     b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
     multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
     multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, b[2], b[3]);
   }
   __syncwarp();
-  if (lane == 0) arrive(empty_values);
+  if (lane == 0) arrive(values.empty);
 }
 
+// Gives the sums to the block that has the request's first tile.
 __device__ __forceinline__ void leave(const Sums& sums, Part& part, u32* flag) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -258,6 +265,11 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
   wait_for_prerequisites();
   start_dependents();
   int slot = 0, phase = 0;
+  auto next_slot = [&] {
+    const Slot its = {ring + slot * SLOT_BYTES + warp * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase};
+    if (++slot == SLOTS) slot = 0, phase ^= 1;
+    return its;
+  };
   for (int at = begin; at < end;) {
     const int group = at / plan.tiles, group_begin = group * plan.tiles, r = plan.request_of(at - group_begin);
     const int first = group_begin + shared.first_tiles[r], last = group_begin + shared.first_tiles[r + 1];
@@ -272,16 +284,11 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
     Sums sums = {};
     sums.top = NOTHING;
     for (const int stop = min(end, last), num_keys = seq_lens[r]; at < stop; at++) {
-      const u32 keys_at = slot, keys_phase = phase;
-      if (++slot == SLOTS) slot = 0, phase ^= 1;
-      const u32 own_head = warp * HEAD_BYTES;
-      add_tile(sums, query, ring + keys_at * SLOT_BYTES + own_head, ring + slot * SLOT_BYTES + own_head, full + 8 * keys_at,
-               empty + 8 * keys_at, keys_phase, full + 8 * slot, empty + 8 * slot, phase, (at - first) * TILE, num_keys,
-               scale);
-      if (++slot == SLOTS) slot = 0, phase ^= 1;
+      const Slot keys_slot = next_slot(), values_slot = next_slot();
+      add_tile(sums, query, keys_slot, values_slot, (at - first) * TILE, num_keys, scale);
     }
-    sums.total = sums.total + __shfl_xor_sync(~0u, sums.total, 1);
-    sums.total = sums.total + __shfl_xor_sync(~0u, sums.total, 2);
+    sums.total += __shfl_xor_sync(~0u, sums.total, 1);
+    sums.total += __shfl_xor_sync(~0u, sums.total, 2);
     if (!is_first) {
       leave(sums, parts[blockIdx.x * HEADS + warp], flags + blockIdx.x * HEADS + warp);
       continue;
