@@ -1,15 +1,15 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
 // All keys, request after request in tiles of 16, are divided among the blocks in equal shares: a block for each
-// multiprocessor. Keys, or values, of a tile are 32 KB in a row for eight heads, which one copy takes (by TMA; several
-// copies at a time, or places that are not multiples of 128 bytes, read 5 % slower). One warp asks for them, before the
-// kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page table are
-// of earlier kernels. Eight warps compute, a head each.
+// multiprocessor. Keys, or values, of a tile are 32 KB in a row for eight heads, which one copy takes (by TMA, which puts
+// them where eight keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for
+// them, before the kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and
+// the page table are of earlier kernels. Eight warps compute, a head each.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it.
-// They come to that part first and it comes to its own last, so that it hardly waits. Where another kernel
-// holds multiprocessors, a block may wait for one that has not started. Blocks start in their order, and who leaves
-// something waits for nobody: so one block at most waits so, and the others end and make room.
+// They come to that part first and it comes to its own last, so that it hardly waits. Where another kernel holds
+// multiprocessors, a block may wait for one that has not started. Blocks start in their order, and who leaves something
+// waits for nobody: so one block at most waits so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
 // of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory).
