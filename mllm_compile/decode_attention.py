@@ -18,6 +18,7 @@ from mllm_compile.runtime.hopper_decode.clusters import (
     LONG_TOKENS,
     MOST_SEQUENCES,
     MOST_SEQUENCES_OF_LONG,
+    choose_split,
     cluster_kernels,
     fewest_sequences,
 )
@@ -103,10 +104,15 @@ def _hopper_forms(
     may_be_long = runtime.max_model_len > LONG_TOKENS
     has_shares, has_many = takes(kv_heads), runtime.max_running_requests > MOST_REQUESTS
     forms = []
+    served = 0  # sequences
     if may_be_long and kv_heads < fewest_sequences():
-        forms.append(replace(few, most_sequences=fewest_sequences() - 1))
+        served = fewest_sequences() - 1
+        forms.append(replace(few, most_sequences=served))
+    most = MOST_SEQUENCES_OF_LONG if may_be_long else MOST_SEQUENCES
+    splits = {choose_split(count * kv_heads) for count in range(served // kv_heads + 1, most // kv_heads + 1)}
     clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size)
-    forms.append(DecodeForm(MOST_SEQUENCES_OF_LONG if may_be_long else MOST_SEQUENCES, kernels=clusters))
+    if splits:
+        forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
     if has_shares:
         shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size)
         forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))

@@ -20,10 +20,12 @@ from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
+_MANY_REQUESTS = 150  # shares count requests by warps: by more than one
 _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
@@ -53,8 +55,8 @@ def check_written_pieces(
     decoders = load_decoders(program, pieces, cubins, logits.device)
     for layer in program.layers:
         forms = program.decode_attention.get(layer.name)
-        if forms is not None and forms not in checked:
-            checked.add(forms)
+        if forms is not None and (forms, layer.sm_scale) not in checked:
+            checked.add((forms, layer.sm_scale))
             check = _DecodeCheck(layer, page_size, dtype, logits.device)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, decoders[layer.name])
@@ -80,11 +82,13 @@ class _DecodeCheck:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
     def batches(self, forms: Sequence[DecodeForm]) -> list[tuple[int, ...]]:
-        """Tokens of each request: of one alone, of two and of a few (clusters divide each otherwise), and of as many as
-        each form serves, at most and at least."""
+        """Tokens of each request: of one alone, of two and of a few (clusters divide each otherwise), of as many as
+        each form serves, at most and at least, and of many."""
         kv_heads = self._layer.num_kv_heads
         most = [form.most_sequences // kv_heads for form in forms[:-1] if form.most_sequences is not None]
-        sizes = sorted({2, len(_LENGTHS) + 1, *most, *(count + 1 for count in most)} - {0, 1})
+        has_shares = any(isinstance(kernel, ShareKernel) for form in forms for kernel in form.kernels)
+        many = {_MANY_REQUESTS} if has_shares else set()
+        sizes = sorted({2, len(_LENGTHS) + 1, *most, *(count + 1 for count in most), *many} - {0, 1})
         lengths = (self._longest, *_LENGTHS[::-1])
         return [(self._longest,), *((lengths * size)[:size] for size in sizes)]
 
@@ -105,7 +109,7 @@ class _DecodeCheck:
         space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, q.dtype)
         space.list_pages(torch.arange(num_requests, device=self._device))
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
-        ours = space.decoder(group, decoders, seq_lens).run(q, (self._keys, self._values), torch.empty_like(q))
+        ours = space.prepare(group, decoders, seq_lens).run(q, (self._keys, self._values), torch.empty_like(q))
         for row, length in enumerate(lengths):
             theirs = self._in_float32(q[row], slots[row, :length])
             error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
@@ -138,8 +142,8 @@ def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
     """The name of the piece or kernel, and the setting that does without it."""
     if form.piece is not None:
         return form.piece, "compile.split_decode: false"
-    split = choose_split(num_sequences)
-    kernel = next(one for one in form.kernels if not isinstance(one, ClusterKernel) or one.split == split)
+    clusters = {kernel.split: kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)}
+    kernel = clusters[choose_split(num_sequences, clusters)] if clusters else form.kernels[0]
     return kernel.name, kernel.switch
 
 

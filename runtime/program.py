@@ -126,9 +126,12 @@ class DecodeForm:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DecodeForm:
-        """Raises KeyError or TypeError for anything that to_json would not have written."""
+        """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
         splits = None if data["splits"] is None else Splits(**data["splits"])
-        return cls(**{**data, "splits": splits, "kernels": tuple(map(kernel_from_json, data["kernels"]))})
+        form = cls(data["most_sequences"], data["piece"], splits, tuple(map(kernel_from_json, data["kernels"])))
+        if (form.piece is None) is not bool(form.kernels):
+            raise ValueError("a form of decode attention has a piece, or kernels")
+        return form
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ class Program:
                 sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
                 linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
                 f"the program is not one that this version writes ({error}); compile the model again"
             ) from error

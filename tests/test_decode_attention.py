@@ -77,8 +77,16 @@ def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
         (16, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (8, {"max_running_requests": 2000}, [("clusters", 256), ("shares", 8192), ("decode_0_many", None)]),
         (10, {}, [("clusters", 256), ("decode_0_many", None)]),
+        (72, {"max_model_len": 32768}, [("shares", None)]),
     ],
-    ids=["short", "long", "many heads", "very many requests", "heads that shares do not divide"],
+    ids=[
+        "short",
+        "long",
+        "many heads",
+        "very many requests",
+        "heads that shares do not divide",
+        "no batch for clusters",
+    ],
 )
 def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels, kv_heads, sizes, served):
     has_kernels(True)
@@ -89,6 +97,14 @@ def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels,
     names = [form.piece or form.kernels[0].name.partition("_")[0] for form in forms]
     assert list(zip(names, [form.most_sequences for form in forms], strict=True)) == served
     assert [piece.name for piece in pieces] == [name for name in names if name.startswith("decode")]
+
+
+@pytest.mark.parametrize(("kv_heads", "splits"), [(8, [2, 4, 8]), (16, [2, 4, 8]), (24, [2, 4])])
+def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_heads, splits):
+    has_kernels(True)
+    layer = replace(LAYER, num_heads=kv_heads, num_kv_heads=kv_heads)
+    with_forms, _ = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(layer))
+    assert [kernel.split for kernel in with_forms.decode_attention[layer.name][0].kernels] == splits
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mllm_compile import decode_attention
 from mllm_compile.errors import CompileError
-from mllm_compile.kernel_check import _who_decodes, check_written_pieces
+from mllm_compile.kernel_check import _DecodeCheck, _who_decodes, check_written_pieces
+from mllm_compile.runtime.attention.split_decode import Decoder, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program, SamplingForms
 from mllm_compile.runtime.split_decode_shapes import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
+from tests.test_resolve import H200, resolved
 
 Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -175,3 +178,22 @@ def test_a_program_without_such_pieces_has_nothing_to_check():
 )
 def test_who_decodes_is_named_with_the_setting_that_does_without_it(form, num_requests, name, switch):
     assert _who_decodes(form, 8 * num_requests) == (name, f"compile.{switch}: false")
+
+
+@pytest.mark.parametrize("kv_heads", [8, 10, 16, 24])
+@pytest.mark.parametrize("max_model_len", [4096, 32768])
+def test_every_kernel_of_a_layer_decodes_in_a_batch_of_the_check(monkeypatch, kv_heads, max_model_len):
+    monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: True)
+    layer = LayerSpec("layers.0.attn", 0, 2 * kv_heads, kv_heads, 128, 128, 128**-0.5, 0.0, -1, None)
+    config = resolved(H200, runtime={"max_model_len": max_model_len})
+    program, _ = decode_attention.add_decode_attention(config, Program((), (layer,), (), "logits"))
+    forms = program.decode_attention[layer.name]
+    decoders = [Decoder(list, form.most_sequences, form.splits) for form in forms]
+    batches = _DecodeCheck(layer, PAGE_SIZE, torch.bfloat16, torch.device("cpu")).batches(forms)
+    met = set()
+    for lengths in batches:
+        form = forms[decoders.index(choose_decoder(decoders, len(lengths) * kv_heads))]
+        met.add(_who_decodes(form, len(lengths) * kv_heads)[0])
+    assert met == {kernel.name for kernel in program.cuda_kernels()} | {form.piece for form in forms if form.piece}
+    if kv_heads % 8 == 0:
+        assert max(map(len, batches)) > 128, "shares count requests by more than one warp"

@@ -74,10 +74,10 @@ class SplitGroup(GroupDecode):
         self._space.load(self._group, self._decoders)
 
     def plan(self, decodes: DecodeRows) -> SplitDecode:
-        return self._space.decoder(self._group, self._decoders, decodes.seq_lens)
+        return self._space.prepare(self._group, self._decoders, decodes.seq_lens)
 
     def plan_capture(self, bs: int, seq_lens: torch.Tensor, buffers: GraphBuffers) -> SplitDecode:
-        decoder = self._space.decoder(self._group, self._decoders, seq_lens)
+        decoder = self._space.prepare(self._group, self._decoders, seq_lens)
         self._captured[bs] = seq_lens, decoder
         return decoder
 

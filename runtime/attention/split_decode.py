@@ -1,4 +1,5 @@
-"""Decode by the program's own pieces (split_decode_ops.py): they read table and lengths on the device, without a plan.
+"""Decode by the program's own pieces (split_decode_ops.py) and kernels (hopper_decode/): they read table and lengths on
+the device, without a plan.
 
 A step costs the host two small launches, for any number of requests and whatever the model's depth.
 
@@ -82,7 +83,7 @@ class SplitDecodeSpace:
         one = torch.ones(1, dtype=torch.int32, device=q.device)
         self.list_pages(one.long() - 1)
         for decoder in decoders:
-            self.decoder(group, [replace(decoder, most_sequences=None)], one).run(q, (page, page), torch.empty_like(q))
+            self.prepare(group, [replace(decoder, most_sequences=None)], one).run(q, (page, page), torch.empty_like(q))
 
     def list_pages(self, rows: torch.Tensor) -> None:
         """Make the page table that of the requests in `rows` [R] int64; two launches, nobody waits."""
@@ -90,7 +91,7 @@ class SplitDecodeSpace:
         torch.index_select(self._first_slots, 0, rows, out=table)
         table.div_(self._page_size, rounding_mode="floor")
 
-    def decoder(self, group: PlanGroup, decoders: Decoders, seq_lens: torch.Tensor) -> SplitDecode:
+    def prepare(self, group: PlanGroup, decoders: Decoders, seq_lens: torch.Tensor) -> SplitDecode:
         """Decodes of the first len(seq_lens) listed requests.
 
         Args:

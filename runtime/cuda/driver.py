@@ -76,7 +76,7 @@ class TensorMap:
         strides: tuple[int, ...] = (columns * matrix.element_size(),)
         sizes: tuple[int, ...] = (columns, rows)
         box: tuple[int, ...] = (_PANEL, box_rows)
-        if box_panels is not None:
+        if box_panels is not None:  # the last stride is the smallest: the driver takes them in any order
             sizes, strides = (_PANEL, rows, columns // _PANEL), (*strides, _PANEL * matrix.element_size())
             box = (*box, box_panels)
         rank = len(sizes)

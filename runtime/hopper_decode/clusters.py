@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,14 +11,14 @@ from mllm_compile.runtime.hopper_decode.kernel import HEAD_DIM, DecodeKernel
 SPLITS = (2, 4, 8)  # blocks of a cluster
 TILE = 64  # keys that a block works at together
 
-# Requests x KV heads. With 16/8 heads and 32 requests of 577 tokens a layer's kernels take 46.0 µs (shares.cu 47.4,
-# split_decode 54.3), with 40 55.1 (54.4, 53.6); at 8 requests clusters are 2 to 3 times as fast as either.
+# Requests x KV heads. With 16/8 heads and 32 requests of 577 tokens a layer's kernels take 46.0 µs (shares.cu 47.5,
+# split_decode 54.3), with 40 55.1 (54.4, 53.6), with 16 31.9 (39.1, 36.9).
 MOST_SEQUENCES = 256
 # About as many as there are multiprocessors. With 64 a request of 16384 tokens took 33 µs in place of split_decode's
 # 25, of 4096 9 in place of 11 (docs/performance.md).
 _BLOCKS = 128
-# Where a request may have more, one with too few blocks is left to split_decode; and with more than 8 others no request
-# decodes so: one that is much longer than they are has only two blocks a head.
+# Where a request may have more, one with too few blocks is left to split_decode, and clusters serve no more sequences
+# than this: one that is much longer than the others has only two blocks a head.
 LONG_TOKENS = 8192
 MOST_SEQUENCES_OF_LONG = 64
 
@@ -71,6 +72,6 @@ def fewest_sequences() -> int:
     return _BLOCKS // SPLITS[-1]
 
 
-def choose_split(num_sequences: int) -> int:
-    """Blocks of each sequence's cluster: of so many requests x KV heads."""
-    return next((split for split in reversed(SPLITS) if split * num_sequences <= _BLOCKS), SPLITS[0])
+def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:
+    """Blocks of each sequence's cluster: of so many requests x KV heads, of these splits."""
+    return max((split for split in splits if split * num_sequences <= _BLOCKS), default=min(splits))

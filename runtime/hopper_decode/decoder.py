@@ -27,7 +27,7 @@ class ClusterDecode:
     ) -> None:
         """
         Args:
-            kernels: one for each split.
+            kernels: one for each split that batches need.
             binaries: by name; checked by the caller: they are executed.
             sm_scale: of the products.
 
@@ -43,7 +43,7 @@ class ClusterDecode:
     def __call__(self, inputs: list[torch.Tensor]) -> None:
         q, keys, values, page_table, seq_lens, out, *_ = inputs
         num_sequences = q.shape[0] * keys.shape[1]
-        split = choose_split(num_sequences)
+        split = choose_split(num_sequences, self._kernels)
         kernel, loaded = self._kernels[split]
         maps = [self._maps.get(cache.flatten(1), kernel.box_rows) for cache in (keys, values)]
         loaded.launch(

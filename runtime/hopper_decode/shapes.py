@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mllm_compile.runtime.hopper_decode.clusters import TILE as CLUSTER_TILE
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel
 from mllm_compile.runtime.hopper_decode.kernel import HEAD_DIM, DecodeKernel
-from mllm_compile.runtime.hopper_decode.shares import ShareKernel
+from mllm_compile.runtime.hopper_decode.shares import TILE, ShareKernel
 
 _MIN_KV_HEADS = 8  # with fewer a cluster's request has too few blocks, and a share's rows are short
 _MAX_GROUP = 8  # query heads of a KV head; half the rows of a product
-_TILE, _MIN_PAGE = 64, 16  # tokens that are copied together at most
+_MIN_PAGE = TILE  # a tile of shares is of one page
 _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (ClusterKernel, ShareKernel)}
 
 
 def are_served(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> bool:
     """Whether there are kernels for such heads and pages."""
-    fits_pages = page_size % _TILE == 0 or (_TILE % page_size == 0 and page_size >= _MIN_PAGE)
+    fits_pages = page_size % CLUSTER_TILE == 0 or (CLUSTER_TILE % page_size == 0 and page_size >= _MIN_PAGE)
     fits_heads = head_dim == HEAD_DIM and num_kv_heads >= _MIN_KV_HEADS and num_heads // num_kv_heads <= _MAX_GROUP
     return fits_pages and fits_heads
 

@@ -1,7 +1,7 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
 // All keys, request after request in tiles of 16, are divided among the blocks in equal shares: a block for each
-// multiprocessor. Keys, or values, of a tile are 32 KB in a row for eight heads, which one copy takes (by TMA, which puts
+// multiprocessor. Keys, or values, of a tile are 32 KB of eight heads, in a row where there are no more, which one copy takes (by TMA, which puts
 // them where eight keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for
 // them, before the kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and
 // the page table are of earlier kernels. Eight warps compute, a head each.
@@ -138,6 +138,7 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
 #pragma unroll
       for (int is_value = 0; is_value < 2; is_value++) {
         wait_for(empty + 8 * slot, phase);
+        __syncwarp();  // or a lane might look after the slot has been filled and emptied again
         if (lane == 0) {
           expect_bytes(full + 8 * slot, SLOT_BYTES);
           load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, its_row, its_half, full + 8 * slot, once);

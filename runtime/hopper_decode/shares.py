@@ -18,7 +18,7 @@ _SLOTS = 4
 
 @dataclass(frozen=True)
 class ShareKernel(DecodeKernel):
-    """Of a layer there is one."""
+    """The one that serves any batch of a layer."""
 
     source: ClassVar[str] = "hopper_decode/shares.cu"
     function: ClassVar[str] = "share_decode"
@@ -38,7 +38,7 @@ class ShareKernel(DecodeKernel):
     @property
     def shared_bytes(self) -> int:
         """The slots and what their alignment may cost; barriers; what warps have counted; each request's first tile."""
-        numbers = HEADS + MOST_REQUESTS + 1
+        numbers = HEADS + MOST_REQUESTS + 1  # and one more where their struct ends at a multiple of 8 bytes
         return _SLOTS * TILE * HEADS * HEAD_DIM * 2 + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2) * 4
 
     @property
@@ -56,5 +56,5 @@ class ShareKernel(DecodeKernel):
 
 
 def takes(num_kv_heads: int) -> bool:
-    """Whether rows divide into those that a block works at."""
+    """Whether KV heads divide into eights."""
     return num_kv_heads % HEADS == 0

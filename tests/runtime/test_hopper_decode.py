@@ -6,18 +6,30 @@ import contextlib
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
 
+from mllm_compile.artifact_source import load_decoders
 from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.hopper_decode import decoder
 from mllm_compile.runtime.hopper_decode.clusters import SPLITS, choose_split, cluster_kernels
 from mllm_compile.runtime.hopper_decode.shapes import are_served, kernel_from_json
 from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS, ShareKernel
+from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program
+from mllm_compile.runtime.split_decode_shapes import OF_FEW, OF_MANY
+from mllm_compile.runtime.stream_linear.linear import LinearKind
+from mllm_compile.runtime.stream_linear.shapes import choose_tiling
 
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
+
+
+def test_of_splits_that_are_compiled_the_largest_is_taken_that_leaves_all_blocks_their_place():
+    assert choose_split(8, (2, 4)) == 4
+    assert choose_split(64, (2, 4)) == 2
+    assert choose_split(8, (2,)) == 2
 
 
 @pytest.mark.parametrize(("num_sequences", "split"), [(8, 8), (16, 8), (17, 4), (32, 4), (33, 2), (64, 2), (1000, 2)])
@@ -47,8 +59,10 @@ def test_a_kernel_is_the_same_from_json():
         assert kernel_from_json(kernel.to_json()) == kernel
 
 
-def test_what_blocks_share_of_a_batch_fits_with_the_next_kernel_beside_it():
-    assert ShareKernel(8, 8, 64).shared_bytes + _RESERVED_BYTES <= 140 << 10
+def test_a_share_leaves_room_for_a_block_of_another_kernel():
+    small = choose_tiling(LinearKind(1024, 2048, residual=True, norm_next=True), 64)
+    used = ShareKernel(8, 2, 64).shared_bytes + small.shared_bytes + 2 * _RESERVED_BYTES
+    assert used <= _MULTIPROCESSOR_BYTES
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -90,7 +104,7 @@ class FakeKernel:
 
 class FakeMaps:
     def __init__(self) -> None:
-        self.asked: list[tuple[tuple[int, ...], int]] = []
+        self.asked: list[tuple[tuple[int, ...], int, int | None]] = []
 
     def get(self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None):
         self.asked.append((tuple(matrix.shape), box_rows, box_panels))
@@ -141,6 +155,32 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     assert decode._maps.asked == [((160, 1024), 16, 16)] * 4
     assert decode._flags.shape == (132 * 8,)
     assert not decode._flags.any()
+
+
+def test_a_program_decodes_by_what_its_forms_name(made):
+    layer = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
+    clusters, shares = cluster_kernels(32, 8, 64), ShareKernel(8, 4, 64)
+    forms = (
+        DecodeForm(15, "few", OF_FEW),
+        DecodeForm(256, kernels=clusters),
+        DecodeForm(8192, kernels=(shares,)),
+        DecodeForm(None, "many", OF_MANY),
+    )
+    layers = layer, replace(layer, name="layers.1.attn", layer_id=1)
+    program = Program((), layers, (), "logits", decode_attention=dict.fromkeys((one.name for one in layers), forms))
+    cubins = {kernel.name: b"binary" for kernel in program.cuda_kernels()}
+    pieces = {"few": list, "many": tuple}
+    first, second = load_decoders(program, pieces, cubins, torch.device("cpu")).values()
+    assert [(type(one.piece), one.most_sequences, one.splits) for one in first[1:3]] == [
+        (decoder.ClusterDecode, 256, None),
+        (decoder.ShareDecode, 8192, None),
+    ]
+    assert [(one.piece, one.most_sequences, one.splits) for one in (first[0], first[3])] == [
+        (list, 15, OF_FEW),
+        (tuple, None, OF_MANY),
+    ]
+    assert all(ours is theirs for ours, theirs in zip(first, second, strict=True)), "layers that are alike share them"
+    assert set(made) == set(cubins)
 
 
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(monkeypatch):

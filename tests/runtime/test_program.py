@@ -175,6 +175,20 @@ def test_json_and_back_is_the_same_program():
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"splits": None, "kernels": []},
+        {"most_sequences": None, "piece": None, "splits": None, "kernels": []},
+        {"most_sequences": None, "piece": "many", "splits": None, "kernels": [ShareKernel(8, 4, 64).to_json()]},
+    ],
+)
+def test_a_form_that_says_not_who_decodes_is_not_read(form):
+    data = PROGRAM.to_json() | {"decode_attention": {LAYER.name: [form]}}
+    with pytest.raises(ArtifactError):
+        Program.from_json(data)
+
+
 def test_a_form_for_few_tokens_is_called_up_to_its_size(context):
     forms = (SmallForm("close_one", 0, 0, 1), SmallForm("close_few", 0, 0, 3))
     program = replace(PROGRAM, small_forms={"close": forms})

@@ -72,7 +72,7 @@ def test_requests_attend_over_their_own_pages(space_and_decoders, group, count):
     q = torch.randn(group.num_heads, count, group.head_dim).transpose(0, 1)  # of any stride
     out = torch.empty(count, group.num_heads, group.head_dim)
     space.list_pages(rows)
-    assert space.decoder(group, decoders, seq_lens).run(q, pages, out) is out
+    assert space.prepare(group, decoders, seq_lens).run(q, pages, out) is out
     for row, length, heads, got in zip(rows.tolist(), seq_lens.tolist(), q, out, strict=True):
         of_row = slots[row, :length]
         k, v = (x.flatten(0, 1)[of_row].repeat_interleave(group.num_heads // group.num_kv_heads, 1) for x in pages)
@@ -94,6 +94,17 @@ def test_kernels_that_split_nothing_get_no_scratch(space_and_decoders):
     space = SplitDecodeSpace([(GROUPS[0], [kernels])], slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
     space.load(GROUPS[0], [kernels])
     assert shapes == [[(1, 0, 8, 16), (1, 0, 8), (1, 0, 8)]]
+
+
+def test_what_is_loaded_has_its_scratch_though_no_batch_takes_it():
+    """With 10 KV heads a request alone has more splits than any batch of the piece for many."""
+    group = PlanGroup(40, 10, 16, PerLayerParameters(-1, 0.0, 0.25))
+    piece = Piece(OF_MANY.most)
+    decoders = Decoder(lambda inputs: None, 256), Decoder(piece, None, OF_MANY)
+    slots = torch.zeros(5, CONTEXT, dtype=torch.int32)
+    space = SplitDecodeSpace([(group, decoders)], slots, 4, PAGE_SIZE, torch.float32)
+    space.load(group, decoders)
+    assert piece.calls == [(1, OF_MANY.most)]
 
 
 @given(st.integers(1, 1 << 20))

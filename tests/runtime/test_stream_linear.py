@@ -236,6 +236,36 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
     assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
 
 
+@pytest.mark.parametrize(
+    ("box_panels", "sizes", "strides", "box"),
+    [
+        (None, [1024, 160], [2048], [64, 16]),
+        (16, [64, 160, 16], [2048, 128], [64, 16, 16]),
+    ],
+)
+def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, box_panels, sizes, strides, box):
+    given: list[list[int]] = []
+
+    class Driver:
+        def cuTensorMapEncodeTiled(self, *arguments) -> int:
+            rank = arguments[2]
+            assert rank == len(arguments[4])
+            given.extend(list(arguments[index]) for index in (4, 5, 6))
+            return 0
+
+    monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", Driver)
+    TensorMap(torch.zeros(160, 1024, dtype=torch.bfloat16), 16, box_panels)
+    assert given == [sizes, strides, box]
+
+
+def test_maps_of_other_boxes_are_others(driver):
+    driver()
+    maps, matrix = TensorMaps(), torch.zeros(160, 1024, dtype=torch.bfloat16)
+    made = [maps.get(matrix, 16), maps.get(matrix, 16, 16), maps.get(matrix, 32)]
+    assert len({id(one) for one in made}) == 3
+    assert maps.get(matrix, 16, 16) is made[1]
+
+
 def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(driver, monkeypatch):
     driver()
     monkeypatch.setattr(TensorMaps, "_MOST", 1)
