@@ -44,6 +44,13 @@ __device__ __forceinline__ void load_matrices(u32* to, u32 address) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(address));
 }
+__device__ __forceinline__ void load_transposed(u32* to, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+// Where TMA puts chunk `chunk` (16 bytes) of a row of 128 bytes, in eights of rows that begin at multiples of 1024.
+__device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * 128 + ((chunk ^ row) & 7) * 16; }
 // Of m16n8k16, bfloat16 with float32 sums.
 __device__ __forceinline__ void multiply_add(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
@@ -72,6 +79,10 @@ __device__ __forceinline__ float sum_of_squares(u32 both) {
 __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {  // of neighbours, a power of two
   for (int other = lanes / 2; other; other >>= 1) v += __shfl_xor_sync(~0u, v, other);
   return v;
+}
+__device__ __forceinline__ float max_of_quad(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
 // See runtime/dependent_launch.py.
 __device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

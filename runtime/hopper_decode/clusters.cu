@@ -18,23 +18,14 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int colum
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void load_transposed(u32* to, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address));
-}
 // Chunk `chunk` (16 bytes) of row `row`.
 __device__ __forceinline__ u32 chunk_address(u32 halves, int row, int chunk) {
-  return halves + chunk / 8 * HALF_BYTES + row * 128 + ((chunk ^ row) & 7) * 16;
+  return halves + chunk / 8 * HALF_BYTES + swizzled(row, chunk);
 }
 __device__ __forceinline__ float load_peer(const float* place, u32 rank) {
   float v;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_of_peer(shared_address(place), rank)));
   return v;
-}
-__device__ __forceinline__ float max_of_quad(float v) {
-  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
 
 struct Sums {  // of some keys: weighted values, the largest logit, the weights' sum

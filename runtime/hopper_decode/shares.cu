@@ -26,18 +26,9 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int row, 
       "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
       "l"(map), "r"(0), "r"(row), "r"(half), "r"(barrier), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void load_transposed(u32* to, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address));
-}
 // Chunk `chunk` (16 bytes) of a head's row `row`.
 __device__ __forceinline__ u32 chunk_address(u32 head, int row, int chunk) {
-  return head + chunk / 8 * HALF_BYTES + row * 128 + ((chunk ^ row) & 7) * 16;
-}
-__device__ __forceinline__ float max_of_quad(float v) {
-  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+  return head + chunk / 8 * HALF_BYTES + swizzled(row, chunk);
 }
 
 struct Shared {

@@ -65,7 +65,7 @@ __device__ __forceinline__ bool takes(int, int) { return true; }
 
 // Chunk `chunk` (16 bytes) of row `row` of a swizzled tile.
 __device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
-  return tile + row * ROW_BYTES + ((chunk ^ row) & 7) * 16;
+  return tile + swizzled(row, chunk);
 }
 __device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 weights, u32 xs, int warp, int lane) {
 #pragma unroll
