@@ -7,7 +7,7 @@
 5. split_at_attention  one submodule per stretch between attentions, and one for the head
 6. deduplicate_pieces  equal stretches share one module
 7. fuse_single_token   on CUDA, a form of each piece for steps of one token
-8. stream_linears      and one for steps of up to 8 or 64 tokens, on Hopper
+8. stream_linears      and one for steps of up to 128 tokens, on Hopper
 9. fuse_few_tokens     or for few tokens, elsewhere
 10. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
 

@@ -1,4 +1,4 @@
-"""Forms of pieces for steps of up to 8 or 64 tokens on Hopper, with linears that stream their weights."""
+"""Forms of pieces for steps of up to 128 tokens on Hopper, with linears that stream their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
 from mllm_compile.passes.fx_match import LINEAR, is_call
 from mllm_compile.passes.linear_match import match_linear
 from mllm_compile.passes.small_forms import add_forms
-from mllm_compile.runtime.stream_linear.shapes import FORM_TOKENS, is_head, is_streamed, num_streamed_norm_blocks
+from mllm_compile.runtime.stream_linear.shapes import (
+    FORM_TOKENS,
+    is_read_in_rows,
+    is_streamed,
+    num_streamed_norm_blocks,
+)
 
 
 class StreamLinears:
@@ -34,10 +39,10 @@ class StreamLinears:
         y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with no linear that others read faster (shapes.py): with
-        64 tokens those of small weights, or a head, with 8 nearly any. The compiler's driver leaves this pass out where
-        the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none for its 16 tokens; the
-        form of `fuse_single_token` goes where the one for 8 is the faster.
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
+        head their form is for up to 64 tokens. The compiler's driver leaves this pass out where the kernels cannot be
+        compiled. `fuse_few_tokens` adds its form to pieces that have none here; the form of `fuse_single_token` goes
+        where this one is the faster.
     Preserves: as `fuse_few_tokens`.
     """
 
@@ -60,16 +65,15 @@ def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
 
 
 def _drop_slower_forms(gm: fx.GraphModule) -> None:
-    """Leaves one token to the form for 8 where that reads large weights, as rows; but a head's is the slower there.
+    """Leaves one token to this pass's form where that reads large weights in rows.
 
     All kernels of a layer at one token, by Triton and by these: Qwen3-8B 100.2 and 97.1 µs, the shapes of Qwen3-4B 65.3
-    and 55.4 and 1.7B 36.5 and 32.2; of Qwen3-0.6B, whose weights are all small, 18.7 and 20.3. The head of 8B 271 and
-    290.
+    and 55.4 and 1.7B 36.5 and 32.2; of Qwen3-0.6B, whose weights are all small, 18.7 and 20.3.
     """
     for name, forms in gm.meta[SMALL_FORMS].items():
         piece: Any = gm.get_submodule(name)
         linears = (match_linear(node) for node in piece.graph.nodes)
-        if FORM_TOKENS[-1] in forms and 1 in forms and not any(one and is_head(one.shape[0]) for one in linears):
+        if 1 in forms and len(forms) > 1 and any(one and is_read_in_rows(*one.shape) for one in linears):
             gm.delete_submodule(forms.pop(1))
 
 

@@ -95,12 +95,12 @@ def test_every_form_of_a_piece_is_run_and_the_largest_batch_comes_last(forms, si
 
 
 def test_every_kernel_of_a_linear_is_run():
-    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in (1, 64))
+    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in (1, 128))
     tilings = tuple(choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS)
     program = Program((), (), (), "logits", {"piece": small}, linears=tilings)
     ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
     batches = self_check._batches(program, ids, ids)
-    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [1, 8, 16, 32, 64, 72]
+    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [1, 8, 16, 32, 64, 128, 136]
 
 
 def test_transformers_runs_each_request_of_a_repeated_batch_once(monkeypatch):

@@ -21,6 +21,7 @@ _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _PANEL = 64  # columns: 128 bytes, what is swizzled together
+_EIGHT = 8  # rows, whose swizzle begins anew
 
 
 class _Attribute(ctypes.Structure):
@@ -67,17 +68,30 @@ class TensorMap:
         DeviceError: the driver refuses it.
     """
 
-    def __init__(self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None) -> None:
-        """A box has `box_rows` rows of a panel, at (column, row); or of `box_panels` panels, one after another, at
-        (0, row, panel)."""
+    def __init__(
+        self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None, are_halves: bool = False
+    ) -> None:
+        """
+        Args:
+            matrix: [rows, columns].
+            box_rows: of a box.
+            box_panels: of a box, one after another, which is found at (0, row, panel); None: one, at (column, row).
+            are_halves: with `box_panels`; a box has eight rows of the first half of all rows, eight of the second, and
+                so on, and is found at (0, 0, 0, row / 16, panel).
+        """
         self._memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
         self.address = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         rows, columns = matrix.shape
-        strides: tuple[int, ...] = (columns * matrix.element_size(),)
+        row = columns * matrix.element_size()
+        strides: tuple[int, ...] = (row,)
         sizes: tuple[int, ...] = (columns, rows)
         box: tuple[int, ...] = (_PANEL, box_rows)
+        if are_halves:
+            sizes, strides = (_PANEL, _EIGHT, 2, rows // (2 * _EIGHT)), (row, rows // 2 * row, _EIGHT * row)
+            box = (_PANEL, _EIGHT, 2, box_rows // (2 * _EIGHT))
         if box_panels is not None:  # the last stride is the smallest: the driver takes them in any order
-            sizes, strides = (_PANEL, rows, columns // _PANEL), (*strides, _PANEL * matrix.element_size())
+            sizes = (_PANEL, *sizes[1:], columns // _PANEL)
+            strides = (*strides, _PANEL * matrix.element_size())
             box = (*box, box_panels)
         rank = len(sizes)
         result = _driver().cuTensorMapEncodeTiled(
@@ -103,14 +117,17 @@ class TensorMaps:
     _MOST = 4096  # a weight or cache for each layer and, without graphs, inputs wherever the allocator puts them
 
     def __init__(self) -> None:
-        self._maps: dict[tuple[int, int, int, int | None], TensorMap] = {}
+        self._maps: dict[tuple[int, int, int, int | None, bool], TensorMap] = {}
 
-    def get(self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None) -> TensorMap:
-        key = (matrix.data_ptr(), matrix.shape[0], box_rows, box_panels)
+    def get(
+        self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None, are_halves: bool = False
+    ) -> TensorMap:
+        """As TensorMap."""
+        key = (matrix.data_ptr(), matrix.shape[0], box_rows, box_panels, are_halves)
         if key not in self._maps:
             if len(self._maps) >= self._MOST:
                 self._maps.clear()
-            self._maps[key] = TensorMap(matrix, box_rows, box_panels)
+            self._maps[key] = TensorMap(matrix, box_rows, box_panels, are_halves)
         return self._maps[key]
 
 

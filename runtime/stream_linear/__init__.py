@@ -1,2 +1,3 @@
-"""Linears of steps of few tokens on Hopper: two CUDA kernels (tiles.cu, rows.cu), which take the norm before a linear
-and what follows it along. A runtime holds one or the other compiled for each of its model's linears."""
+"""Linears of steps of up to 128 tokens on Hopper: two CUDA kernels, which take the norm before a linear and what
+follows it along. tiles.cu computes any of them, rows.cu those of large weights for up to 8 tokens. A runtime holds one
+compiled for each of its model's linears and bucket of tokens."""

@@ -53,8 +53,8 @@ class _Loaded:
         tiling = self.tiling
         if not isinstance(tiling, TileTiling):
             return address_of(weight), address_of(x)
-        weight_map = self._maps.get(weight, tiling.rows // 2 if tiling.kind.gated else tiling.rows)
-        return weight_map, self._maps.get(x, tiling.tokens)
+        weight_map = self._maps.get(weight, tiling.rows, tiling.panels, are_halves=tiling.kind.gated)
+        return weight_map, self._maps.get(x, len(x))
 
 
 _LOADED: dict[tuple[int, LinearKind, int], _Loaded] = {}  # by device index, linear and bucket

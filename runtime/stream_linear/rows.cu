@@ -1,5 +1,5 @@
 // A linear of up to 8 tokens on Hopper whose weight is larger than what the multiprocessors hold: out = x . weight^T,
-// with the norm before it and what follows it.
+// with the norm before it and what follows it. tiles.cu takes as long with 8 tokens, and 2 to 4 % longer with one.
 //
 // The memory gives all of its rate to long reads, so rows of the weight come in pieces of about 2 KB, 16 rows at a time
 // (by cp.async.bulk, a ring of STAGES, on its way before the kernel that makes x has ended). x stays in registers: the

@@ -1,4 +1,4 @@
-"""rows.cu: whole rows in long pieces, at all of the memory's rate; for weights larger than tiles.py takes. 8 tokens.
+"""rows.cu: whole rows in long pieces, at all of the memory's rate; for large weights. 8 tokens.
 
 Shape legend: as linear.py.
 """
@@ -12,10 +12,9 @@ from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.linear import NORM_ROWS, LinearKind, LinearTiling
 
 MAX_TOKENS = 8
-NORM_ROWS = 16  # outputs that one sum of squares is of, and rows of the weight that are worked at together
 
 _STEP = 32  # columns of a warp's step
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system

@@ -1,247 +1,253 @@
-// A linear of up to 64 tokens on Hopper whose weight all multiprocessors together hold, or that has very many rows:
-// out = x . weight^T, with the norm before it and what follows it.
+// A linear of up to 128 tokens on Hopper: out = x . weight^T, with the norm before it and what follows it.
 //
-// Such a linear is a read of its weight. So a block asks for all of it that its shared memory holds (by TMA, a ring of
-// STAGES tiles) before the kernel that makes x has ended, and every multiprocessor gets the same share: SPLIT blocks of
-// a cluster divide the inputs of ROWS outputs among them, and add up over distributed shared memory, each for its own
-// tokens (t % SPLIT).
+// Such a linear is a read of its weight. So a block asks for as much of it as its shared memory holds (by TMA, a ring of
+// STAGES) before the kernel that makes x has ended, and every multiprocessor gets nearly the same share: a tile of ROWS
+// outputs, however many those are, as wgmma takes 64 tokens as its rows and any multiple of 8 outputs as its columns. The
+// SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each finishes every SPLIT-th group of 16
+// outputs. Undivided tiles a block takes in turns, one after another, and the ring goes on from one to the next.
 //
-// One warp asks for tiles; the others multiply. With up to 16 tokens they do so by mma.sync, and divide the inputs of a
-// tile among them (WARPS_K): all is latency. With more, by wgmma, and warp groups take turns at the tiles.
+// One warp asks for weight and x, the other three of its group compute the norm's factors; each of the other groups of
+// four warps multiplies 64 tokens.
 //
-// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS, SPLIT, TOKENS (a multiple of 8, up to
-// 64), STAGES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, WARP_GROUPS (0:
-// mma.sync) and WARPS_N x WARPS_K, and, for wgmma, `multiply_add_all`.
+// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, TOKENS (8,
+// 16, 32, or a multiple of 64), STAGES, PANELS (of 64 inputs, of a stage), NORM_BLOCKS (sums of squares a token to read;
+// 0: no norm), GATED, RESIDUAL, NORM_NEXT, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
-constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a tile: one swizzled row of 128 bytes
-constexpr int WARPS = WARP_GROUPS ? 4 * WARP_GROUPS : WARPS_N * WARPS_K;
-constexpr int PARTS = WARP_GROUPS ? WARP_GROUPS : WARPS_K;  // groups of warps whose sums are added up in a block
-constexpr int M_TILES = WARP_GROUPS ? ROWS / 64 : ROWS / 16 / WARPS_N, TOKEN_TILES = TOKENS / 8;
-constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N;
-constexpr int MY_TOKENS = (TOKENS + SPLIT * WARPS - 1) / (SPLIT * WARPS);  // of a warp, when it finishes outputs
-constexpr int MY_PAIRS = (OUT_ROWS + 63) / 64;                              // of neighbouring outputs, of a lane
-constexpr int TILES = K / SPLIT / COLUMNS, NORM_ROWS = 32;
-constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = TOKENS * ROW_BYTES;
-constexpr int LD = ROWS + 4;  // floats a token of the sums: no bank conflicts
+constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
+constexpr int GROUPS = (TOKENS + 63) / 64, CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr int NORM_ROWS = 16, ROW_GROUPS = ROWS / NORM_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? NORM_ROWS / 2 : NORM_ROWS, OUTPUTS = GATED ? N / 2 : N;
+constexpr int TILES = (N + ROWS - 1) / ROWS, CLUSTERS = BLOCKS / SPLIT;
+constexpr int W_BYTES = PANELS * ROWS * ROW_BYTES, X_PANEL_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = W_BYTES + PANELS * X_PANEL_BYTES;
+constexpr int STEPS = K / SPLIT / COLUMNS / PANELS;  // stages of a tile, a block's
+constexpr int SUMS = ROWS / 2;                       // of a thread: of 8 outputs of a group 2, of two tokens
+static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
 
-__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
+__device__ __forceinline__ void fetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int tile, int panel, u32 barrier, u64 policy) {
+#if GATED  // eight rows of gate, then eight of up: a thread has both
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(tile * ROW_GROUPS), "r"(panel),
+      "r"(barrier), "l"(policy) : "memory");
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(tile * ROWS), "r"(panel), "r"(barrier),
+      "l"(policy) : "memory");
+#endif
 }
-__device__ __forceinline__ float2 load_peer(u32 address, u32 rank) {
-  float2 v;
-  const u32 there = SPLIT > 1 ? address_of_peer(address, rank) : address;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(there));
-  return v;
+// A panel of all tokens, and no more: boxes that reach past the last one arrive later (33 tokens as 64 took longer than 64).
+__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int panel, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(panel * COLUMNS), "r"(0), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
-
-// What a warp multiplies, and which rows its sums are of -------------------------------------------------------------
-
-#if WARP_GROUPS
 // Rows of 128 bytes, swizzled, in groups of eight (PTX ISA, "Matrix Descriptor Format").
 __device__ __forceinline__ u64 matrix(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
-__device__ __forceinline__ int first_row(int warp, int m) { return m * 64 + (warp & 3) * 16; }
-__device__ __forceinline__ int part_of(int warp) { return warp >> 2; }
-__device__ __forceinline__ bool takes(int warp, int tile) { return tile % WARP_GROUPS == part_of(warp); }
+__device__ __forceinline__ void send(u32 to, const float* v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
+}
 
-__device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 weights, u32 xs, int, int) {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-  for (int k = 0; k < COLUMNS / 16; k++)
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++)
-      multiply_add_all(sums[m], matrix(weights + m * 64 * ROW_BYTES + k * 32), matrix(xs + k * 32));
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-#else
-__device__ __forceinline__ int first_row(int warp, int m) { return (warp % WARPS_N * M_TILES + m) * 16; }
-__device__ __forceinline__ int part_of(int warp) { return warp / WARPS_N; }
-__device__ __forceinline__ bool takes(int, int) { return true; }
-
-// Chunk `chunk` (16 bytes) of row `row` of a swizzled tile.
-__device__ __forceinline__ u32 chunk_address(u32 tile, int row, int chunk) {
-  return tile + swizzled(row, chunk);
-}
-__device__ __forceinline__ void multiply(float (*sums)[TOKEN_TILES * 4], u32 weights, u32 xs, int warp, int lane) {
-#pragma unroll
-  for (int step = 0; step < COLUMNS / 16 / WARPS_K; step++) {
-    const int chunk = (step * WARPS_K + part_of(warp)) * 2;
-    u32 x[(TOKEN_TILES + 1) / 2][4];  // two tiles of tokens, each as two halves of the inputs
-#pragma unroll
-    for (int j = 0; j < (TOKEN_TILES + 1) / 2; j++) {
-      const int row = TOKEN_TILES == 1 ? lane & 7 : j * 16 + (lane & 7) + (lane >> 4) * 8;
-      load_matrices(x[j], chunk_address(xs, row, chunk + ((lane >> 3) & 1)));
-    }
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-      u32 w[4];
-      load_matrices(w, chunk_address(weights, first_row(warp, m) + (lane & 15), chunk + (lane >> 4)));
-#pragma unroll
-      for (int j = 0; j < TOKEN_TILES; j++)
-        multiply_add(sums[m] + j * 4, w[0], w[1], w[2], w[3], x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
-    }
-  }
-}
+struct Shared {
+#if SPLIT > 1
+  float4 inbox[SPLIT - 1][GROUPS][PLACES][2][128];  // sums of the groups that the block finishes, from each of the others
 #endif
+  float factors[GROUPS * 64];
+  u64 full[STAGES], empty[STAGES], arrived, factors_there;
+};
 
-// The warp that asks for tiles ---------------------------------------------------------------------------------------
-
-__device__ void send_tiles(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int rows) {
+// The warp that asks, by one lane.
+__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
+                    int num_tokens) {
   const u64 once = read_once();
-  u64 again;  // x is read by every block
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(again));
-  const int first_column = rank * (K / SPLIT);
-  const u32 xs = ring + STAGES * W_BYTES;
-  auto send_weights = [&](int i) {
-    const u32 barrier = full + 8 * (i % STAGES), to = ring + i % STAGES * W_BYTES;
-    const int column = first_column + i * COLUMNS;
-    expect_bytes(barrier, W_BYTES + X_BYTES);
-    load_tile(to, weight, column, rows, barrier, once);
-    if (GATED) load_tile(to + OUT_ROWS * ROW_BYTES, weight, column, OUTPUTS + rows, barrier, once);
+  const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
+  auto ask_weight = [&](int i) {
+    const u32 slot = i % STAGES, barrier = full + 8 * slot;
+    expect_bytes(barrier, W_BYTES + PANELS * num_tokens * ROW_BYTES);
+    load_weight(ring + slot * STAGE_BYTES, weight, first_tile + i / STEPS * CLUSTERS, (rank * STEPS + i % STEPS) * PANELS, barrier,
+                once);
   };
-  auto send_x = [&](int i) {
-    load_tile(xs + i % STAGES * X_BYTES, x, first_column + i * COLUMNS, 0, full + 8 * (i % STAGES), again);
+  auto ask_x = [&](int i) {
+    const u32 slot = i % STAGES;
+#pragma unroll
+    for (int p = 0; p < PANELS; p++)
+      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, (rank * STEPS + i % STEPS) * PANELS + p, full + 8 * slot);
   };
-  constexpr int ahead = STAGES < TILES ? STAGES : TILES;
-  for (int i = 0; i < ahead; i++) send_weights(i);
+  const int ahead = STAGES < total ? STAGES : total;
+  for (int i = 0; i < ahead; i++) ask_weight(i);
   wait_for_prerequisites();
+  for (int i = 0; i < ahead; i++) ask_x(i);
   start_dependents();
-  for (int i = 0; i < ahead; i++) send_x(i);
-  for (int i = ahead; i < TILES; i++) {
+  for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
-    send_weights(i);
-    send_x(i);
+    ask_weight(i), ask_x(i);
   }
 }
 
-// A warp's outputs ---------------------------------------------------------------------------------------------------
-
-// Those of token t, from the blocks' sums: the norm's factor, the activation, the residual, what the next norm wants.
-__device__ __forceinline__ void finish_token(int t, int tile, int lane, u32 buffer, float factor, const u32* residual,
-                                             const u32* norm_weight, u32* out, u32* scaled, float* out_squares) {
-#pragma unroll
-  for (int j = 0; j < MY_PAIRS; j++) {
-    const int r = 2 * lane + 64 * j, row = tile * OUT_ROWS + r, at = (t * OUTPUTS + row) / 2;
-    float squares = 0.f;
-    if (r < OUT_ROWS) {
-      float2 sum = {0.f, 0.f}, up = {0.f, 0.f};
-#pragma unroll
-      for (int peer = 0; peer < SPLIT; peer++) {
-        const float2 part = load_peer(buffer + 4 * (t * LD + r), peer);
-        sum.x += part.x, sum.y += part.y;
-        if (GATED) {
-          const float2 up_part = load_peer(buffer + 4 * (t * LD + OUT_ROWS + r), peer);
-          up.x += up_part.x, up.y += up_part.y;
-        }
+// The norm's factor of every token, by three warps: four lanes a token.
+__device__ void compute_factors(const float* squares, float* factors, float eps, int num_tokens) {
+  const int quad = threadIdx.x % 4;
+#pragma unroll 1
+  for (int t = threadIdx.x / 4 - 8; t < (num_tokens + 7) / 8 * 8; t += 24) {
+    float sum = 0.f;
+    if (t < num_tokens)
+#pragma unroll 16
+      for (int j = quad * 4; j < NORM_BLOCKS; j += 16) {
+        const float4 v = *(const float4*)(squares + t * NORM_BLOCKS + j);
+        sum += v.x + v.y + v.z + v.w;
       }
-      u32 both = pack(sum.x * factor, sum.y * factor);
-      if (GATED) both = silu_times(both, pack(up.x * factor, up.y * factor));
-      if (RESIDUAL) both = add(residual[j], both);
-      out[at] = both;
-      if (NORM_NEXT) {
-        scaled[at] = times(both, norm_weight[row / 2]);
-        squares = sum_of_squares(both);
-      }
-    }
-    if (NORM_NEXT) {  // of NORM_ROWS outputs, which 16 lanes hold
-      squares = sum_of_lanes(squares, 16);
-      if (lane % 16 == 0 && r < OUT_ROWS) out_squares[t * (OUTPUTS / NORM_ROWS) + row / NORM_ROWS] = squares;
-    }
+    sum = sum_of_lanes(sum, 4);
+    if (quad == 0) factors[t] = rsqrtf(sum / K + eps);
   }
+}
+
+__device__ __forceinline__ int before(int slot) { return slot ? slot - 1 : STAGES - 1; }
+// Adds to `sums` the products of a tile, as its stages arrive.
+__device__ __forceinline__ void multiply(float* sums, u32 ring, u32 full, u32 empty, int& slot, int& phase, int group, int lane) {
+  for (int step = 0; step < STEPS; step++) {
+    wait_for(full + 8 * slot, phase);
+    const u32 weight = ring + slot * STAGE_BYTES, x = weight + W_BYTES + group * 64 * ROW_BYTES;
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int p = 0; p < PANELS; p++)
+#pragma unroll
+      for (int k = 0; k < COLUMNS / 16; k++)
+        multiply_add_all(sums, matrix(x + p * X_PANEL_BYTES + k * 32), matrix(weight + p * ROWS * ROW_BYTES + k * 32));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    // The stage before has been read when all but this one's products are there.
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (step && lane == 0) arrive(empty + 8 * before(slot));
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (lane == 0) arrive(empty + 8 * before(slot));
 }
 
 extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(32 * WARPS + 32, 1) stream_linear(
+__launch_bounds__(THREADS, 1) stream_linear(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* squares, const u32* residual,
     const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
-  const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT;
+  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
+  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const u32 arrived = shared_address(&shared.arrived), factors_there = shared_address(&shared.factors_there);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int rank = blockIdx.x % SPLIT, first_tile = blockIdx.x / SPLIT;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * STAGES; i++) make_barrier(full + 8 * i, i < STAGES ? 1 : WARP_GROUPS ? 4 : WARPS);
+    fetch_map(&weight), fetch_map(&x);
+    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS);
+    make_barrier(arrived, 1), make_barrier(factors_there, 3);
     publish_barriers();
+#if SPLIT > 1
+    expect_bytes(arrived, (SPLIT - 1) * GROUPS * ((ROW_GROUPS - rank + SPLIT - 1) / SPLIT) * sizeof(shared.inbox[0][0][0]));
+#endif
   }
   __syncthreads();
-  float factor[MY_TOKENS];
-  u32 residuals[MY_TOKENS][MY_PAIRS];
-  if (warp == WARPS) {
-    if (lane == 0) send_tiles(&weight, &x, ring, full, empty, rank, tile * OUT_ROWS);
-    __syncwarp();
-  } else {
-    wait_for_prerequisites();
-    start_dependents();
+#if SPLIT > 1
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+  if (warp < 4) {
+    if (warp == 0) {
+      if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens);
+    } else if (NORM_BLOCKS) {
+      wait_for_prerequisites();
+      start_dependents();
+      compute_factors(squares, shared.factors, eps, num_tokens);
+      __syncwarp();
+      if (lane == 0) arrive(factors_there);
+    }
+    return;
+  }
+  const int group = warp / 4 - 1, token = group * 64 + warp % 4 * 16 + lane / 4;
+  wait_for_prerequisites();
+  start_dependents();
+  int slot = 0, phase = 0;
+  for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
+    const int first_row = tile * OUT_ROWS + quad * 2;  // of the thread's, in a group the next two, or these of up, 8 behind
     // Asked for here and used at the end: by then they are there.
+    u32 residuals[PLACES][2][2], weights[PLACES][2];
 #pragma unroll
-    for (int i = 0; i < MY_TOKENS; i++) {
-      const int t = rank + SPLIT * (warp + WARPS * i);
-      factor[i] = 0.f;
+    for (int place = 0; place < PLACES; place++) {
+      const int row = first_row + (place * SPLIT + rank) * OUT_GROUP;
+      const bool is_row = row < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
 #pragma unroll
-      for (int j = lane; j < NORM_BLOCKS; j += 32)
-        if (t < num_tokens) factor[i] += squares[t * NORM_BLOCKS + j];
-#pragma unroll
-      for (int j = 0; j < MY_PAIRS; j++) {
-        const int r = 2 * lane + 64 * j;
-        const bool is_there = RESIDUAL && t < num_tokens && r < OUT_ROWS;
-        residuals[i][j] = is_there ? residual[(t * OUTPUTS + tile * OUT_ROWS + r) / 2] : 0;
+      for (int h = 0; h < 2; h++) {
+        const bool is_there = RESIDUAL && is_row && token + 8 * h < num_tokens;
+        const u32* from = residual + ((token + 8 * h) * OUTPUTS + row) / 2;
+        residuals[place][h][0] = is_there ? from[0] : 0, residuals[place][h][1] = is_there ? from[4] : 0;
+        weights[place][h] = NORM_NEXT && is_row ? norm_weight[row / 2 + 4 * h] : 0;
       }
     }
-    float sums[M_TILES][TOKEN_TILES * 4];
+    float sums[SUMS];
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++)
+    for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
+    multiply(sums, ring, full, empty, slot, phase, group, lane);
+    float mine[PLACES][8];
 #pragma unroll
-      for (int j = 0; j < TOKEN_TILES * 4; j++) sums[m][j] = 0.f;
-    for (int i = 0; i < TILES; i++) {
-      if (!takes(warp, i)) continue;
-      const int slot = i % STAGES;
-      wait_for(full + 8 * slot, i / STAGES & 1);
-      multiply(sums, ring + slot * W_BYTES, ring + STAGES * W_BYTES + slot * X_BYTES, warp, lane);
-      __syncwarp();
-      if (lane == 0) arrive(empty + 8 * slot);
-    }
-    // The groups' sums, one after another, where the ring was.
-    float* buffer = (float*)(memory + (ring - shared_address(memory)));
+    for (int g = 0; g < ROW_GROUPS; g++)
+      if (g % SPLIT == rank)
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      meet();
-      if (part_of(warp) == part)
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-          for (int j = 0; j < TOKEN_TILES * 4; j++) {
-            const int t = j / 4 * 8 + lane % 4 * 2 + j % 2, row = first_row(warp, m) + lane / 4 + j / 2 % 2 * 8;
-            buffer[t * LD + row] = part ? buffer[t * LD + row] + sums[m][j] : sums[m][j];
-          }
-    }
-#pragma unroll
-    for (int i = 0; i < MY_TOKENS; i++) {
-      factor[i] = NORM_BLOCKS ? rsqrtf(sum_of_lanes(factor[i], 32) / K + eps) : 1.f;
-    }
-    if (SPLIT == 1) meet();
-  }
+        for (int i = 0; i < 8; i++) mine[g / SPLIT][i] = sums[8 * g + i];
 #if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-  if (warp < WARPS)
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #pragma unroll
-    for (int i = 0; i < MY_TOKENS; i++) {
-      const int t = rank + SPLIT * (warp + WARPS * i);
-      if (t < num_tokens)
-        finish_token(t, tile, lane, ring, factor[i], residuals[i], norm_weight, out, scaled, out_squares);
+    for (int g = 0; g < ROW_GROUPS; g++) {
+      const int owner = g % SPLIT, sender = (rank - owner - 1 + SPLIT) % SPLIT;
+      if (owner == rank) continue;
+      const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][threadIdx.x % 128]);
+      send(address_of_peer(to, owner), sums + 8 * g, address_of_peer(arrived, owner));
+      send(address_of_peer(to + 2048, owner), sums + 8 * g + 4, address_of_peer(arrived, owner));
     }
-#if SPLIT > 1  // a block's memory stays until the others have read it
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    wait_for(arrived, 0);
 #endif
+    float factors[2] = {1.f, 1.f};
+    if (NORM_BLOCKS) {
+      wait_for(factors_there, 0);
+      factors[0] = shared.factors[token], factors[1] = shared.factors[token + 8];
+    }
+#pragma unroll
+    for (int place = 0; place < PLACES; place++) {
+      float* sum = mine[place];
+#if SPLIT > 1
+      if (place * SPLIT + rank < ROW_GROUPS)
+#pragma unroll
+        for (int peer = 0; peer < SPLIT - 1; peer++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const float4 part = shared.inbox[peer][group][place][half][threadIdx.x % 128];
+            sum[4 * half] += part.x, sum[4 * half + 1] += part.y, sum[4 * half + 2] += part.z, sum[4 * half + 3] += part.w;
+          }
+#endif
+      const int row = first_row + (place * SPLIT + rank) * OUT_GROUP;
+      const bool is_row = row < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int t = token + 8 * h, at = (t * OUTPUTS + row) / 2;
+        const bool is_there = is_row && t < num_tokens;
+        u32 low = pack(sum[2 * h] * factors[h], sum[2 * h + 1] * factors[h]);
+        u32 high = pack(sum[2 * h + 4] * factors[h], sum[2 * h + 5] * factors[h]);
+        if (GATED) {
+          if (is_there) out[at] = silu_times(low, high);
+          continue;
+        }
+        if (RESIDUAL) low = add(residuals[place][h][0], low), high = add(residuals[place][h][1], high);
+        if (is_there) out[at] = low, out[at + 4] = high;
+        if (NORM_NEXT) {
+          if (is_there) scaled[at] = times(low, weights[place][0]), scaled[at + 4] = times(high, weights[place][1]);
+          const float squares_of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
+          if (is_there && quad == 0) out_squares[t * (OUTPUTS / NORM_ROWS) + row / NORM_ROWS] = squares_of_group;
+        }
+      }
+    }
+  }
 }

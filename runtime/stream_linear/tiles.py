@@ -1,34 +1,39 @@
-"""tiles.cu: a ring of tiles that is on its way before the inputs are there; for weights that all multiprocessors hold
-together, and for heads. Up to 64 tokens.
+"""tiles.cu: how a linear of up to 128 tokens is divided among the multiprocessors.
 
 Shape legend: as linear.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.linear import NORM_ROWS, LinearKind, LinearTiling
 
-NORM_ROWS = 32  # outputs that one sum of squares is of
-
-_TILE_COLUMNS = 64
-_MAX_MMA_TOKENS = 16  # by mma.sync; beyond it wgmma is faster
-_SHARED_RING, _WHOLE_RING = 110 << 10, 200 << 10  # two blocks on a multiprocessor, or one
-# A weight streams well that all multiprocessors together hold before its inputs are there, or one so large (a head's)
-# that each has many blocks, which begin while others end. One between them ends with what only it waits for: with 64
-# tokens the linears of an 8B layer took 11 to 56 % longer than cuBLAS, with 8 as long as Triton's kernels.
-_HELD_BYTES = MULTIPROCESSORS * _SHARED_RING
-MANY_ROWS = 65536
-_LONG_READ = 256 << 10  # bytes a block beyond which it is worth more to have all the ring than to begin early
+_PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
+_GROUP_TOKENS = 64  # of a warp group
+_MOST_ROWS = 256  # of wgmma, and of a box of TMA
+_MOST_ROWS_WITH_RESIDUAL = 128  # which is in registers too
+_MOST_STAGES = 32
+# Shared memory of a block: such that the next kernel's fits beside it, whose weight is on its way then while this one
+# ends; or all. The first where it holds this much of what the block reads.
+_BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
+_SHARE_BESIDE = 0.6
+# A long read is the faster in stages of two panels, 256 bytes of a row together, as long as a ring has so many of them.
+_LONG_PANELS, _LEAST_PAIRS = 24, 3
+# Clusters that run at the same time. One lies in a group of 16 or 18 multiprocessors, and some groups are smaller: of
+# clusters of four 30 fit on the GPU that this was measured on.
+_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}
+# Every block of a cluster reads its part of all tokens, so that columns are divided where tiles would have fewer rows.
+_LEAST_ROWS = {1: 80, 2: 64, 4: 0}
+_MANY_ROWS = 128  # of tiles that a block takes in turns
 _INSTRUCTION = """
 __device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a, unsigned long long b) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, 1, 1, 1, 0, 0;"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, 1, 1, 1, 0, 0;"
                : {outputs} : "l"(a), "l"(b));
 }}
 """
@@ -38,10 +43,10 @@ __device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a,
 class TileTiling(LinearTiling):
     """
     Attributes:
-        rows: of the weight, a cluster's.
+        rows: of the weight, a tile's: a multiple of NORM_ROWS.
         split: blocks of a cluster, which divide the columns.
-        warp_groups: for wgmma; 0: mma.sync, by warps_n x warps_k warps.
-        stages: tiles of the ring.
+        panels: of 64 columns, of a stage.
+        stages: of the ring.
     """
 
     source: ClassVar[str] = "stream_linear/tiles.cu"
@@ -49,28 +54,25 @@ class TileTiling(LinearTiling):
 
     rows: int
     split: int
-    warp_groups: int
-    warps_n: int
-    warps_k: int
+    panels: int
     stages: int
 
     @cached_property
     def num_blocks(self) -> int:
-        return self.kind.rows // self.rows * self.split
+        """Undivided tiles are taken in turns by as many blocks as there are multiprocessors."""
+        tiles = math.ceil(self.kind.rows / self.rows)
+        return tiles * self.split if self.split > 1 else min(tiles, MULTIPROCESSORS)
 
     @cached_property
     def num_threads(self) -> int:
-        """Those that multiply, and a warp that loads."""
-        return 32 * ((4 * self.warp_groups or self.warps_n * self.warps_k) + 1)
-
-    @property
-    def num_tiles(self) -> int:
-        return self.kind.columns // self.split // _TILE_COLUMNS
+        """Of the warp groups that multiply, and of the one that loads."""
+        return 128 * (_num_groups(self.tokens) + 1)
 
     @cached_property
     def shared_bytes(self) -> int:
-        """The ring, later the sums; and what its alignment may cost."""
-        return max(self.stages * _stage_bytes(self.rows, self.tokens), self.tokens * (self.rows + 4) * 4) + 1024
+        return self.stages * _stage_bytes(self.rows, self.panels, self.tokens) + _other_bytes(
+            self.rows, self.split, self.tokens
+        )
 
     def constants(self) -> dict[str, int]:
         return {
@@ -78,64 +80,67 @@ class TileTiling(LinearTiling):
             "TOKENS": self.tokens,
             "ROWS": self.rows,
             "SPLIT": self.split,
+            "BLOCKS": self.num_blocks,
+            "PANELS": self.panels,
             "STAGES": self.stages,
-            "WARP_GROUPS": self.warp_groups,
-            "WARPS_N": self.warps_n,
-            "WARPS_K": self.warps_k,
         }
 
     def preamble(self) -> str:
-        """wgmma of 64 rows and all tokens; its 64 × tokens sums are tokens / 2 registers of each of 128 threads."""
-        if not self.warp_groups:
-            return ""
-        count = self.tokens // 2
+        """wgmma of 64 tokens and a tile's rows; its sums are rows / 2 registers of each of 128 threads."""
+        count = self.rows // 2
         sums = ", ".join(f"%{i}" for i in range(count))
         outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-        return _INSTRUCTION.format(tokens=self.tokens, sums=sums, outputs=outputs, a=count, b=count + 1)
+        return _INSTRUCTION.format(rows=self.rows, sums=sums, outputs=outputs, a=count, b=count + 1)
 
 
-def takes(rows: int, columns: int) -> bool:
-    """Whether a weight [rows, columns] is of those that stream well so."""
-    return rows * columns * 2 <= _HELD_BYTES or rows >= MANY_ROWS
-
-
+@cache
 def choose(kind: LinearKind, tokens: int) -> TileTiling:
-    """The tiling that should take the least time, for a bucket of tokens."""
-    return min(_tilings(kind, tokens), key=_nanoseconds)
+    """The tiling for a bucket of tokens.
 
-
-def _stage_bytes(rows: int, tokens: int) -> int:
-    return (rows + tokens) * _TILE_COLUMNS * 2
-
-
-def _tilings(kind: LinearKind, tokens: int) -> Iterator[TileTiling]:
-    is_mma = tokens <= _MAX_MMA_TOKENS
-    for rows in (32, 64, 96) if is_mma else (64, 128, 192):
-        for split in (1, 2, 4) if is_mma else (1, 2, 4, 8):
-            columns = kind.columns // split
-            if kind.rows % rows or kind.columns % (split * _TILE_COLUMNS):
-                continue
-            groups = 0 if is_mma else 1 if columns < 8 * _TILE_COLUMNS else 2
-            warps = (2, 4 if split == 1 else 2) if is_mma else (0, 0)
-            yield TileTiling(kind, tokens, rows, split, groups, *warps, _num_stages(rows, columns, tokens, groups))
-
-
-def _num_stages(rows: int, columns: int, tokens: int, warp_groups: int) -> int:
-    """As many as fit; warp groups that take turns at tiles must find theirs in the same slots."""
-    is_long = warp_groups > 0 and rows * columns * 2 > _LONG_READ
-    most = (_WHOLE_RING if is_long else _SHARED_RING) // _stage_bytes(rows, tokens)
-    turns = warp_groups or 1
-    return max(turns, min(columns // _TILE_COLUMNS, most) // turns * turns)
-
-
-def _nanoseconds(tiling: TileTiling) -> float:
-    """A model of the time, which picks what was the fastest, or within 2 %, of what was measured for the linears of
-    Qwen3-0.6B and 8B at 8 and 64 tokens on an H200.
-
-    A multiprocessor reads 35 bytes a nanosecond, x from the L2 at a third of the cost, and takes 130 ns a tile at
-    least; adding up, once a wave, grows with the split and with what is exchanged.
+    Of those measured for the linears of six Qwen3 shapes (0.6B to 32B) at 8 to 128 tokens on an H200 it is the fastest
+    or within 4 % of it; within 14 % of some that take a few µs.
     """
-    waves = math.ceil(tiling.num_blocks / MULTIPROCESSORS)
-    tile = max(130.0, (tiling.rows + 0.3 * tiling.tokens) * _TILE_COLUMNS * 2 / 35)
-    exchange = 200 + 60 * tiling.split + tiling.rows * tiling.tokens / 16 if tiling.split > 1 else 0
-    return waves * (tiling.num_tiles * tile + exchange)
+    split = next(split for split, least in _LEAST_ROWS.items() if _rows_of(kind, split) >= least)
+    rows = _rows_of(kind, split)
+    panels = kind.columns // split // _PANEL
+    pairs = _num_stages(rows, split, 2, tokens, panels // 2)
+    if panels >= _LONG_PANELS and panels % 2 == 0 and tokens <= _GROUP_TOKENS and pairs >= _LEAST_PAIRS:
+        return TileTiling(kind, tokens, rows, split, 2, pairs)
+    return TileTiling(kind, tokens, rows, split, 1, _num_stages(rows, split, 1, tokens, panels))
+
+
+def _rows_of(kind: LinearKind, split: int) -> int:
+    """Of a tile: each cluster takes one, or, where that were too many rows, takes turns that leave the fewest idle."""
+
+    def in_turns(turns: int) -> int:
+        return NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
+
+    most = _MOST_ROWS_WITH_RESIDUAL if kind.residual else _MOST_ROWS
+    first = next(turns for turns in itertools.count(1) if in_turns(turns) <= most)
+    choices = [turns for turns in range(first, 2 * first + 1) if turns == first or in_turns(turns) > _MANY_ROWS]
+    return in_turns(min(choices, key=lambda turns: in_turns(turns) * turns))
+
+
+def _num_stages(rows: int, split: int, panels: int, tokens: int, steps: int) -> int:
+    """Of the ring: as many as fit, beside the next kernel's if that are most of the `steps` of a tile."""
+    for room in (_BESIDE_BYTES, _BLOCK_BYTES):
+        most = (room - _other_bytes(rows, split, tokens)) // _stage_bytes(rows, panels, tokens)
+        if most >= _SHARE_BESIDE * steps:
+            break
+    return min(most, steps, _MOST_STAGES)
+
+
+def _stage_bytes(rows: int, panels: int, tokens: int) -> int:
+    return panels * (rows + tokens) * _ROW_BYTES
+
+
+def _num_groups(tokens: int) -> int:
+    return math.ceil(tokens / _GROUP_TOKENS)
+
+
+def _other_bytes(rows: int, split: int, tokens: int) -> int:
+    """What the ring's alignment may cost, others' sums, factors, barriers, and what wgmma reads of tokens not there."""
+    groups, owned = _num_groups(tokens), math.ceil(rows / NORM_ROWS / split)
+    sums = (split - 1) * groups * owned * NORM_ROWS * _GROUP_TOKENS * 4
+    missing = max(0, _GROUP_TOKENS - tokens) * _ROW_BYTES
+    return 1024 + sums + groups * _GROUP_TOKENS * 4 + (2 * _MOST_STAGES + 2) * 8 + missing

@@ -16,8 +16,8 @@ from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.program import Program, SmallForm
-from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
-from mllm_compile.runtime.stream_linear.tiles import NORM_ROWS
+from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, NORM_ROWS, TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.shapes import MAX_HEAD_TOKENS
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 from tests.passes.stand_ins import streamed_ops_on_cpu
 
@@ -46,28 +46,36 @@ def piece_of_linears(*rows: int, columns: int):
     return graph_of_one_piece(block.module(*linears))
 
 
-def test_a_piece_with_a_linear_that_another_kernel_reads_faster_has_no_such_form():
-    assert StreamLinears()(piece_of_linears(60000 // 64 * 64, 256, columns=256)).matches == 0
+def test_a_piece_with_a_linear_that_does_not_divide_has_no_such_form():
+    assert StreamLinears()(piece_of_linears(256, 1000, columns=256)).matches == 0
 
 
-def test_a_piece_with_a_large_weight_has_a_form_for_fewer_tokens():
+def test_a_piece_with_a_large_weight_reads_it_in_rows_for_eight_tokens():
     gm = piece_of_linears(6144, 256, columns=2048)
     assert StreamLinears()(gm).matches == 1
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {8: "piece_a_streamed"}}
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, 8),)}
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {128: "piece_a_streamed"}}
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, 128),)}
     tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
-    assert [(tiling.kind.rows, tiling.tokens, tiling.source) for tiling in tilings] == [
-        (6144, 8, "stream_linear/rows.cu"),
-        (256, 8, "stream_linear/tiles.cu"),
-    ]
+    in_rows = [(tiling.kind.rows, tiling.tokens) for tiling in tilings if tiling.source == "stream_linear/rows.cu"]
+    assert in_rows == [(6144, 8)]
+    assert len(tilings) == 2 * len(TOKEN_BUCKETS)
+
+
+def test_a_head_has_a_form_for_fewer_tokens_and_kernels_for_those():
+    gm = piece_of_linears(65536, columns=2048)
+    StreamLinears()(gm)
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_HEAD_TOKENS: "piece_a_streamed"}}
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_HEAD_TOKENS),)}
+    tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
+    assert [tiling.tokens for tiling in tilings] == [8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(
     ("rows", "sizes"),
-    [((6144, 256), {8}), ((256,), {1, 64}), ((6144, 65536), {1, 8})],
-    ids=["large", "small", "a head beside a large one"],
+    [((6144, 256), {128}), ((256,), {1, 128}), ((65536,), {1, 64}), ((6144, 1000), {1})],
+    ids=["large", "small", "a head", "one that does not divide"],
 )
-def test_one_token_is_left_to_the_form_for_eight_that_reads_large_weights(rows, sizes):
+def test_one_token_is_left_to_the_form_that_reads_large_weights_in_rows(rows, sizes):
     gm = piece_of_linears(*rows, columns=2048)
     gm.add_module("piece_a_one_token", torch.nn.Identity())
     gm.meta[SMALL_FORMS] = {"piece_a": {1: "piece_a_one_token"}}

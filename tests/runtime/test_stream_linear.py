@@ -17,14 +17,20 @@ from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError, DeviceError
 from mllm_compile.runtime.cuda.driver import Argument, Kernel, TensorMap, TensorMaps, _context
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.stream_linear import rows, tiles
-from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind, bucket_of
+from mllm_compile.runtime.stream_linear.linear import (
+    MAX_STREAMED_TOKENS,
+    NORM_ROWS,
+    TOKEN_BUCKETS,
+    LinearKind,
+    bucket_of,
+)
 from mllm_compile.runtime.stream_linear.ops import _Loaded, load_kernels
 from mllm_compile.runtime.stream_linear.shapes import (
     choose_tiling,
     is_streamed,
-    num_streamed_norm_blocks,
     tiling_from_json,
 )
 from tests.runtime.fake_driver import FakeDriver
@@ -45,21 +51,23 @@ def kinds(max_rows: int, columns: tuple[int, int], norm_blocks: int) -> st.Searc
     )
 
 
-KINDS = kinds(256, (1, 64), 32)
+KINDS = kinds(256, (1, 64), 32) | kinds(2400, (1, 32), 32)
 WIDE_KINDS = kinds(1023, (6, 128), 256).filter(lambda kind: rows.takes(kind.rows, kind.columns))
 
 
 @given(KINDS, st.sampled_from(TOKEN_BUCKETS))
-def test_a_weight_that_is_taken_divides_into_tiles_that_fit(kind, tokens):
+def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
     tiling = tiles.choose(kind, tokens)
-    assert kind.rows % tiling.rows == 0
-    assert tiling.num_tiles * 64 * tiling.split == kind.columns
-    assert tiling.shared_bytes + _STATIC_BYTES <= _SHARED_BYTES
-    assert tiling.stages % (tiling.warp_groups or 1) == 0, "a warp group finds its tiles in the same slots"
-    assert tiling.rows % (64 if tiling.warp_groups else 16 * tiling.warps_n) == 0
-    out_rows = tiling.rows // 2 if kind.gated else tiling.rows
-    assert out_rows % 8 == 0, "of a swizzled box"
-    assert kind.gated or out_rows % tiles.NORM_ROWS == 0
+    num_tiles = math.ceil(kind.rows / tiling.rows)
+    assert tiling.rows % NORM_ROWS == 0 and tiling.rows <= 256, "of wgmma and of a box"
+    assert kind.columns % (tiling.split * tiling.panels * 64) == 0
+    assert tiling.shared_bytes <= _SHARED_BYTES
+    assert 2 <= tiling.stages <= kind.columns // (64 * tiling.split * tiling.panels) or tiling.stages == 1
+    if tiling.split > 1:
+        assert tiling.num_blocks == num_tiles * tiling.split <= MULTIPROCESSORS, "one tile a cluster, all at once"
+    else:
+        turns = math.ceil(num_tiles / tiling.num_blocks)
+        assert num_tiles > (turns - 1) * MULTIPROCESSORS, "no turn is for nothing"
 
 
 @given(WIDE_KINDS)
@@ -75,28 +83,25 @@ def test_a_large_weight_divides_into_pieces_of_rows_that_fit(kind):
     assert steps * 4 <= 100, "registers of a lane that hold its inputs"
 
 
-@given(KINDS | WIDE_KINDS)
-def test_what_a_linear_leaves_for_the_next_norm_is_of_whole_blocks_of_its_kernels_rows(kind):
-    count = num_streamed_norm_blocks(kind.rows, kind.columns)
-    unit = tiles.NORM_ROWS if tiles.takes(kind.rows, kind.columns) else rows.NORM_ROWS
-    assert count * unit == kind.rows
-
-
 @pytest.mark.parametrize(
-    ("kind", "tokens", "rows", "split"),
+    ("kind", "tokens", "division"),
     [
-        (LinearKind(4096, 1024, 32), 8, 32, 1),
-        (LinearKind(1024, 2048, residual=True), 8, 32, 4),
-        (LinearKind(6144, 1024, 32, gated=True), 8, 96, 2),
-        (LinearKind(4096, 1024, 32), 64, 64, 2),
-        (LinearKind(1024, 3072, residual=True), 64, 64, 8),
-        (LinearKind(151936, 4096), 64, 128, 1),
-        (LinearKind(128256, 4096), 64, 128, 1),
+        (LinearKind(4096, 1024, 64), 16, (64, 2, 1, 8)),
+        (LinearKind(1024, 2048, residual=True), 16, (48, 4, 1, 8)),
+        (LinearKind(6144, 1024, 64, gated=True), 16, (96, 2, 1, 6)),
+        (LinearKind(4096, 1024, 64), 64, (64, 2, 1, 6)),
+        (LinearKind(1024, 3072, residual=True), 64, (48, 4, 1, 12)),
+        (LinearKind(6144, 4096, 256), 64, (96, 2, 2, 5)),
+        (LinearKind(4096, 12288, residual=True), 128, (64, 2, 1, 8)),
+        (LinearKind(24576, 4096, 256, gated=True), 64, (192, 1, 2, 3)),
+        (LinearKind(24576, 4096, 256, gated=True), 128, (192, 1, 1, 5)),
+        (LinearKind(51200, 5120, 320, gated=True), 64, (208, 1, 2, 3)),
+        (LinearKind(151936, 4096, 256), 8, (192, 1, 2, 4)),
     ],
 )
-def test_of_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, rows, split):
-    tiling = choose_tiling(kind, tokens)
-    assert (tiling.rows, tiling.split) == (rows, split)
+def test_of_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, division):
+    tiling = tiles.choose(kind, tokens)
+    assert (tiling.rows, tiling.split, tiling.panels, tiling.stages) == division
 
 
 @pytest.mark.parametrize(
@@ -114,28 +119,38 @@ def test_of_rows_what_was_measured_to_be_the_fastest_is_taken(kind, division):
     assert (tiling.split, tiling.warps, tiling.piece, tiling.stages) == division
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (6144, 1024), (1024, 3072), (151936, 4096)])
-def test_small_weights_and_heads_are_taken_for_any_of_the_steps(rows, columns):
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (6144, 4096), (24576, 4096), (4096, 12288), (64, 256)])
+def test_linears_of_layers_are_streamed_for_any_of_the_steps(rows, columns):
     assert all(is_streamed(rows, columns, tokens) for tokens in TOKEN_BUCKETS)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(6144, 4096), (24576, 4096), (4096, 12288), (2560, 9728)])
-def test_large_ones_are_taken_for_few_tokens(rows, columns):
-    assert [tokens for tokens in TOKEN_BUCKETS if is_streamed(rows, columns, tokens)] == [8]
-    with pytest.raises(ValueError, match="up to 8 tokens, not for 16"):
-        choose_tiling(LinearKind(rows, columns), 16)
+def test_a_head_is_streamed_for_fewer():
+    assert [tokens for tokens in TOKEN_BUCKETS if is_streamed(151936, 4096, tokens)] == [8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000), (16384, 1024), (4096, 65536), (33856, 16640)]
+    ("rows", "columns", "source"),
+    [
+        (6144, 4096, "rows"),
+        (2560, 9728, "rows"),
+        (1024, 3072, "tiles"),
+        (151936, 4096, "tiles"),
+        (33856, 16640, "tiles"),
+    ],
 )
-def test_what_does_not_divide_or_is_faster_by_others_is_left_alone(rows, columns):
-    assert not is_streamed(rows, columns, 8)
+def test_large_weights_are_read_in_rows_for_up_to_eight_tokens(rows, columns, source):
+    assert choose_tiling(LinearKind(rows, columns), 8).source == f"stream_linear/{source}.cu"
+    assert choose_tiling(LinearKind(rows, columns), 16).source == "stream_linear/tiles.cu"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000), (2**26, 256)])
+def test_what_does_not_divide_is_left_alone(rows, columns):
+    assert not is_streamed(rows, columns, 64)
 
 
 def test_a_step_takes_the_first_bucket_that_holds_it():
-    assert [bucket_of(count) for count in (1, 8, 9, 17, 64)] == [8, 8, 16, 32, 64]
-    with pytest.raises(ValueError, match="65 tokens"):
+    assert [bucket_of(count) for count in (1, 8, 9, 17, 64, 65)] == [8, 8, 16, 32, 64, 128]
+    with pytest.raises(ValueError, match="129 tokens"):
         bucket_of(MAX_STREAMED_TOKENS + 1)
 
 
@@ -168,8 +183,13 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
 @pytest.mark.parametrize(
     ("kind", "tokens"),
     [
-        *[(LinearKind(6144, 1024, 32, gated=True), tokens) for tokens in TOKEN_BUCKETS],
+        *[(LinearKind(6144, 1024, 64, gated=True), tokens) for tokens in TOKEN_BUCKETS],
         *[(LinearKind(1024, 2048, residual=True, norm_next=True), tokens) for tokens in TOKEN_BUCKETS],
+        *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128)],
+        *[(LinearKind(4096, 12288, residual=True, norm_next=True), tokens) for tokens in (16, 64, 128)],
+        (LinearKind(151936, 4096, 256), 64),
+        (LinearKind(32768, 4096, gated=True), 128),
+        (LinearKind(33792, 4096, residual=True, norm_next=True), 128),
         (LinearKind(6144, 4096, 256), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
         (LinearKind(4096, 12288, residual=True, norm_next=True), 8),
@@ -237,13 +257,14 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("box_panels", "sizes", "strides", "box"),
+    ("box_panels", "are_halves", "sizes", "strides", "box"),
     [
-        (None, [1024, 160], [2048], [64, 16]),
-        (16, [64, 160, 16], [2048, 128], [64, 16, 16]),
+        (None, False, [1024, 160], [2048], [64, 16]),
+        (16, False, [64, 160, 16], [2048, 128], [64, 16, 16]),
+        (2, True, [64, 8, 2, 10, 16], [2048, 80 * 2048, 8 * 2048, 128], [64, 8, 2, 1, 2]),
     ],
 )
-def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, box_panels, sizes, strides, box):
+def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, box_panels, are_halves, sizes, strides, box):
     given: list[list[int]] = []
 
     class Driver:
@@ -254,15 +275,15 @@ def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, box_panels, si
             return 0
 
     monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", Driver)
-    TensorMap(torch.zeros(160, 1024, dtype=torch.bfloat16), 16, box_panels)
+    TensorMap(torch.zeros(160, 1024, dtype=torch.bfloat16), 16, box_panels, are_halves)
     assert given == [sizes, strides, box]
 
 
 def test_maps_of_other_boxes_are_others(driver):
     driver()
     maps, matrix = TensorMaps(), torch.zeros(160, 1024, dtype=torch.bfloat16)
-    made = [maps.get(matrix, 16), maps.get(matrix, 16, 16), maps.get(matrix, 32)]
-    assert len({id(one) for one in made}) == 3
+    made = [maps.get(matrix, 16), maps.get(matrix, 16, 16), maps.get(matrix, 32), maps.get(matrix, 16, 16, True)]
+    assert len({id(one) for one in made}) == 4
     assert maps.get(matrix, 16, 16) is made[1]
 
 
