@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
+from mllm_compile.nvrtc import compile_cuda
 from mllm_compile.progress import NullReporter
+from mllm_compile.runtime.cuda.driver import Kernel, address_of
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
 from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
@@ -24,6 +29,31 @@ pytestmark = [
 
 Decode = ClusterDecode | ShareDecode
 CLUSTERS, SHARES = "clusters", "shares"
+# Lets the next kernel begin and writes the newest keys and values 0.2 ms later.
+WRITES_LATE = """
+extern "C" __global__ void write_late(uint4* keys, uint4* values, const uint4* new_keys, const uint4* new_values,
+                                      const long long* slots) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  while (now < begin + 200000);
+  const long long to = slots[blockIdx.x] * blockDim.x + threadIdx.x, from = blockIdx.x * blockDim.x + threadIdx.x;
+  keys[to] = new_keys[from], values[to] = new_values[from];
+}
+"""
+
+
+def compiled_decoder(folder: Path, kind: str, heads: int, kv_heads: int, page_size: int) -> Decode:
+    shares = ShareKernel(kv_heads, heads // kv_heads, page_size)
+    clusters = cluster_kernels(heads, kv_heads, page_size)
+    with KernelCompiler() as compiler:
+        compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
+    binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
+    if kind == CLUSTERS:
+        return ClusterDecode(clusters, binaries, 128**-0.5, torch.device("cuda:0"))
+    return ShareDecode(shares, binaries, 128**-0.5, torch.device("cuda:0"))
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +62,7 @@ def decoders(tmp_path_factory):
 
     @cache
     def of(kind: str, heads: int, kv_heads: int, page_size: int) -> Decode:
-        shares = ShareKernel(kv_heads, heads // kv_heads, page_size)
-        clusters = cluster_kernels(heads, kv_heads, page_size)
-        folder = tmp_path_factory.mktemp("decode")
-        with KernelCompiler() as compiler:
-            compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
-        binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
-        if kind == CLUSTERS:
-            return ClusterDecode(clusters, binaries, 128**-0.5, torch.device("cuda:0"))
-        return ShareDecode(shares, binaries, 128**-0.5, torch.device("cuda:0"))
+        return compiled_decoder(tmp_path_factory.mktemp("decode"), kind, heads, kv_heads, page_size)
 
     return of
 
@@ -139,3 +161,46 @@ def test_a_graph_replays_it_on_other_requests(decoders, kind):
 def test_a_long_request(decoders, kind):
     cache = Cache([70_000, 3], 8, 128, 64, torch.bfloat16)
     assert worst_error(decoders(kind, 32, 8, 64), cache, 32) < 1e-2
+
+
+def decode_behind_a_late_write(decoder: Decode, cache: Cache, q: torch.Tensor) -> torch.Tensor:
+    """In a graph, as in a model: the newest keys are infinite until a kernel writes them that lets the next begin early."""
+    last = cache.lengths.long() - 1
+    page = cache.page_table.gather(1, (last // cache.page_size)[:, None]).squeeze(1).long()
+    slots = page * cache.page_size + last % cache.page_size
+    new_keys, new_values = cache.keys[slots], cache.values[slots]
+    late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
+    arguments = [address_of(tensor) for tensor in (cache.keys, cache.values, new_keys, new_values, slots)]
+    decode(decoder, cache, q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.keys.index_fill_(0, slots, torch.inf)
+        cache.values.index_fill_(0, slots, torch.inf)
+        late.launch(len(slots), new_keys[0].numel() // 8, arguments)
+        out = decode(decoder, cache, q)
+    for _ in range(3):
+        graph.replay()
+    return out
+
+
+@pytest.mark.parametrize(("kind", "num_requests"), [(CLUSTERS, 1), (CLUSTERS, 8), (SHARES, 3), (SHARES, 100)])
+def test_what_the_kernel_ahead_writes_is_read_when_that_has_ended(decoders, kind, num_requests):
+    cache = Cache((LENGTHS * 13)[-num_requests:], 8, 128, 64, torch.bfloat16)
+    q = 2 * torch.randn(num_requests, 16, 128, device="cuda").bfloat16()
+    want = in_float32(cache, q)
+    got = decode_behind_a_late_write(decoders(kind, 16, 8, 64), cache, q).float()
+    assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_a_kernel_that_does_not_wait_is_found_out(tmp_path_factory, monkeypatch, kind):
+    """By the test before this one."""
+
+    def source(kernel: CudaKernel) -> str:
+        return kernel_source(kernel).replace("griddepcontrol.wait;", "")
+
+    monkeypatch.setattr("mllm_compile.cuda_kernels.kernel_source", source)
+    cache = Cache(LENGTHS, 8, 128, 64, torch.bfloat16)
+    q = torch.randn(len(LENGTHS), 16, 128, device="cuda").bfloat16()
+    decoder = compiled_decoder(tmp_path_factory.mktemp("hasty"), kind, 16, 8, 64)
+    assert not decode_behind_a_late_write(decoder, cache, q).isfinite().all()
