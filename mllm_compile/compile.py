@@ -48,6 +48,7 @@ from mllm_compile.explain import miss_note, nearest_runtime
 from mllm_compile.model_folder import ModelFolder, open_model_folder
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig, resolve
+from mllm_compile.runtime.device_memory import give_back_unused
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.split_decode_shapes import OF_FEW
 from mllm_compile.timeline import Timeline, timeline_of
@@ -311,6 +312,8 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
             files=hash_files(scratch),
         )
         write_manifest(scratch, manifest)
+    del lowered  # with the self-check's weights: an engine of this process counts what is free
+    give_back_unused(config.runtime.device)
     with timeline.stage("check runtime"):
         return open_artifact(folder)
 

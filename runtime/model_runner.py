@@ -24,7 +24,7 @@ from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
-from mllm_compile.runtime.device_memory import check_weights_fit, cpu_kv_budget, cuda_kv_budget
+from mllm_compile.runtime.device_memory import check_weights_fit, cpu_kv_budget, cuda_kv_budget, give_back_unused
 from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
@@ -417,8 +417,7 @@ class ModelRunner:
         self.init_attention_backend()
         num_bytes = estimate_graph_bytes(self, self._dispatcher())
         del self.token_to_kv_pool, self.attn_backend
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back_unused(self.device)
         return num_bytes
 
     @torch.inference_mode()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from mllm_compile import self_check
+from mllm_compile import self_check, small_weights
 from mllm_compile.compile import load_or_compile
 from mllm_compile.config import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
@@ -48,6 +51,25 @@ def errors(monkeypatch) -> list[float]:
     relative_error = self_check.relative_error
     monkeypatch.setattr(self_check, "relative_error", measure)
     return measured
+
+
+def test_its_weights_are_gone_when_the_compile_is_over(monkeypatch, tmp_path):
+    """An engine of the same process stores how much memory is free: a later start looks for as much."""
+    weights: list[weakref.ref[torch.Tensor]] = []
+
+    def materialise(*arguments: Any) -> dict[str, torch.Tensor]:
+        by_name = small_weights.materialise(*arguments)
+        weights.extend(map(weakref.ref, by_name.values()))
+        return by_name
+
+    monkeypatch.setattr(self_check, "materialise", materialise)
+    gc.disable()
+    try:
+        compile_tiny(tmp_path, "float32")
+        assert weights
+        assert [ref() for ref in weights if ref() is not None] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -164,7 +164,7 @@ def test_a_long_request(decoders, kind):
 
 
 def decode_behind_a_late_write(decoder: Decode, cache: Cache, q: torch.Tensor) -> torch.Tensor:
-    """In a graph, as in a model: the newest keys are infinite until a kernel that lets the next begin early writes them."""
+    """In a graph: the newest keys are infinite until a kernel writes them that has let the next one begin before."""
     last = cache.lengths.long() - 1
     page = cache.page_table.gather(1, (last // cache.page_size)[:, None]).squeeze(1).long()
     slots = page * cache.page_size + last % cache.page_size
