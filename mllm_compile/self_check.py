@@ -127,7 +127,8 @@ def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tup
     batches = [([ids[0][:1]], [positions[0][:1]])] if 1 in sizes else []
     tokens = sum(REQUEST_LENGTHS)
     most = max(sizes, default=1)
-    kernels = [bucket // tokens for bucket in TOKEN_BUCKETS if program.linears and tokens < bucket <= most]
+    buckets = [bucket // tokens for bucket in TOKEN_BUCKETS if program.linears and tokens < bucket <= most]
+    kernels = [count - 1 if count > 2 else count for count in buckets]  # also with fewer tokens than a kernel is for
     beyond = [most // tokens + 1] if most > 1 else []
     batches += [(ids * count, positions * count) for count in (1, *kernels, *beyond)]
     return batches

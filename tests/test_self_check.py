@@ -122,7 +122,7 @@ def test_every_kernel_of_a_linear_is_run():
     program = Program((), (), (), "logits", {"piece": small}, linears=tilings)
     ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
     batches = self_check._batches(program, ids, ids)
-    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [1, 8, 16, 32, 64, 128, 136]
+    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [1, 8, 16, 24, 56, 120, 136]
 
 
 def test_transformers_runs_each_request_of_a_repeated_batch_once(monkeypatch):

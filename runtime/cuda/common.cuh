@@ -80,6 +80,12 @@ __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {  // of neigh
   for (int other = lanes / 2; other; other >>= 1) v += __shfl_xor_sync(~0u, v, other);
   return v;
 }
+// What some lanes of a warp store before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always bring the
+// lanes of one together before the next shuffle (a sum over four lanes was that of the first one alone).
+__device__ __forceinline__ void store_if(bool is_there, float* to, float v) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2; }" ::"r"((u32)is_there), "l"(to), "f"(v)
+               : "memory");
+}
 __device__ __forceinline__ float max_of_quad(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));

@@ -169,7 +169,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (NORM_NEXT) {
       if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
       const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
-      if (is_there && quad == 0) out_squares[token * (OUTPUTS / ROWS) + group] = sum;
+      store_if(is_there && quad == 0, out_squares + token * (OUTPUTS / ROWS) + group, sum);
     }
   }
 }

@@ -32,7 +32,7 @@ def is_streamed(rows: int, columns: int, tokens: int) -> bool:
 
 
 def is_head(rows: int) -> bool:
-    """Whether a weight has so many rows that it can only be a head's."""
+    """Whether a weight has so many rows that it is taken for a head's."""
     return rows >= _HEAD_ROWS
 
 

@@ -9,9 +9,10 @@
 // One warp asks for weight and x, the other three of its group compute the norm's factors; each of the other groups of
 // four warps multiplies 64 tokens.
 //
-// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, TOKENS (8,
-// 16, 32, or a multiple of 64), STAGES, PANELS (of 64 inputs, of a stage), NORM_BLOCKS (sums of squares a token to read;
-// 0: no norm), GATED, RESIDUAL, NORM_NEXT, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, NUM_THREADS
+// and SHARED_BYTES of a block, TOKENS (8, 16, 32, or a multiple of 64), STAGES, PANELS (of 64 inputs, of a stage),
+// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, and `multiply_add_all`, which adds
+// products to ROWS / 2 sums of a thread.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
 constexpr int GROUPS = (TOKENS + 63) / 64, CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
@@ -22,6 +23,9 @@ constexpr int W_BYTES = PANELS * ROWS * ROW_BYTES, X_PANEL_BYTES = TOKENS * ROW_
 constexpr int STEPS = K / SPLIT / COLUMNS / PANELS;  // stages of a tile, a block's
 constexpr int SUMS = ROWS / 2;                       // of a thread: of 8 outputs of a group 2, of two tokens
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
+static_assert(STAGES > 1 || STEPS == 1, "a stage is free when the products of the next one have begun");
+static_assert(K % (SPLIT * PANELS * COLUMNS) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
+static_assert(THREADS == NUM_THREADS, "as it is launched");
 
 __device__ __forceinline__ void fetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -62,6 +66,9 @@ struct Shared {
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
 };
 
+static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
+static_assert(1023 + STAGES * STAGE_BYTES - X_PANEL_BYTES + GROUPS * 64 * ROW_BYTES <= SHARED_BYTES, "wgmma reads 64 tokens");
+
 // The warp that asks, by one lane.
 __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
                     int num_tokens) {
@@ -83,7 +90,6 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   for (int i = 0; i < ahead; i++) ask_weight(i);
   wait_for_prerequisites();
   for (int i = 0; i < ahead; i++) ask_x(i);
-  start_dependents();
   for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
     ask_weight(i), ask_x(i);
@@ -129,6 +135,94 @@ __device__ __forceinline__ void multiply(float* sums, u32 ring, u32 full, u32 em
   if (lane == 0) arrive(empty + 8 * before(slot));
 }
 
+// What a thread finishes, PLACES groups of rows: of each two neighbouring outputs, and two that are eight behind (of a gated
+// one gates and ups), of two tokens.
+struct Outputs {
+  int token, first_row, rank, num_tokens;  // row and token of the first one
+
+  __device__ __forceinline__ int row(int place) const { return first_row + (place * SPLIT + rank) * OUT_GROUP; }
+  __device__ __forceinline__ bool is_row(int place) const { return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS; }
+  __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
+  __device__ __forceinline__ bool is_there(int place, int h) const { return is_row(place) && token + 8 * h < num_tokens; }
+};
+
+// Residual and norm weight: asked for before the products and used after them, when they are there.
+struct Operands {
+  u32 residuals[PLACES][2][2], weights[PLACES][2];
+
+  __device__ __forceinline__ Operands(const Outputs& outputs, const u32* residual, const u32* norm_weight) {
+#pragma unroll
+    for (int place = 0; place < PLACES; place++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const bool is_there = RESIDUAL && outputs.is_there(place, h);
+        const u32* from = residual + outputs.at(place, h);
+        residuals[place][h][0] = is_there ? from[0] : 0, residuals[place][h][1] = is_there ? from[4] : 0;
+        weights[place][h] = NORM_NEXT && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
+      }
+  }
+};
+
+// The sums of the groups that the block finishes, of all its cluster.
+__device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float* sums, Shared& shared, int rank, int group) {
+#pragma unroll
+  for (int g = 0; g < ROW_GROUPS; g++)
+    if (g % SPLIT == rank)
+#pragma unroll
+      for (int i = 0; i < 8; i++) mine[g / SPLIT][i] = sums[8 * g + i];
+#if SPLIT > 1
+  const int thread = threadIdx.x % 128;
+  const u32 arrived = shared_address(&shared.arrived);
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
+#pragma unroll
+  for (int g = 0; g < ROW_GROUPS; g++) {
+    const int owner = g % SPLIT, sender = (rank - owner - 1 + SPLIT) % SPLIT;
+    if (owner == rank) continue;
+    const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][thread]);
+    send(address_of_peer(to, owner), sums + 8 * g, address_of_peer(arrived, owner));
+    send(address_of_peer(to + 2048, owner), sums + 8 * g + 4, address_of_peer(arrived, owner));
+  }
+  wait_for(arrived, 0);
+#pragma unroll
+  for (int place = 0; place < PLACES; place++)
+    if (place * SPLIT + rank < ROW_GROUPS)
+#pragma unroll
+      for (int peer = 0; peer < SPLIT - 1; peer++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float4 part = shared.inbox[peer][group][place][half][thread];
+          float* sum = mine[place] + 4 * half;
+          sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+        }
+#endif
+}
+
+// The norm's factor, the activation, the residual, and what the next norm wants.
+__device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Outputs& outputs, const Operands& operands,
+                                       const float (&factors)[2], u32* out, u32* scaled, float* out_squares) {
+#pragma unroll
+  for (int place = 0; place < PLACES; place++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float* sum = sums[place] + 2 * h;
+      const int at = outputs.at(place, h);
+      const bool is_there = outputs.is_there(place, h);
+      u32 low = pack(sum[0] * factors[h], sum[1] * factors[h]), high = pack(sum[4] * factors[h], sum[5] * factors[h]);
+      if (GATED) {
+        if (is_there) out[at] = silu_times(low, high);
+        continue;
+      }
+      if (RESIDUAL) low = add(operands.residuals[place][h][0], low), high = add(operands.residuals[place][h][1], high);
+      if (is_there) out[at] = low, out[at + 4] = high;
+      if (NORM_NEXT) {
+        const u32* weights = operands.weights[place];
+        if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
+        const float squares = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
+        store_if(is_there && threadIdx.x % 4 == 0, out_squares + 2 * at / NORM_ROWS, squares);
+      }
+    }
+}
+
 extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
@@ -141,7 +235,7 @@ __launch_bounds__(THREADS, 1) stream_linear(
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const u32 arrived = shared_address(&shared.arrived), factors_there = shared_address(&shared.factors_there);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % SPLIT, first_tile = blockIdx.x / SPLIT;
   if (threadIdx.x == 0) {
     fetch_map(&weight), fetch_map(&x);
@@ -173,81 +267,17 @@ __launch_bounds__(THREADS, 1) stream_linear(
   start_dependents();
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
-    const int first_row = tile * OUT_ROWS + quad * 2;  // of the thread's, in a group the next two, or these of up, 8 behind
-    // Asked for here and used at the end: by then they are there.
-    u32 residuals[PLACES][2][2], weights[PLACES][2];
-#pragma unroll
-    for (int place = 0; place < PLACES; place++) {
-      const int row = first_row + (place * SPLIT + rank) * OUT_GROUP;
-      const bool is_row = row < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const bool is_there = RESIDUAL && is_row && token + 8 * h < num_tokens;
-        const u32* from = residual + ((token + 8 * h) * OUTPUTS + row) / 2;
-        residuals[place][h][0] = is_there ? from[0] : 0, residuals[place][h][1] = is_there ? from[4] : 0;
-        weights[place][h] = NORM_NEXT && is_row ? norm_weight[row / 2 + 4 * h] : 0;
-      }
-    }
-    float sums[SUMS];
+    const Outputs outputs = {token, tile * OUT_ROWS + lane % 4 * 2, rank, num_tokens};
+    const Operands operands(outputs, residual, norm_weight);
+    float sums[SUMS], mine[PLACES][8], factors[2] = {1.f, 1.f};
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
     multiply(sums, ring, full, empty, slot, phase, group, lane);
-    float mine[PLACES][8];
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++)
-      if (g % SPLIT == rank)
-#pragma unroll
-        for (int i = 0; i < 8; i++) mine[g / SPLIT][i] = sums[8 * g + i];
-#if SPLIT > 1
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++) {
-      const int owner = g % SPLIT, sender = (rank - owner - 1 + SPLIT) % SPLIT;
-      if (owner == rank) continue;
-      const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][threadIdx.x % 128]);
-      send(address_of_peer(to, owner), sums + 8 * g, address_of_peer(arrived, owner));
-      send(address_of_peer(to + 2048, owner), sums + 8 * g + 4, address_of_peer(arrived, owner));
-    }
-    wait_for(arrived, 0);
-#endif
-    float factors[2] = {1.f, 1.f};
+    exchange(mine, sums, shared, rank, group);
     if (NORM_BLOCKS) {
       wait_for(factors_there, 0);
       factors[0] = shared.factors[token], factors[1] = shared.factors[token + 8];
     }
-#pragma unroll
-    for (int place = 0; place < PLACES; place++) {
-      float* sum = mine[place];
-#if SPLIT > 1
-      if (place * SPLIT + rank < ROW_GROUPS)
-#pragma unroll
-        for (int peer = 0; peer < SPLIT - 1; peer++)
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const float4 part = shared.inbox[peer][group][place][half][threadIdx.x % 128];
-            sum[4 * half] += part.x, sum[4 * half + 1] += part.y, sum[4 * half + 2] += part.z, sum[4 * half + 3] += part.w;
-          }
-#endif
-      const int row = first_row + (place * SPLIT + rank) * OUT_GROUP;
-      const bool is_row = row < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int t = token + 8 * h, at = (t * OUTPUTS + row) / 2;
-        const bool is_there = is_row && t < num_tokens;
-        u32 low = pack(sum[2 * h] * factors[h], sum[2 * h + 1] * factors[h]);
-        u32 high = pack(sum[2 * h + 4] * factors[h], sum[2 * h + 5] * factors[h]);
-        if (GATED) {
-          if (is_there) out[at] = silu_times(low, high);
-          continue;
-        }
-        if (RESIDUAL) low = add(residuals[place][h][0], low), high = add(residuals[place][h][1], high);
-        if (is_there) out[at] = low, out[at + 4] = high;
-        if (NORM_NEXT) {
-          if (is_there) scaled[at] = times(low, weights[place][0]), scaled[at + 4] = times(high, weights[place][1]);
-          const float squares_of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
-          if (is_there && quad == 0) out_squares[t * (OUTPUTS / NORM_ROWS) + row / NORM_ROWS] = squares_of_group;
-        }
-      }
-    }
+    finish(mine, outputs, operands, factors, out, scaled, out_squares);
   }
 }

@@ -48,6 +48,7 @@ def kinds(max_rows: int, columns: tuple[int, int], norm_blocks: int) -> st.Searc
         columns=st.integers(*columns).map(lambda n: 256 * n),
         norm_blocks=st.sampled_from([0, norm_blocks]),
         gated=st.booleans(),
+        residual=st.booleans(),
     )
 
 
@@ -59,12 +60,15 @@ WIDE_KINDS = kinds(1023, (6, 128), 256).filter(lambda kind: rows.takes(kind.rows
 def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
     tiling = tiles.choose(kind, tokens)
     num_tiles = math.ceil(kind.rows / tiling.rows)
-    assert tiling.rows % NORM_ROWS == 0 and tiling.rows <= 256, "of wgmma and of a box"
+    assert tiling.rows % NORM_ROWS == 0
+    assert tiling.rows <= (128 if kind.residual else 256), "of registers; of wgmma and of a box"
     assert kind.columns % (tiling.split * tiling.panels * 64) == 0
     assert tiling.shared_bytes <= _SHARED_BYTES
-    assert 2 <= tiling.stages <= kind.columns // (64 * tiling.split * tiling.panels) or tiling.stages == 1
+    steps = kind.columns // (64 * tiling.split * tiling.panels)
+    assert min(2, steps) <= tiling.stages <= min(steps, 32)
+    assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
     if tiling.split > 1:
-        assert tiling.num_blocks == num_tiles * tiling.split <= MULTIPROCESSORS, "one tile a cluster, all at once"
+        assert tiling.num_blocks == num_tiles * tiling.split, "one tile a cluster"
     else:
         turns = math.ceil(num_tiles / tiling.num_blocks)
         assert num_tiles > (turns - 1) * MULTIPROCESSORS, "no turn is for nothing"
@@ -134,7 +138,9 @@ def test_a_head_is_streamed_for_fewer():
         (6144, 4096, "rows"),
         (2560, 9728, "rows"),
         (1024, 3072, "tiles"),
-        (151936, 4096, "tiles"),
+        (4096, 1536, "tiles"),
+        (4096, 2048, "rows"),
+        (128256, 4096, "tiles"),
         (33856, 16640, "tiles"),
     ],
 )
@@ -285,6 +291,21 @@ def test_maps_of_other_boxes_are_others(driver):
     made = [maps.get(matrix, 16), maps.get(matrix, 16, 16), maps.get(matrix, 32), maps.get(matrix, 16, 16, True)]
     assert len({id(one) for one in made}) == 4
     assert maps.get(matrix, 16, 16) is made[1]
+
+
+def test_a_launch_reads_as_many_tokens_as_there_are_and_gates_beside_ups(driver, monkeypatch):
+    driver()
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr("mllm_compile.runtime.cuda.driver.TensorMap", lambda *arguments: asked.append(arguments[1:]))
+    tiling = choose_tiling(LinearKind(24576, 2048, gated=True), 16)
+    assert (tiling.panels, tiling.rows) == (2, 192)
+    loaded = _Loaded(tiling, {tiling.name: b"binary"})
+    launches: list[tuple[object, ...]] = []
+    monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
+    x, weight = torch.zeros(13, 2048, dtype=torch.bfloat16), torch.zeros(24576, 2048, dtype=torch.bfloat16)
+    loaded(x, weight, [None] * 6, 0.0, 13)
+    assert asked == [(192, 2, True), (13, None, False)]
+    assert launches[0][:2] == (128, 256)
 
 
 def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(driver, monkeypatch):
