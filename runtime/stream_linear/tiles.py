@@ -19,8 +19,8 @@ _GROUP_TOKENS = 64  # of a warp group
 _MOST_ROWS = 256  # of wgmma, and of a box of TMA
 _MOST_ROWS_WITH_RESIDUAL = 128  # which is in registers too
 _MOST_STAGES = 32
-# Shared memory of a block: half, so that there is room for one of the next kernel, whose weight is on its way while this
-# one ends; or all. The first where it holds this much of what the block reads of a tile.
+# Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
+# ends; or all. The first where it holds this much of what the block reads of a tile.
 _BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
 _SHARE_BESIDE = 0.6
 # A long read is the faster in stages of two panels, 256 bytes of a row together, as long as a ring has so many of them.
