@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError, DeviceError
-from mllm_compile.runtime.cuda.driver import Argument, Kernel, TensorMap, TensorMaps, _context
+from mllm_compile.runtime.cuda.driver import Argument, TensorMap, TensorMaps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.stream_linear import rows, tiles
@@ -33,7 +32,6 @@ from mllm_compile.runtime.stream_linear.shapes import (
     is_streamed,
     tiling_from_json,
 )
-from tests.runtime.fake_driver import FakeDriver
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
 _MULTIPROCESSOR_BYTES = 228 << 10
@@ -213,33 +211,6 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
 
 
-@pytest.fixture
-def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
-    def use(fails: str = "") -> FakeDriver:
-        fake = FakeDriver(fails)
-        monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", lambda: fake)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        return fake
-
-    _context.cache_clear()
-    yield use
-    _context.cache_clear()
-
-
-def test_a_kernel_is_loaded_into_torchs_context_whatever_the_thread(driver):
-    fake = driver()
-    Kernel(b"", "name", 1 << 16)
-    assert fake.calls.index("cuDevicePrimaryCtxRetain") < fake.calls.index("cuCtxSetCurrent")
-    assert fake.calls.index("cuCtxSetCurrent") < fake.calls.index("cuModuleLoadData")
-
-
-@pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
-def test_what_the_driver_refuses_is_named(driver, call):
-    driver(fails=call)
-    with pytest.raises(DeviceError, match=r"CUDA_ERROR_OF_A_TEST \(7\)"):
-        Kernel(b"", "name", 1 << 16)
-
-
 def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch):
     driver(fails="cuModuleLoadData")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -260,37 +231,6 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
     assert fake.calls.count("cuModuleLoadData") == len(TOKEN_BUCKETS)
     load_kernels(tilings, dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
     assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
-
-
-@pytest.mark.parametrize(
-    ("box_panels", "are_halves", "sizes", "strides", "box"),
-    [
-        (None, False, [1024, 160], [2048], [64, 16]),
-        (16, False, [64, 160, 16], [2048, 128], [64, 16, 16]),
-        (2, True, [64, 8, 2, 10, 16], [2048, 80 * 2048, 8 * 2048, 128], [64, 8, 2, 1, 2]),
-    ],
-)
-def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, box_panels, are_halves, sizes, strides, box):
-    given: list[list[int]] = []
-
-    class Driver:
-        def cuTensorMapEncodeTiled(self, *arguments) -> int:
-            rank = arguments[2]
-            assert rank == len(arguments[4])
-            given.extend(list(arguments[index]) for index in (4, 5, 6))
-            return 0
-
-    monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", Driver)
-    TensorMap(torch.zeros(160, 1024, dtype=torch.bfloat16), 16, box_panels, are_halves)
-    assert given == [sizes, strides, box]
-
-
-def test_maps_of_other_boxes_are_others(driver):
-    driver()
-    maps, matrix = TensorMaps(), torch.zeros(160, 1024, dtype=torch.bfloat16)
-    made = [maps.get(matrix, 16), maps.get(matrix, 16, 16), maps.get(matrix, 32), maps.get(matrix, 16, 16, True)]
-    assert len({id(one) for one in made}) == 4
-    assert maps.get(matrix, 16, 16) is made[1]
 
 
 def test_a_launch_reads_as_many_tokens_as_there_are_and_gates_beside_ups(driver, monkeypatch):

@@ -1,0 +1,26 @@
+"""What tests of the runtime share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from mllm_compile.runtime.cuda.driver import _context
+from tests.runtime.fake_driver import FakeDriver
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
+    """Puts a fake driver in the place of the machine's; one of its calls may fail."""
+
+    def use(fails: str = "") -> FakeDriver:
+        fake = FakeDriver(fails)
+        monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", lambda: fake)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        return fake
+
+    _context.cache_clear()
+    yield use
+    _context.cache_clear()
