@@ -83,6 +83,6 @@ def streamed(tokens: int) -> LinearOps:
         prefix="stream",
         module="mllm_compile.runtime.stream_linear.ops",
         is_taken=partial(is_streamed, tokens=tokens),
-        num_norm_blocks=num_streamed_norm_blocks,
+        num_norm_blocks=lambda rows, columns: num_streamed_norm_blocks(rows),
         takes_float16=False,
     )

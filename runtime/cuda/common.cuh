@@ -33,6 +33,11 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
       "@p bra DONE; bra AGAIN;\n"
       "DONE: }" ::"r"(barrier), "r"(parity) : "memory");
 }
+// To another block of the cluster; its barrier counts the bytes.
+__device__ __forceinline__ void send(u32 to, float4 v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ u64 read_once() {  // a weight: nobody reads it again in this step
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -192,7 +192,7 @@ def stream_linear_residual_norm(
 
 
 def _norm_outputs(residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_blocks = num_streamed_norm_blocks(int(weight.shape[0]), int(weight.shape[1]))
+    num_blocks = num_streamed_norm_blocks(int(weight.shape[0]))
     squares = residual.new_empty((*residual.shape[:-1], num_blocks), dtype=torch.float32)
     return (
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device),

@@ -35,10 +35,6 @@ __device__ __forceinline__ void load_row(u32 to, const char* from, int bytes, u3
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void send(u32 to, float4 v, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
-}
 
 struct Shared {
   float sums[WARPS][TOKENS * LD];            // of the rows that the block works at

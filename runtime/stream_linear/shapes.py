@@ -41,8 +41,8 @@ def is_read_in_rows(rows: int, columns: int) -> bool:
     return rows * columns * 2 > _LARGE_BYTES and not is_head(rows) and by_rows.takes(rows, columns)
 
 
-def num_streamed_norm_blocks(rows: int, columns: int) -> int:
-    """How many sums of squares a linear leaves for the norm of its outputs."""
+def num_streamed_norm_blocks(rows: int) -> int:
+    """How many sums of squares a linear of so many outputs leaves for their norm."""
     return rows // NORM_ROWS
 
 

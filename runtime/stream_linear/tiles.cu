@@ -53,10 +53,6 @@ __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int panel, 
 __device__ __forceinline__ u64 matrix(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
-__device__ __forceinline__ void send(u32 to, const float* v, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
-}
 
 struct Shared {
 #if SPLIT > 1
@@ -178,9 +174,10 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float* 
   for (int g = 0; g < ROW_GROUPS; g++) {
     const int owner = g % SPLIT, sender = (rank - owner - 1 + SPLIT) % SPLIT;
     if (owner == rank) continue;
-    const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][thread]);
-    send(address_of_peer(to, owner), sums + 8 * g, address_of_peer(arrived, owner));
-    send(address_of_peer(to + 2048, owner), sums + 8 * g + 4, address_of_peer(arrived, owner));
+    const float* sum = sums + 8 * g;
+    const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][thread]), half = sizeof(shared.inbox[0][0][0][0]);
+    send(address_of_peer(to, owner), {sum[0], sum[1], sum[2], sum[3]}, address_of_peer(arrived, owner));
+    send(address_of_peer(to + half, owner), {sum[4], sum[5], sum[6], sum[7]}, address_of_peer(arrived, owner));
   }
   wait_for(arrived, 0);
 #pragma unroll

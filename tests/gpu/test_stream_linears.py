@@ -28,16 +28,16 @@ pytestmark = [
 # that eight blocks divide.
 SHAPES = [(1024, 2048, 3072), (4096, 4096, 12288), (2560, 4096, 9728), (2048, 2304, 4352), (512, 1280, 1792)]
 SHAPES += [(2048, 2048, 28672)]
-NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 128]
+NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128]
 SOURCE = FEW_SOURCE.replace("few_linear", "stream_linear")
 
 
 def kinds_of(hidden: int, heads: int, ffn: int) -> list[LinearKind]:
     return [
         LinearKind(hidden, heads, residual=True, norm_next=True),
-        LinearKind(2 * ffn, hidden, num_streamed_norm_blocks(hidden, heads), gated=True),
+        LinearKind(2 * ffn, hidden, num_streamed_norm_blocks(hidden), gated=True),
         LinearKind(hidden, ffn, residual=True, norm_next=True),
-        LinearKind(6 * hidden // 4, hidden, num_streamed_norm_blocks(hidden, ffn)),
+        LinearKind(6 * hidden // 4, hidden, num_streamed_norm_blocks(hidden)),
     ]
 
 

@@ -59,7 +59,7 @@ def test_a_kernel_is_the_same_from_json():
         assert kernel_from_json(kernel.to_json()) == kernel
 
 
-def test_a_share_leaves_room_for_a_block_of_another_kernel():
+def test_a_share_leaves_room_for_a_block_of_a_linear_of_few_tokens():
     small = choose_tiling(LinearKind(1024, 2048, residual=True, norm_next=True), 16)
     used = ShareKernel(8, 2, 64).shared_bytes + small.shared_bytes + 2 * _RESERVED_BYTES
     assert used <= _MULTIPROCESSOR_BYTES
