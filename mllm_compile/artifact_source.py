@@ -18,6 +18,7 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.split_decode import DecodePiece, Decoder, Decoders
+from mllm_compile.runtime.gated_linear.ops import load_gated_kernels
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel
 from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
@@ -88,6 +89,7 @@ class ArtifactSource:
         suffix = self._artifact.manifest.piece_suffix
         with self._reporter.stage("load pieces"), current_device(device):
             load_kernels(self._artifact.program.linears, self._artifact.cubins, device)
+            load_gated_kernels(self._artifact.program.gated_linears, self._artifact.cubins, device)
             return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
 
     def _find_kernels(self) -> None:

@@ -27,7 +27,7 @@ from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -61,6 +61,8 @@ _SHAPING_SOURCES = (
     "runtime/silu_mul_ops.py",
     "runtime/cuda/*.py",
     "runtime/cuda/*.cuh",
+    "runtime/gated_linear/*.py",
+    "runtime/gated_linear/*.cu",
     "runtime/hopper_decode/*.py",
     "runtime/hopper_decode/*.cu",
     "runtime/stream_linear/*.py",

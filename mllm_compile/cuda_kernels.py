@@ -1,5 +1,5 @@
-"""Compiles the CUDA C++ kernels that a model needs on Hopper (runtime/stream_linear/, runtime/hopper_decode/) into its
-runtime."""
+"""Compiles the CUDA C++ kernels that a model needs on Hopper (runtime/stream_linear/, runtime/gated_linear/,
+runtime/hopper_decode/) into its runtime."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mllm_compile.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.gated_linear.kernel import GatedKernel, gated_kernels
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, LinearTiling
 from mllm_compile.runtime.stream_linear.ops import plain_kind, residual_kind
@@ -73,6 +74,19 @@ def _kinds(piece: Any) -> Iterator[LinearKind]:
 
 def _value(node: Any) -> torch.Tensor:
     return node.meta["val"]
+
+
+def gated_linears(graph: fx.GraphModule, program: Program) -> tuple[GatedKernel, ...]:
+    """The kernels that the program's pieces for many tokens call."""
+    pieces: list[Any] = [graph.get_submodule(piece) for piece in program.step_pieces()]
+    weights = [
+        _value(node.args[1])
+        for piece in pieces
+        for node in piece.graph.nodes
+        if node.target is torch.ops.mllm.gated_linear.default
+    ]
+    shapes = dict.fromkeys(tuple(map(int, weight.shape)) for weight in weights)
+    return tuple(kernel for rows, columns in shapes for kernel in gated_kernels(rows, columns))
 
 
 class KernelCompiler:

@@ -1,7 +1,7 @@
-"""Runs the pieces that the compiler wrote itself on small inputs: attention of decodes, and the choice of tokens.
+"""Runs what the compiler wrote itself on small inputs: attention of decodes, the choice of tokens, and gated linears.
 
-The self-check's batches hold prompts, and all their logits: no request decodes there and no token is chosen. Nothing to
-do where a program has no such pieces, as on a CPU.
+The self-check's batches hold a few short prompts, and all their logits: no request decodes there, no token is chosen,
+and of the kernels for many tokens only one is run. Nothing to do where a program has none of these, as on a CPU.
 
 Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a request, S rows, V vocab.
 """
@@ -19,6 +19,8 @@ from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
+from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose
+from mllm_compile.runtime.gated_linear.shapes import MIN_TOKENS
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
@@ -30,6 +32,7 @@ _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
 _NUM_DRAWS = 32
+_MOST_GATED_TOKENS, _TOKENS_STEP = 8200, 100
 
 
 def check_written_pieces(
@@ -62,6 +65,13 @@ def check_written_pieces(
                 check.run(lengths, forms, decoders[layer.name])
     if program.sampling is not None:
         _check_sampling(program.sampling, pieces, logits)
+    _check_gated_linears(program.gated_linears, logits.device)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """‖ours − theirs‖ / ‖theirs‖ of the worst row; both [S, V]."""
+    ours, theirs = ours.float(), theirs.float()
+    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
 
 
 class _DecodeCheck:
@@ -169,3 +179,25 @@ def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], l
                 "they do not serve this vocabulary on this machine. Set compile.backend: eager to do without them, and "
                 "report this."
             )
+
+
+def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -> None:
+    """Each with as few tokens as it is taken for."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
+
+    for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in kernels):
+        weight = random(rows, columns)
+        of_weight = [kernel for kernel in kernels if (kernel.rows, kernel.columns) == (rows, columns)]
+        counts = {choose(of_weight, count): count for count in range(_MOST_GATED_TOKENS, MIN_TOKENS, -_TOKENS_STEP)}
+        for kernel, count in counts.items():
+            x = random(count, columns) / math.sqrt(columns)
+            gate, up = torch.nn.functional.linear(x.float(), weight.float()).chunk(2, -1)
+            error = relative_error(torch.ops.mllm.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
+            if not error <= _TOLERANCE:
+                raise CompileError(
+                    f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit {_TOLERANCE:g}). "
+                    f"Set {kernel.switch} to do without it, and report this."
+                )

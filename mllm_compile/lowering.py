@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.cache_key import max_traced_tokens
-from mllm_compile.cuda_kernels import can_compile_kernels, streamed_linears
+from mllm_compile.cuda_kernels import can_compile_kernels, gated_linears, streamed_linears
 from mllm_compile.decode_attention import add_decode_attention
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from mllm_compile.trace import Trace
 
 # Passes that put kernels of ours into pieces.
-KERNEL_PASSES = ("fuse_rope_cache", "fuse_single_token", "stream_linears", "fuse_few_tokens", "fuse_silu_mul")
+KERNEL_PASSES = (
+    "fuse_rope_cache",
+    "fuse_single_token",
+    "stream_linears",
+    "fuse_few_tokens",
+    "fuse_gated_linear",
+    "fuse_silu_mul",
+)
 
 _GRAPH_TEXT = re.compile(r"\d{2,}_(\w+)\.txt")  # a stage's graph, as _GraphDumper names it
 
@@ -124,7 +131,7 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
     program, decode_pieces = add_decode_attention(config, build_program(graph))
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     program, sampling_pieces = add_sampling_pieces(config, program, output.args[0][0].meta["val"])
-    program = replace(program, linears=streamed_linears(graph, program))
+    program = replace(program, linears=streamed_linears(graph, program), gated_linears=gated_linears(graph, program))
     return Lowered(hf_model, graph, program, reports, size_symbols(graph), (*decode_pieces, *sampling_pieces))
 
 
@@ -158,8 +165,8 @@ def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
     model's is written by the runtime, which knows how to round to it."""
     kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
     converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
-    streams = () if can_compile_kernels(config.runtime.device) else ("stream_linears",)
-    return (*config.compile.disable_passes, *kernels, *converts, *streams)
+    hopper = () if can_compile_kernels(config.runtime.device) else ("stream_linears", "fuse_gated_linear")
+    return (*config.compile.disable_passes, *kernels, *converts, *hopper)
 
 
 def plan_lowered_weights(

@@ -150,12 +150,13 @@ def compile_piece(
     if "torch.ops.mllm." in source:
         import mllm_compile.runtime.draw_ops
         import mllm_compile.runtime.few_token_ops
+        import mllm_compile.runtime.gated_linear.ops
         import mllm_compile.runtime.greedy_ops
         import mllm_compile.runtime.rope_cache_ops
         import mllm_compile.runtime.silu_mul_ops
         import mllm_compile.runtime.single_token_ops
         import mllm_compile.runtime.split_decode_ops
-        import mllm_compile.runtime.stream_linear.ops  # noqa: F401  (these define ops; all but the last need Triton)
+        import mllm_compile.runtime.stream_linear.ops  # noqa: F401  (these define ops; those not for Hopper need Triton)
         from mllm_compile.dependent_launcher import hide_waits_from_analysis
 
         hide_waits_from_analysis()

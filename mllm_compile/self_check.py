@@ -20,12 +20,13 @@ from mllm_compile.artifact import CUBINS, PIECES
 from mllm_compile.artifact_source import attention_layer, current_device
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.hf_model import ModelSizes
-from mllm_compile.kernel_check import check_written_pieces
+from mllm_compile.kernel_check import check_written_pieces, relative_error
 from mllm_compile.model_errors import refusing
 from mllm_compile.models.attention_choice import attention_implementation
 from mllm_compile.passes.base import PackedPart
 from mllm_compile.runtime.attention.base import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.gated_linear.ops import load_gated_kernels
 from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.pieces import load_piece
 from mllm_compile.runtime.program import Program, ProgramExecutor
@@ -65,6 +66,7 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
         bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
         binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
         load_kernels(program.linears, binaries, torch.device(device))
+        load_gated_kernels(program.gated_linears, binaries, torch.device(device))
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         logits = _check_program(lowered, ProgramExecutor(program, pieces, bound), device)
@@ -102,12 +104,6 @@ def _hint(lowered: Lowered) -> str:
     optional = optional_pass_names()
     names = [report.name for report in lowered.reports if report.matches and report.name in optional]
     return f" Or a pass: try compile.disable_passes: [{', '.join(names)}]." if names else ""
-
-
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """‖ours − theirs‖ / ‖theirs‖ of the worst row; both [S, V]."""
-    ours, theirs = ours.float(), theirs.float()
-    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
 
 
 def _requests(sizes: ModelSizes, device: str) -> tuple[_Requests, _Requests]:

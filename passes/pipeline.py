@@ -7,9 +7,10 @@
 5. split_at_attention  one submodule per stretch between attentions, and one for the head
 6. deduplicate_pieces  equal stretches share one module
 7. fuse_single_token   on CUDA, a form of each piece for steps of one token
-8. stream_linears      and one for steps of up to 128 tokens, on Hopper
+8. stream_linears      and one for steps of up to 192 tokens, on Hopper
 9. fuse_few_tokens     or for few tokens, elsewhere
-10. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
+10. fuse_gated_linear  on Hopper, gate_up and its activation as one kernel, for more tokens
+11. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
 
 To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
 """
@@ -28,6 +29,7 @@ from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
+from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
@@ -47,6 +49,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     FuseSingleToken,
     StreamLinears,
     FuseFewTokens,
+    FuseGatedLinear,
     FuseSiluMul,
 )
 # What the program cannot do without; the others may be named in compile.disable_passes.

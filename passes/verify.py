@@ -87,5 +87,6 @@ AFTER: dict[str, tuple[Check, ...]] = {
     "fuse_single_token": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "stream_linears": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "fuse_few_tokens": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
+    "fuse_gated_linear": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "fuse_silu_mul": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
 }

@@ -16,6 +16,7 @@ import torch
 
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.gated_linear.kernel import GatedKernel
 from mllm_compile.runtime.hopper_decode.kernel import DecodeKernel
 from mllm_compile.runtime.hopper_decode.shapes import kernel_from_json
 from mllm_compile.runtime.ops import attention_with_output, cache_inputs
@@ -161,6 +162,7 @@ class Program:
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
     sampling: SamplingForms | None = None
     linears: tuple[LinearTiling, ...] = ()  # the kernels of runtime/stream_linear/ that pieces call
+    gated_linears: tuple[GatedKernel, ...] = ()  # and those of runtime/gated_linear/
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention and of sampling."""
@@ -171,7 +173,7 @@ class Program:
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """Those that the runtime holds compiled by NVRTC."""
         decodes = dict.fromkeys(kernel for form in self._decode_forms() for kernel in form.kernels)
-        return (*self.linears, *decodes)
+        return (*self.linears, *self.gated_linears, *decodes)
 
     def _decode_forms(self) -> list[DecodeForm]:
         return [form for forms in self.decode_attention.values() for form in forms]
@@ -198,6 +200,7 @@ class Program:
             },
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "linears": [tiling.to_json() for tiling in self.linears],
+            "gated_linears": [kernel.to_json() for kernel in self.gated_linears],
         }
 
     @classmethod
@@ -217,6 +220,7 @@ class Program:
                 },
                 sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
                 linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
+                gated_linears=tuple(GatedKernel.from_json(kernel) for kernel in data["gated_linears"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(

@@ -111,3 +111,15 @@ def test_no_model_is_treated_by_its_name_outside_of_models():
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Compare) and names_a_model(node):
                 pytest.fail(f"{name_of(path)}:{node.lineno} branches on a model's name: {ast.unparse(node)}")
+
+
+def test_whoever_compiles_a_piece_imports_all_ops_that_passes_may_have_put_there():
+    """Pieces are compiled in processes of their own, which no pass has run in."""
+    defining = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for path in RUNTIME
+        if re.search(r'Library\("mllm"|triton_op\("mllm::', path.read_text(encoding="utf-8"))
+    }
+    of_graphs = {"runtime.ops", "runtime.trace_ops"}  # between pieces, and in a trace
+    compiler = parse(ROOT / "mllm_compile" / "piece_compiler.py")
+    assert {f"mllm_compile.{module}" for module in defining - of_graphs} <= set(imported(compiler))

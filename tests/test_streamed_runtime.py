@@ -7,22 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from mllm_compile import Engine, EngineConfig, SamplingParams, artifact_source, cuda_kernels, lowering, self_check
+from mllm_compile import (
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    artifact_source,
+    cuda_kernels,
+    kernel_check,
+    lowering,
+    self_check,
+)
 from mllm_compile.artifact import CUBINS, open_artifact
 from mllm_compile.compile import load_or_compile
-from mllm_compile.errors import ArtifactError
+from mllm_compile.errors import ArtifactError, CompileError
 from mllm_compile.passes import fx_match
+from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.report.page import write_page
+from mllm_compile.runtime.gated_linear.kernel import choose, gated_kernels
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
 from mllm_compile.runtime.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
 from mllm_compile.runtime.stream_linear.rows import RowTiling
+from mllm_compile.runtime.stream_linear.shapes import MAX_LARGE_TOKENS
 from tests.models.tiny_configs import save_tiny_model
 from tests.models.tiny_configs import tiny_config as shape_of
 from tests.passes.stand_ins import streamed_ops_on_cpu
@@ -36,10 +49,15 @@ class Loads:
     """What was loaded, call by call."""
 
     calls: list[dict[str, bytes]] = field(default_factory=list)
+    gated_calls: list[dict[str, bytes]] = field(default_factory=list)
 
-    def __call__(self, tilings, binaries, device) -> None:
+    def __call__(self, kernels, binaries, device) -> None:
         assert device == torch.device("cpu")
-        self.calls.append({tiling.name: binaries[tiling.name] for tiling in tilings})
+        self.calls.append({kernel.name: binaries[kernel.name] for kernel in kernels})
+
+    def of_gated(self, kernels, binaries, device) -> None:
+        assert device == torch.device("cpu")
+        self.gated_calls.append({kernel.name: binaries[kernel.name] for kernel in kernels})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,12 +69,13 @@ def stand_ins() -> Iterator[None]:
 @pytest.fixture
 def loads(monkeypatch) -> Loads:
     monkeypatch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
-    others = [name for name in lowering.KERNEL_PASSES if name != StreamLinears.name]
+    others = [name for name in lowering.KERNEL_PASSES if name not in (StreamLinears.name, FuseGatedLinear.name)]
     monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)
     monkeypatch.setattr(cuda_kernels, "compile_cuda", lambda source, name, architecture: name.encode())
     recorder = Loads()
-    monkeypatch.setattr(artifact_source, "load_kernels", recorder)
-    monkeypatch.setattr(self_check, "load_kernels", recorder)
+    for module in (artifact_source, self_check):
+        monkeypatch.setattr(module, "load_kernels", recorder)
+        monkeypatch.setattr(module, "load_gated_kernels", recorder.of_gated)
     return recorder
 
 
@@ -81,28 +100,43 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     names = {tiling.name for tiling in program.linears}
     assert len(names) == len(program.linears) == len({tiling.kind for tiling in program.linears}) * len(TOKEN_BUCKETS)
     assert Program.from_json(program.to_json()) == program
-    assert {path.name for path in (artifact.folder / CUBINS).iterdir()} == {f"{name}.cubin" for name in names}
+    gated = {kernel.name for kernel in program.gated_linears}
+    assert gated == {kernel.name for kernel in gated_kernels(1024, 256)}
+    assert {path.stem for path in (artifact.folder / CUBINS).iterdir()} == names | gated
     with Engine(config) as engine:
         output = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
     assert len(output.token_ids) == 8
     of_self_check, of_engine = loads.calls
     assert of_self_check == of_engine == {name: name.encode() for name in names}
+    assert loads.gated_calls == [{name: name.encode() for name in gated}] * 2
     write_page(artifact, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert all(name in page for name in names)
+    assert all(name in page for name in gated)
     assert "of runtime/stream_linear/tiles.cu" in page
 
 
 def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads, tmp_path):
     config = config_of(tmp_path, widths=WIDTHS | {"hidden_size": 1536, "intermediate_size": 3072})
     program = load_or_compile(config).artifact.program
-    assert {form.max_size for form in program.all_small_forms()} == {MAX_STREAMED_TOKENS}
+    assert {form.max_size for form in program.all_small_forms()} == {MAX_LARGE_TOKENS, MAX_STREAMED_TOKENS}
     assert {(tiling.kind.columns, tiling.tokens) for tiling in program.linears if isinstance(tiling, RowTiling)} == {
         (1536, MAX_ROW_TOKENS)
     }
     with Engine(config) as engine:
         outputs = engine.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
+
+
+def test_a_gated_linear_that_is_wrong_for_some_number_of_tokens_is_refused(monkeypatch):
+    kernels = gated_kernels(6144, 256)
+    assert {choose(kernels, count).tile_rows for count in (200, 300)} == {64, 128}
+    check = partial(kernel_check._check_gated_linears, kernels, torch.device("cpu"))
+    check()
+    right = torch.ops.mllm.gated_linear
+    monkeypatch.setattr(torch.ops.mllm, "gated_linear", lambda x, w: right(x, w) * (1 if len(x) == 200 else 1.1))
+    with pytest.raises(CompileError, match=r"gated_6144x256_rows(128|192) is off by 0\.1.*fuse_gated_linear"):
+        check()
 
 
 def test_a_changed_kernel_is_not_loaded(loads, tmp_path):

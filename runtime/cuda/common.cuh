@@ -23,6 +23,11 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Of another block of the cluster, or of this one. Whoever waits there may overwrite what was read, and nothing was written:
+// no wider release, which would hold the warp for a microsecond until all its writes are seen.
+__device__ __forceinline__ void arrive_in_cluster(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -37,6 +42,9 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
 __device__ __forceinline__ void send(u32 to, float4 v, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
                "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void fetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 __device__ __forceinline__ u64 read_once() {  // a weight: nobody reads it again in this step
   u64 policy;
@@ -53,6 +61,10 @@ __device__ __forceinline__ void load_transposed(u32* to, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(address));
+}
+// An operand of wgmma: rows of 128 bytes, swizzled, in groups of eight (PTX ISA, "Matrix Descriptor Format").
+__device__ __forceinline__ u64 matrix(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 // Where TMA puts chunk `chunk` (16 bytes) of a row of 128 bytes, in eights of rows that begin at multiples of 1024.
 __device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * 128 + ((chunk ^ row) & 7) * 16; }
@@ -73,8 +85,17 @@ __device__ __forceinline__ u32 pack(float first, float second) {
 __device__ __forceinline__ float first_of(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float second_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
 __device__ __forceinline__ u32 add(u32 a, u32 b) { return pack(first_of(a) + first_of(b), second_of(a) + second_of(b)); }
-__device__ __forceinline__ u32 times(u32 a, u32 b) { return pack(first_of(a) * first_of(b), second_of(a) * second_of(b)); }
-__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.f + __expf(-v)); }
+__device__ __forceinline__ u32 times(u32 a, u32 b) {  // rounded once
+  u32 product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+__device__ __forceinline__ float silu(float v) {  // v / (1 + exp(-v)), without the division's care for large numbers
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
+  return v * inverse;
+}
 __device__ __forceinline__ u32 silu_times(u32 gates, u32 ups) {
   return times(pack(silu(first_of(gates)), silu(second_of(gates))), ups);
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,6 @@ _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_PANEL = 64  # columns: 128 bytes, what is swizzled together
-_EIGHT = 8  # rows, whose swizzle begins anew
 
 
 class _Attribute(ctypes.Structure):
@@ -59,8 +58,22 @@ def _context(device: int) -> ctypes.c_void_p:
     return context
 
 
+class Axis(NamedTuple):
+    """One dimension of a tensor as TMA sees it.
+
+    Attributes:
+        size: steps that there are; past them are zeros.
+        stride: bytes of a step. Of the first axis it is not told: one element.
+        box: steps that a copy takes.
+    """
+
+    size: int
+    stride: int
+    box: int
+
+
 class TensorMap:
-    """How TMA finds boxes in a contiguous bfloat16 matrix, in panels of 64 columns; past the last row are zeros.
+    """How TMA finds boxes in a bfloat16 tensor; rows of 128 bytes are swizzled.
 
     The L2 is asked for 128 bytes at a time: with 256 reading a KV cache was 5 % slower.
 
@@ -68,67 +81,30 @@ class TensorMap:
         DeviceError: the driver refuses it.
     """
 
-    def __init__(
-        self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None, are_halves: bool = False
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, axes: Sequence[Axis]) -> None:
         """
         Args:
-            matrix: [rows, columns].
-            box_rows: of a box.
-            box_panels: of a box, one after another, which is found at (0, row, panel); None: one, at (column, row).
-            are_halves: with `box_panels`; a box has eight rows of the first half of all rows, eight of the second, and
-                so on, and is found at (0, 0, 0, row / 16, panel).
+            tensor: where it begins.
+            axes: at most five, the one of neighbouring elements first.
         """
         self._memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
         self.address = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        rows, columns = matrix.shape
-        row = columns * matrix.element_size()
-        strides: tuple[int, ...] = (row,)
-        sizes: tuple[int, ...] = (columns, rows)
-        box: tuple[int, ...] = (_PANEL, box_rows)
-        if are_halves:
-            sizes, strides = (_PANEL, _EIGHT, 2, rows // (2 * _EIGHT)), (row, rows // 2 * row, _EIGHT * row)
-            box = (_PANEL, _EIGHT, 2, box_rows // (2 * _EIGHT))
-        if box_panels is not None:  # the last stride is the smallest: the driver takes them in any order
-            sizes = (_PANEL, *sizes[1:], columns // _PANEL)
-            strides = (*strides, _PANEL * matrix.element_size())
-            box = (*box, box_panels)
-        rank = len(sizes)
+        rank = len(axes)
         result = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
             _BFLOAT16,
             rank,
-            ctypes.c_void_p(matrix.data_ptr()),
-            (ctypes.c_uint64 * rank)(*sizes),
-            (ctypes.c_uint64 * (rank - 1))(*strides),
-            (ctypes.c_uint32 * rank)(*box),
+            ctypes.c_void_p(tensor.data_ptr()),
+            (ctypes.c_uint64 * rank)(*(axis.size for axis in axes)),
+            (ctypes.c_uint64 * (rank - 1))(*(axis.stride for axis in axes[1:])),
+            (ctypes.c_uint32 * rank)(*(axis.box for axis in axes)),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
             _SWIZZLE_128B,
             _PROMOTE_128B,
             0,
         )
-        _check(result, f"a tensor map of {rows} x {columns}")
-
-
-class TensorMaps:
-    """The maps that a kernel's calls have needed: they hold addresses and sizes, no tensors."""
-
-    _MOST = 4096  # a weight or cache for each layer and, without graphs, inputs wherever the allocator puts them
-
-    def __init__(self) -> None:
-        self._maps: dict[tuple[int, int, int, int | None, bool], TensorMap] = {}
-
-    def get(
-        self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None, are_halves: bool = False
-    ) -> TensorMap:
-        """As TensorMap."""
-        key = (matrix.data_ptr(), matrix.shape[0], box_rows, box_panels, are_halves)
-        if key not in self._maps:
-            if len(self._maps) >= self._MOST:
-                self._maps.clear()
-            self._maps[key] = TensorMap(matrix, box_rows, box_panels, are_halves)
-        return self._maps[key]
+        _check(result, f"a tensor map of {tuple(tensor.shape)}")
 
 
 def address_of(tensor: torch.Tensor | None) -> ctypes.c_void_p:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mllm_compile.runtime.cuda.driver import TensorMaps, address_of, load_kernel
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.driver import address_of, load_kernel
+from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import HEADS, MOST_REQUESTS, TILE, ShareKernel
 
@@ -45,7 +47,7 @@ class ClusterDecode:
         num_sequences = q.shape[0] * keys.shape[1]
         split = choose_split(num_sequences, self._kernels)
         kernel, loaded = self._kernels[split]
-        maps = [self._maps.get(cache.flatten(1), kernel.box_rows) for cache in (keys, values)]
+        maps = [self._maps.get(cache.flatten(1), tensor_maps.rows, kernel.box_rows) for cache in (keys, values)]
         loaded.launch(
             num_sequences * split,
             kernel.num_threads,
@@ -81,7 +83,8 @@ class ShareDecode:
         num_requests = q.shape[0]
         if num_requests > MOST_REQUESTS:
             raise ValueError(f"{num_requests} requests decode; the kernel counts up to {MOST_REQUESTS}")
-        maps = [self._maps.get(cache.flatten(1), TILE, self._kernel.box_panels) for cache in (keys, values)]
+        boxes = (tensor_maps.panels, TILE, self._kernel.box_panels)
+        maps = [self._maps.get(cache.flatten(1), *boxes) for cache in (keys, values)]
         self._loaded.launch(
             self._kernel.num_blocks,
             self._kernel.num_threads,

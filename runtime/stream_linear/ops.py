@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mllm_compile.runtime.cuda.driver import Argument, TensorMaps, address_of, load_kernel
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
+from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
 from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.stream_linear.tiles import TileTiling
@@ -53,8 +55,9 @@ class _Loaded:
         tiling = self.tiling
         if not isinstance(tiling, TileTiling):
             return address_of(weight), address_of(x)
-        weight_map = self._maps.get(weight, tiling.rows, tiling.panels, are_halves=tiling.kind.gated)
-        return weight_map, self._maps.get(x, len(x))
+        boxes = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
+        weight_map = self._maps.get(weight, boxes, tiling.rows, tiling.panels)
+        return weight_map, self._maps.get(x, tensor_maps.rows, len(x))
 
 
 _LOADED: dict[tuple[int, LinearKind, int], _Loaded] = {}  # by device index, linear and bucket
@@ -89,12 +92,6 @@ def _num_tokens(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous and at an address that TMA and loads of 16 bytes take."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 # mllm::stream_linear --------------------------------------------------------------------------------------------------
 
 _LIBRARY.define("stream_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor")
@@ -121,7 +118,7 @@ def stream_linear(
     Returns:
         […, N] bfloat16.
     """
-    x = _aligned(x)
+    x = aligned(x)
     out = _new_output(x, weight, gated)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, plain_kind(weight, squares, gated), num_tokens)
@@ -145,7 +142,7 @@ _LIBRARY.define("stream_linear_residual(Tensor x, Tensor weight, Tensor residual
 
 def stream_linear_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """residual + x · weightᵀ: x […, K], weight [N, K], residual […, N], all bfloat16 → […, N]."""
-    x, residual = _aligned(x), _aligned(residual)
+    x, residual = aligned(x), aligned(residual)
     out = residual.new_empty(residual.shape)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, residual_kind(weight, norm_next=False), num_tokens)
@@ -183,7 +180,7 @@ def stream_linear_residual_norm(
     Returns:
         The two […, N] bfloat16, the sums […, B] float32: stream_linear goes on from the latter two.
     """
-    x, residual = _aligned(x), _aligned(residual)
+    x, residual = aligned(x), aligned(residual)
     out, scaled, squares = _norm_outputs(residual, weight)
     num_tokens = _num_tokens(x)
     launch = _loaded(x, residual_kind(weight, norm_next=True), num_tokens)

@@ -12,8 +12,9 @@ from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, NORM_
 from mllm_compile.runtime.stream_linear.rows import RowTiling
 from mllm_compile.runtime.stream_linear.tiles import TileTiling
 
-MAX_HEAD_TOKENS = 64
-FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_HEAD_TOKENS)  # a piece has a form for the first that all its linears take
+MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 128, 64
+# A piece has a form for the first that all its linears take.
+FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, MAX_HEAD_TOKENS)
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 256  # what weights are multiples of
 _HEAD_ROWS = 65536
@@ -24,11 +25,14 @@ _TILINGS = {tiling.source: tiling for tiling in (TileTiling, RowTiling)}
 def is_streamed(rows: int, columns: int, tokens: int) -> bool:
     """Whether a weight [rows, columns] divides into tiles, and is read the faster so with up to `tokens` tokens.
 
-    With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310.
+    With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With 192 a large weight is not: 8B's layer is as
+    fast by cuBLAS and kernels for norms and activation, of 0.6B's those alone cost more than the difference.
     """
     if rows % _ROWS_UNIT or columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
         return False
-    return tokens <= (MAX_HEAD_TOKENS if is_head(rows) else MAX_STREAMED_TOKENS)
+    if is_head(rows):
+        return tokens <= MAX_HEAD_TOKENS
+    return tokens <= (MAX_LARGE_TOKENS if _is_large(rows, columns) else MAX_STREAMED_TOKENS)
 
 
 def is_head(rows: int) -> bool:
@@ -38,7 +42,11 @@ def is_head(rows: int) -> bool:
 
 def is_read_in_rows(rows: int, columns: int) -> bool:
     """Whether rows.cu takes a weight for its few tokens: the faster for one of large weights that are no head's."""
-    return rows * columns * 2 > _LARGE_BYTES and not is_head(rows) and by_rows.takes(rows, columns)
+    return _is_large(rows, columns) and not is_head(rows) and by_rows.takes(rows, columns)
+
+
+def _is_large(rows: int, columns: int) -> bool:
+    return rows * columns * 2 > _LARGE_BYTES
 
 
 def num_streamed_norm_blocks(rows: int) -> int:

@@ -1,4 +1,4 @@
-"""tiles.cu: how a linear of up to 128 tokens is divided among the multiprocessors.
+"""tiles.cu: how a linear of up to 192 tokens is divided among the multiprocessors.
 
 Shape legend: as linear.py.
 """
@@ -12,31 +12,32 @@ from functools import cache, cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.cuda.wgmma import multiply_add_all
 from mllm_compile.runtime.stream_linear.linear import NORM_ROWS, LinearKind, LinearTiling
 
 _PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
-_GROUP_TOKENS = 64  # of a warp group
-_MOST_ROWS = 256  # of wgmma, and of a box of TMA
-_MOST_ROWS_WITH_RESIDUAL = 128  # which is in registers too
+_M_TOKENS = 64  # of a wgmma, and of a warp group
+_MOST_GROUPS = 2  # of more tokens a warp group multiplies twice as many
+# Rows of a tile, without and with a residual, which is in registers as sums are: up to 128 tokens (256 is wgmma's own
+# limit) and beyond, where a thread has the sums of twice as many tokens.
+_MOST_ROWS, _MOST_ROWS_OF_MANY = (256, 128), (192, 112)
 _MOST_STAGES = 32
 # Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
 # ends; or all. The first where it holds this much of what the block reads of a tile.
 _BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
 _SHARE_BESIDE = 0.6
-# A long read is the faster in stages of two panels, 256 bytes of a row together, as long as a ring has so many of them.
+# 64 tokens of a short read are the faster in stages of four panels, all of which a block holds (the linears of 0.6B in
+# a chain 17.6 and 16.3 µs). A long one is in stages of two, 256 bytes of a row together, as long as a ring has so many.
+_MANY_PANELS = 4
 _LONG_PANELS, _LEAST_PAIRS = 24, 3
 # Clusters that run at the same time. One lies in a group of 16 or 18 multiprocessors, and some groups are smaller: of
 # clusters of four 30 fit on the GPU that this was measured on.
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}
 # Every block of a cluster reads its part of all tokens, so that columns are divided where tiles would have fewer rows.
-_LEAST_ROWS = {1: 80, 2: 64, 4: 0}
+# With few columns and more than 64 tokens an exchange of sums takes longer than it saves.
+_LEAST_ROWS = {1: 80, 2: 64, 4: NORM_ROWS}
+_FEW_COLUMNS, _LEAST_ROWS_OF_FEW = 1024, {1: 32, 2: 64, 4: NORM_ROWS}
 _MANY_ROWS = 128  # of tiles that a block takes in turns
-_INSTRUCTION = """
-__device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a, unsigned long long b) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, 1, 1, 1, 0, 0;"
-               : {outputs} : "l"(a), "l"(b));
-}}
-"""
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ class TileTiling(LinearTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
-        return self.stages * _stage_bytes(self.rows, self.panels, self.tokens) + _other_bytes(
-            self.rows, self.split, self.tokens
-        )
+        ring = self.stages * _stage_bytes(self.rows, self.panels, self.tokens)
+        if not _has_inbox(self.tokens):
+            ring = max(ring, _sums_bytes(self.rows, self.split, self.tokens))
+        return ring + _other_bytes(self.rows, self.split, self.tokens)
 
     def constants(self) -> dict[str, int]:
         return {
@@ -88,11 +90,7 @@ class TileTiling(LinearTiling):
         }
 
     def preamble(self) -> str:
-        """wgmma of 64 tokens and a tile's rows; its sums are rows / 2 registers of each of 128 threads."""
-        count = self.rows // 2
-        sums = ", ".join(f"%{i}" for i in range(count))
-        outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-        return _INSTRUCTION.format(rows=self.rows, sums=sums, outputs=outputs, a=count, b=count + 1)
+        return multiply_add_all(self.rows)
 
 
 @cache
@@ -100,25 +98,34 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
     """The tiling for a bucket of tokens.
 
     Of those measured for the linears of six Qwen3 shapes (0.6B to 32B) at 8 to 128 tokens on an H200 it is the fastest
-    or within 4 % of it; within 14 % of some that take a few µs.
+    or within 4 % of it; within 14 % of some that take a few µs. At 192 tokens of 0.6B and 8B: within 5 %.
     """
-    split = next(split for split, least in _LEAST_ROWS.items() if _rows_of(kind, split) >= least)
-    rows = _rows_of(kind, split)
+    is_short = kind.columns <= _FEW_COLUMNS and tokens > _M_TOKENS
+    least_rows = _LEAST_ROWS_OF_FEW if is_short else _LEAST_ROWS
+    split = next((split for split, least in least_rows.items() if _rows_of(kind, split, tokens) >= least), 1)
+    rows = _rows_of(kind, split, tokens)
     panels = kind.columns // split // _PANEL
+    if tokens == _M_TOKENS and panels % _MANY_PANELS == 0:
+        stages = panels // _MANY_PANELS
+        if stages * _stage_bytes(rows, _MANY_PANELS, tokens) + _other_bytes(rows, split, tokens) <= _BLOCK_BYTES:
+            return TileTiling(kind, tokens, rows, split, _MANY_PANELS, stages)
     pairs = _num_stages(rows, split, 2, tokens, panels // 2)
-    if panels >= _LONG_PANELS and panels % 2 == 0 and tokens <= _GROUP_TOKENS and pairs >= _LEAST_PAIRS:
+    if panels >= _LONG_PANELS and panels % 2 == 0 and tokens <= _M_TOKENS and pairs >= _LEAST_PAIRS:
         return TileTiling(kind, tokens, rows, split, 2, pairs)
     return TileTiling(kind, tokens, rows, split, 1, _num_stages(rows, split, 1, tokens, panels))
 
 
-def _rows_of(kind: LinearKind, split: int) -> int:
-    """Of a tile: each cluster takes one, or, where that were too many rows, takes turns that leave the fewest idle."""
+def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
+    """Of a tile: each cluster takes one, or, where that were too many rows, takes turns that leave the fewest idle; 0
+    where clusters of several blocks would have to."""
 
     def in_turns(turns: int) -> int:
         return NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
 
-    most = _MOST_ROWS_WITH_RESIDUAL if kind.residual else _MOST_ROWS
+    most = (_MOST_ROWS if _has_inbox(tokens) else _MOST_ROWS_OF_MANY)[kind.residual]
     first = next(turns for turns in itertools.count(1) if in_turns(turns) <= most)
+    if split > 1 and first > 1:
+        return 0
     choices = [turns for turns in range(first, 2 * first + 1) if turns == first or in_turns(turns) > _MANY_ROWS]
     return in_turns(min(choices, key=lambda turns: in_turns(turns) * turns))
 
@@ -137,12 +144,26 @@ def _stage_bytes(rows: int, panels: int, tokens: int) -> int:
 
 
 def _num_groups(tokens: int) -> int:
-    return math.ceil(tokens / _GROUP_TOKENS)
+    return min(_MOST_GROUPS, math.ceil(tokens / _M_TOKENS))
+
+
+def _has_inbox(tokens: int) -> bool:
+    """Whether others' sums have a place of their own; of more tokens they come into the ring, when it is done with."""
+    return tokens <= _MOST_GROUPS * _M_TOKENS
+
+
+def _sums_bytes(rows: int, split: int, tokens: int) -> int:
+    """Of what the others of a cluster send a block."""
+    return (split - 1) * math.ceil(rows / NORM_ROWS / split) * NORM_ROWS * _all_tokens(tokens) * 4
+
+
+def _all_tokens(tokens: int) -> int:
+    """That are multiplied."""
+    return math.ceil(tokens / _M_TOKENS) * _M_TOKENS
 
 
 def _other_bytes(rows: int, split: int, tokens: int) -> int:
     """What the ring's alignment may cost, others' sums, factors, barriers, and what wgmma reads of tokens not there."""
-    groups, owned = _num_groups(tokens), math.ceil(rows / NORM_ROWS / split)
-    sums = (split - 1) * groups * owned * NORM_ROWS * _GROUP_TOKENS * 4
-    missing = max(0, _GROUP_TOKENS - tokens) * _ROW_BYTES
-    return 1024 + sums + groups * _GROUP_TOKENS * 4 + (2 * _MOST_STAGES + 2) * 8 + missing
+    sums = _sums_bytes(rows, split, tokens) if _has_inbox(tokens) else 0
+    missing = (_all_tokens(tokens) - tokens) * _ROW_BYTES
+    return 1024 + sums + _all_tokens(tokens) * 4 + (2 * _MOST_STAGES + 2) * 8 + missing

@@ -28,7 +28,7 @@ pytestmark = [
 # that eight blocks divide.
 SHAPES = [(1024, 2048, 3072), (4096, 4096, 12288), (2560, 4096, 9728), (2048, 2304, 4352), (512, 1280, 1792)]
 SHAPES += [(2048, 2048, 28672)]
-NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128]
+NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 184, 192]
 SOURCE = FEW_SOURCE.replace("few_linear", "stream_linear")
 
 
@@ -80,7 +80,7 @@ def test_a_layers_linears_are_as_near_to_float32_as_torchs(pieces, shape, num_to
         assert off_by(ours, true) <= MARGIN * off_by(torchs, true)
 
 
-@pytest.mark.parametrize(("shape", "num_tokens"), cases([5, 40, 100]), ids=str)
+@pytest.mark.parametrize(("shape", "num_tokens"), cases([5, 40, 100, 150]), ids=str)
 def test_a_graph_replays_them_on_other_inputs(pieces, shape, num_tokens):
     function, shapes = pieces(shape)
     inputs = random_inputs(shapes, num_tokens)
@@ -100,7 +100,12 @@ WIDTHS += [(6144, 1536), (4096, 2304), (3584, 18944), (4096, 14336), (65472, 204
 
 @pytest.mark.parametrize(
     ("rows", "columns", "num_tokens"),
-    [(*width, count) for width in WIDTHS for count in (1, 3, 8, 16, 20, 64, 90, 128) if is_streamed(*width, count)],
+    [
+        (*width, count)
+        for width in WIDTHS
+        for count in (1, 3, 8, 16, 20, 64, 90, 170, 192)
+        if is_streamed(*width, count)
+    ],
 )
 def test_without_norms_for_any_width(tmp_path, rows, columns, num_tokens):
     kinds = [LinearKind(rows, columns), LinearKind(rows, columns, residual=True)]

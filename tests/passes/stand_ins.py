@@ -12,6 +12,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
 from mllm_compile.passes import fx_match
+from mllm_compile.runtime.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.stream_linear import ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.stream_linear.shapes import num_streamed_norm_blocks
 
@@ -53,9 +54,14 @@ def linear_residual_norm(x, weight, residual, norm_weight, num_blocks):
     return out, out * norm_weight, out.float().pow(2).unflatten(-1, (num_blocks, -1)).sum(-1)
 
 
+def gated_linear(x, weight):
+    gate, up = torch_linear(x, weight).chunk(2, -1)
+    return silu(gate) * up
+
+
 @contextmanager
 def streamed_ops_on_cpu() -> Iterator[None]:
-    """The ops of streamed linears, which are defined everywhere, but whose kernels need a Hopper GPU."""
+    """The ops of streamed and gated linears, which are defined everywhere, but whose kernels need a Hopper GPU."""
 
     def residual_norm(x, weight, residual, norm_weight):
         return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(weight.shape[0]))
@@ -63,6 +69,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library = torch.library.Library("mllm", "IMPL")
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
+    library.impl("gated_linear", gated_linear, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
     yield
     del library

@@ -17,7 +17,7 @@ from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.program import Program, SmallForm
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, NORM_ROWS, TOKEN_BUCKETS, LinearKind
-from mllm_compile.runtime.stream_linear.shapes import MAX_HEAD_TOKENS
+from mllm_compile.runtime.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 from tests.passes.stand_ins import streamed_ops_on_cpu
 
@@ -53,12 +53,12 @@ def test_a_piece_with_a_linear_that_does_not_divide_has_no_such_form():
 def test_a_piece_with_a_large_weight_reads_it_in_rows_for_eight_tokens():
     gm = piece_of_linears(6144, 256, columns=2048)
     assert StreamLinears()(gm).matches == 1
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {128: "piece_a_streamed"}}
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, 128),)}
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_LARGE_TOKENS: "piece_a_streamed"}}
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_LARGE_TOKENS),)}
     tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
     in_rows = [(tiling.kind.rows, tiling.tokens) for tiling in tilings if tiling.source == "stream_linear/rows.cu"]
     assert in_rows == [(6144, 8)]
-    assert len(tilings) == 2 * len(TOKEN_BUCKETS)
+    assert {tiling.tokens for tiling in tilings} == {count for count in TOKEN_BUCKETS if count <= MAX_LARGE_TOKENS}
 
 
 def test_a_head_has_a_form_for_fewer_tokens_and_kernels_for_those():
@@ -72,7 +72,7 @@ def test_a_head_has_a_form_for_fewer_tokens_and_kernels_for_those():
 
 @pytest.mark.parametrize(
     ("rows", "sizes"),
-    [((6144, 256), {128}), ((256,), {1, 128}), ((65536,), {1, 64}), ((6144, 1000), {1})],
+    [((6144, 256), {128}), ((256,), {1, 192}), ((65536,), {1, 64}), ((6144, 1000), {1})],
     ids=["large", "small", "a head", "one that does not divide"],
 )
 def test_one_token_is_left_to_the_form_that_reads_large_weights_in_rows(rows, sizes):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mllm_compile.errors import DeviceError
-from mllm_compile.runtime.cuda.driver import Kernel, TensorMap, TensorMaps
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.driver import Kernel, TensorMap
+from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
 
 
 def test_a_kernel_is_loaded_into_torchs_context_whatever_the_thread(driver):
@@ -24,14 +26,15 @@ def test_what_the_driver_refuses_is_named(driver, call):
 
 
 @pytest.mark.parametrize(
-    ("box_panels", "are_halves", "sizes", "strides", "box"),
+    ("boxes", "of", "sizes", "strides", "box"),
     [
-        (None, False, [1024, 160], [2048], [64, 16]),
-        (16, False, [64, 160, 16], [2048, 128], [64, 16, 16]),
-        (2, True, [64, 8, 2, 10, 16], [2048, 80 * 2048, 8 * 2048, 128], [64, 8, 2, 1, 2]),
+        (tensor_maps.rows, (16,), [1024, 160], [2048], [64, 16]),
+        (tensor_maps.panels, (16, 16), [64, 160, 16], [2048, 128], [64, 16, 16]),
+        (tensor_maps.halves, (16, 2), [64, 8, 2, 10, 16], [2048, 80 * 2048, 8 * 2048, 128], [64, 8, 2, 1, 2]),
+        (tensor_maps.spread_halves, (), [1024, 2, 10, 2, 4], [2048, 16384, 80 * 2048, 4096], [64, 2, 4, 2, 4]),
     ],
 )
-def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, box_panels, are_halves, sizes, strides, box):
+def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, boxes, of, sizes, strides, box):
     given: list[list[int]] = []
 
     class Driver:
@@ -42,13 +45,32 @@ def test_a_map_is_of_rows_or_of_panels_of_64_columns(monkeypatch, box_panels, ar
             return 0
 
     monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", Driver)
-    TensorMap(torch.zeros(160, 1024, dtype=torch.bfloat16), 16, box_panels, are_halves)
+    matrix = torch.zeros(160, 1024, dtype=torch.bfloat16)
+    TensorMap(matrix, boxes(matrix, *of))
     assert given == [sizes, strides, box]
 
 
 def test_maps_of_other_boxes_are_others(driver):
     driver()
     maps, matrix = TensorMaps(), torch.zeros(160, 1024, dtype=torch.bfloat16)
-    made = [maps.get(matrix, 16), maps.get(matrix, 16, 16), maps.get(matrix, 32), maps.get(matrix, 16, 16, True)]
+    rows, panels, halves = tensor_maps.rows, tensor_maps.panels, tensor_maps.halves
+    wanted = [(rows, 16), (panels, 16, 16), (rows, 32), (halves, 16, 16)]
+    made = [maps.get(matrix, *boxes) for boxes in wanted]
     assert len({id(one) for one in made}) == 4
-    assert maps.get(matrix, 16, 16) is made[1]
+    assert maps.get(matrix, panels, 16, 16) is made[1]
+
+
+def test_a_lane_has_eight_neighbours_of_what_is_spread():
+    """Box by box as TMA takes it: the rows of gates and ups that come to lie under a lane's sums."""
+    matrix = torch.zeros(256, 64, dtype=torch.bfloat16)
+    _, *axes = tensor_maps.spread_halves(matrix)
+    for first in (0, 4):  # the 32 rows of a half that begin at 8 * first
+        starts = (0, first, 0, 0)
+        rows = torch.zeros(1, dtype=torch.long)
+        for axis, start in zip(axes, starts, strict=True):  # the last one is the slowest
+            steps = (start + torch.arange(axis.box)) * (axis.stride // 128)
+            rows = (steps[:, None] + rows).flatten()
+        of_lane = rows.view(4, 2, 4, 2).permute(2, 1, 0, 3).reshape(4, 2, 8)  # eight, half, lane, neighbour
+        for lane in range(4):
+            neighbours = 8 * first + 8 * lane + torch.arange(8)
+            assert of_lane[lane].tolist() == [neighbours.tolist(), (128 + neighbours).tolist()]

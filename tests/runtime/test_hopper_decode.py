@@ -13,6 +13,7 @@ import torch
 
 from mllm_compile.artifact_source import load_decoders
 from mllm_compile.errors import ArtifactError
+from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.hopper_decode import decoder
 from mllm_compile.runtime.hopper_decode.clusters import SPLITS, choose_split, cluster_kernels
@@ -104,10 +105,10 @@ class FakeKernel:
 
 class FakeMaps:
     def __init__(self) -> None:
-        self.asked: list[tuple[tuple[int, ...], int, int | None]] = []
+        self.asked: list[tuple[object, ...]] = []
 
-    def get(self, matrix: torch.Tensor, box_rows: int, box_panels: int | None = None):
-        self.asked.append((tuple(matrix.shape), box_rows, box_panels))
+    def get(self, matrix: torch.Tensor, *boxes: object):
+        self.asked.append((tuple(matrix.shape), *boxes))
         return type("Map", (), {"address": 64})
 
 
@@ -141,7 +142,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
         "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 8)]
     }
-    assert decode._maps.asked == [((160, 1024), 16, None)] * 2
+    assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 
 
 def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_cannot_count(made):
@@ -152,7 +153,7 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     assert made["shares_8x4_page16"].launches == [(132, 288, 11)] * 2
     with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
         decode(inputs_of(MOST_REQUESTS + 1))
-    assert decode._maps.asked == [((160, 1024), 16, 16)] * 4
+    assert decode._maps.asked == [((160, 1024), tensor_maps.panels, 16, 16)] * 4
     assert decode._flags.shape == (132 * 8,)
     assert not decode._flags.any()
 

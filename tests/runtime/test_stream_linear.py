@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError, DeviceError
-from mllm_compile.runtime.cuda.driver import Argument, TensorMap, TensorMaps
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.driver import Argument, TensorMap
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.stream_linear import rows, tiles
@@ -59,7 +60,8 @@ def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
     tiling = tiles.choose(kind, tokens)
     num_tiles = math.ceil(kind.rows / tiling.rows)
     assert tiling.rows % NORM_ROWS == 0
-    assert tiling.rows <= (128 if kind.residual else 256), "of registers; of wgmma and of a box"
+    most_rows = (128 if tokens <= 128 else 112) if kind.residual else (256 if tokens <= 128 else 192)
+    assert tiling.rows <= most_rows, "of registers; of wgmma and of a box"
     assert kind.columns % (tiling.split * tiling.panels * 64) == 0
     assert tiling.shared_bytes <= _SHARED_BYTES
     steps = kind.columns // (64 * tiling.split * tiling.panels)
@@ -91,8 +93,13 @@ def test_a_large_weight_divides_into_pieces_of_rows_that_fit(kind):
         (LinearKind(4096, 1024, 64), 16, (64, 2, 1, 8)),
         (LinearKind(1024, 2048, residual=True), 16, (48, 4, 1, 8)),
         (LinearKind(6144, 1024, 64, gated=True), 16, (96, 2, 1, 6)),
-        (LinearKind(4096, 1024, 64), 64, (64, 2, 1, 6)),
-        (LinearKind(1024, 3072, residual=True), 64, (48, 4, 1, 12)),
+        (LinearKind(4096, 1024, 64), 64, (64, 2, 4, 2)),
+        (LinearKind(1024, 3072, residual=True), 64, (48, 4, 4, 3)),
+        (LinearKind(4096, 1024, 64), 128, (32, 1, 1, 11)),
+        (LinearKind(6144, 1024, 64, gated=True), 192, (48, 1, 1, 7)),
+        (LinearKind(1024, 2048, residual=True), 192, (48, 4, 1, 7)),
+        (LinearKind(6144, 4096, 256), 192, (96, 2, 1, 6)),
+        (LinearKind(24576, 4096, 256, gated=True), 192, (192, 1, 1, 4)),
         (LinearKind(6144, 4096, 256), 64, (96, 2, 2, 5)),
         (LinearKind(4096, 12288, residual=True), 128, (64, 2, 1, 8)),
         (LinearKind(24576, 4096, 256, gated=True), 64, (192, 1, 2, 3)),
@@ -121,9 +128,14 @@ def test_of_rows_what_was_measured_to_be_the_fastest_is_taken(kind, division):
     assert (tiling.split, tiling.warps, tiling.piece, tiling.stages) == division
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (6144, 4096), (24576, 4096), (4096, 12288), (64, 256)])
-def test_linears_of_layers_are_streamed_for_any_of_the_steps(rows, columns):
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (6144, 1024), (1024, 3072), (64, 256)])
+def test_small_weights_are_streamed_for_any_of_the_steps(rows, columns):
     assert all(is_streamed(rows, columns, tokens) for tokens in TOKEN_BUCKETS)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6144, 4096), (24576, 4096), (4096, 12288), (12288, 2048)])
+def test_large_ones_for_fewer(rows, columns):
+    assert [tokens for tokens in TOKEN_BUCKETS if is_streamed(rows, columns, tokens)] == [8, 16, 32, 64, 128]
 
 
 def test_a_head_is_streamed_for_fewer():
@@ -153,8 +165,8 @@ def test_what_does_not_divide_is_left_alone(rows, columns):
 
 
 def test_a_step_takes_the_first_bucket_that_holds_it():
-    assert [bucket_of(count) for count in (1, 8, 9, 17, 64, 65)] == [8, 8, 16, 32, 64, 128]
-    with pytest.raises(ValueError, match="129 tokens"):
+    assert [bucket_of(count) for count in (1, 8, 9, 17, 64, 65, 129)] == [8, 8, 16, 32, 64, 128, 192]
+    with pytest.raises(ValueError, match="193 tokens"):
         bucket_of(MAX_STREAMED_TOKENS + 1)
 
 
@@ -189,11 +201,12 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
     [
         *[(LinearKind(6144, 1024, 64, gated=True), tokens) for tokens in TOKEN_BUCKETS],
         *[(LinearKind(1024, 2048, residual=True, norm_next=True), tokens) for tokens in TOKEN_BUCKETS],
-        *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128)],
-        *[(LinearKind(4096, 12288, residual=True, norm_next=True), tokens) for tokens in (16, 64, 128)],
+        *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128, 192)],
+        *[(LinearKind(4096, 12288, residual=True, norm_next=True), tokens) for tokens in (16, 64, 128, 192)],
         (LinearKind(151936, 4096, 256), 64),
         (LinearKind(32768, 4096, gated=True), 128),
         (LinearKind(33792, 4096, residual=True, norm_next=True), 128),
+        (LinearKind(14784, 4096, residual=True, norm_next=True), 192),
         (LinearKind(6144, 4096, 256), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
         (LinearKind(4096, 12288, residual=True, norm_next=True), 8),
@@ -236,7 +249,7 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
 def test_a_launch_reads_as_many_tokens_as_there_are_and_gates_beside_ups(driver, monkeypatch):
     driver()
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr("mllm_compile.runtime.cuda.driver.TensorMap", lambda *arguments: asked.append(arguments[1:]))
+    monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
     tiling = choose_tiling(LinearKind(24576, 2048, gated=True), 16)
     assert (tiling.panels, tiling.rows) == (2, 192)
     loaded = _Loaded(tiling, {tiling.name: b"binary"})
@@ -244,13 +257,13 @@ def test_a_launch_reads_as_many_tokens_as_there_are_and_gates_beside_ups(driver,
     monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
     x, weight = torch.zeros(13, 2048, dtype=torch.bfloat16), torch.zeros(24576, 2048, dtype=torch.bfloat16)
     loaded(x, weight, [None] * 6, 0.0, 13)
-    assert asked == [(192, 2, True), (13, None, False)]
+    assert asked == [(tensor_maps.halves, 192, 2), (tensor_maps.rows, 13)]
     assert launches[0][:2] == (128, 256)
 
 
 def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(driver, monkeypatch):
     driver()
-    monkeypatch.setattr(TensorMaps, "_MOST", 1)
+    monkeypatch.setattr(tensor_maps.TensorMaps, "_MOST", 1)
     tiling = choose_tiling(LinearKind(64, 256), 8)
     loaded = _Loaded(tiling, {tiling.name: b"binary"})
     launches: list[tuple[Argument, ...]] = []

@@ -1,0 +1,100 @@
+"""The boxes in which kernels read matrices by TMA, in panels of 64 columns; and maps that were made before.
+
+Shape legend: N rows and K columns of a contiguous bfloat16 matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.cuda.driver import Axis, TensorMap
+
+_PANEL = 64  # columns: 128 bytes, what is swizzled together
+_EIGHT = 8  # rows, whose swizzle begins anew
+_LANES = 4  # that have a row of wgmma's sums: two neighbouring ones of each eight
+
+Axes = tuple[Axis, ...]
+
+
+def rows(matrix: torch.Tensor, count: int) -> Axes:
+    """A panel of `count` rows, at (column, row)."""
+    return _columns(matrix), Axis(matrix.shape[0], _row_bytes(matrix), count)
+
+
+def panels(matrix: torch.Tensor, count: int, num_panels: int) -> Axes:
+    """`num_panels` panels of `count` rows, one after another, at (0, row, panel)."""
+    return (
+        Axis(_PANEL, matrix.element_size(), _PANEL),
+        Axis(matrix.shape[0], _row_bytes(matrix), count),
+        _panels(matrix, num_panels),
+    )
+
+
+def halves(matrix: torch.Tensor, count: int, num_panels: int) -> Axes:
+    """As `panels`, of eight rows of the first half of all rows, eight of the second, and so on, at
+    (0, 0, 0, row / 16, panel)."""
+    num_rows, row = matrix.shape[0], _row_bytes(matrix)
+    return (
+        Axis(_PANEL, matrix.element_size(), _PANEL),
+        Axis(_EIGHT, row, _EIGHT),
+        Axis(2, num_rows // 2 * row, 2),
+        Axis(num_rows // (2 * _EIGHT), _EIGHT * row, count // (2 * _EIGHT)),
+        _panels(matrix, num_panels),
+    )
+
+
+def spread_halves(matrix: torch.Tensor) -> Axes:
+    """A panel of 32 rows of the first half of all rows and 32 of the second, in eights of each by turns, at
+    (column, 0, row / 8, 0, 0) of a half.
+
+    Rows 2 q and 2 q + 1 of the j-th eight are 8 q + 2 j and 8 q + 2 j + 1 of the 32: so lane q of four, which has these
+    two of each eight of wgmma's sums, has eight neighbours of the 32.
+    """
+    num_rows, row = matrix.shape[0], _row_bytes(matrix)
+    return (
+        _columns(matrix),
+        Axis(2, row, 2),
+        Axis(num_rows // (2 * _EIGHT), _EIGHT * row, _LANES),
+        Axis(2, num_rows // 2 * row, 2),
+        Axis(_EIGHT // 2, 2 * row, _EIGHT // 2),
+    )
+
+
+def _columns(matrix: torch.Tensor) -> Axis:
+    return Axis(matrix.shape[1], matrix.element_size(), _PANEL)
+
+
+def _panels(matrix: torch.Tensor, count: int) -> Axis:
+    """The last axis' stride is the smallest: the driver takes them in any order."""
+    return Axis(matrix.shape[1] // _PANEL, _PANEL * matrix.element_size(), count)
+
+
+def _row_bytes(matrix: torch.Tensor) -> int:
+    return matrix.shape[1] * matrix.element_size()
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous and at an address that TMA and loads of 16 bytes take."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class TensorMaps:
+    """The maps that a kernel's calls have needed: they hold addresses and sizes, no tensors."""
+
+    _MOST = 4096  # a weight or cache for each layer and, without graphs, inputs wherever the allocator puts them
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[Any, ...], TensorMap] = {}
+
+    def get(self, matrix: torch.Tensor, boxes: Callable[..., Axes], *of: int) -> TensorMap:
+        """Of `boxes(matrix, *of)`, one of the functions above."""
+        key = (matrix.data_ptr(), matrix.shape[0], boxes, *of)
+        if key not in self._maps:
+            if len(self._maps) >= self._MOST:
+                self._maps.clear()
+            self._maps[key] = TensorMap(matrix, boxes(matrix, *of))
+        return self._maps[key]

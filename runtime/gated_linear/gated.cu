@@ -1,0 +1,196 @@
+// silu(x . gate^T) * (x . up^T) of many tokens on Hopper. The products are bound by the tensor cores; what the kernel saves
+// is writing gates and ups and reading them again.
+//
+// A tile is 256 tokens times ROWS of the weight, half of them gates: tokens are the rows of wgmma, so that a tile may have
+// any number of outputs. Two groups of four warps multiply 128 tokens each, as two times 64; one warp of a third group asks
+// for weight and x by TMA, a ring of STAGES. Blocks take tiles in turns; the ring goes on from one to the next. The SHARE
+// blocks of a cluster work on neighbouring rows for the same tokens: each asks for its part of x, for all of them.
+//
+// The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
+//
+// Defined by kernel.py: N rows of the weight (gates, then ups), K, ROWS (a multiple of 64), SHARE, STAGES, NUM_THREADS and
+// SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+
+constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
+constexpr int M_TOKENS = 64, M_TILES = 2, GROUP_TOKENS = M_TILES * M_TOKENS, GROUPS = 2, TILE_TOKENS = GROUPS * GROUP_TOKENS;
+constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr int OUTPUTS = N / 2, SUMS = ROWS / 2;  // sums: of a thread and 64 tokens
+constexpr int BLOCK_ROWS = 64, BLOCK_OUTPUTS = BLOCK_ROWS / 2, BLOCKS = ROWS / BLOCK_ROWS;  // of a copy of the weight
+constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
+constexpr int BAND = 8;  // tiles of tokens whose x stays in the L2 while the weight goes by
+constexpr int W_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = W_BYTES + TILE_TOKENS * ROW_BYTES, STEPS = K / COLUMNS;
+static_assert(THREADS == NUM_THREADS, "as it is launched");
+static_assert(ROWS % BLOCK_ROWS == 0 && OUTPUTS % BLOCK_OUTPUTS == 0 && K % COLUMNS == 0, "whole copies");
+
+__device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int tile, int step, u32 barrier) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; block++)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3, %3}], [%5];"
+        ::"r"(to + block * BLOCK_ROWS * ROW_BYTES), "l"(map), "r"(step * COLUMNS), "r"(0),
+        "r"((tile * BLOCKS + block) * BLOCK_OUTPUTS / 8), "r"(barrier) : "memory");
+}
+// For all blocks of the cluster, at the same place.
+__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int step, int token, u32 barrier) {
+#if SHARE > 1
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(step * COLUMNS), "r"(token), "r"(barrier),
+      "h"((unsigned short)((1 << SHARE) - 1)) : "memory");
+#else
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+               "l"(map), "r"(step * COLUMNS), "r"(token), "r"(barrier) : "memory");
+#endif
+}
+
+struct Shared {
+  u64 full[STAGES], empty[STAGES];
+};
+static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
+
+struct Tile {
+  int token, row_tile;  // the first token
+};
+// The i-th tile of a cluster's block: bands of tokens, in them the weight's rows, in those the tokens.
+__device__ __forceinline__ Tile tile_of(int i, int token_tiles, int rank) {
+  const int first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND), width = min(BAND, token_tiles - first);
+  return {(first + rest % width) * TILE_TOKENS, rest / width * SHARE + rank};
+}
+
+// A place in the ring.
+struct Place {
+  int slot = 0, phase = 0;
+  __device__ __forceinline__ void go_on() {
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int before() const { return slot ? slot - 1 : STAGES - 1; }
+};
+
+// The warp that asks, by one lane. `box`: tokens of x that a block asks for.
+__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first, int clusters,
+                    int token_tiles, int box) {
+  const int total = token_tiles * SETS, bytes = W_BYTES + SHARE * box * ROW_BYTES;
+  auto ask_weight = [&](const Tile& tile, int step, int slot) {
+    expect_bytes(full + 8 * slot, bytes);
+    load_weight(ring + slot * STAGE_BYTES, weight, tile.row_tile, step, full + 8 * slot);
+  };
+  auto ask_x = [&](const Tile& tile, int step, int slot) {
+    load_x(ring + slot * STAGE_BYTES + W_BYTES + rank * box * ROW_BYTES, x, step, tile.token + rank * box, full + 8 * slot);
+  };
+  constexpr int AHEAD = STAGES < STEPS ? STAGES : STEPS;
+  const Tile first_tile = tile_of(first, token_tiles, rank);
+  for (int i = 0; i < AHEAD; i++) ask_weight(first_tile, i, i);
+  wait_for_prerequisites();
+  for (int i = 0; i < AHEAD; i++) ask_x(first_tile, i, i);
+  Place place = {AHEAD % STAGES, AHEAD / STAGES};
+  for (int i = first, step = AHEAD; i < total; i += clusters, step = 0) {
+    const Tile tile = tile_of(i, token_tiles, rank);
+    for (; step < STEPS; step++) {
+      wait_for(empty + 8 * place.slot, place.phase ^ 1);
+      ask_weight(tile, step, place.slot), ask_x(tile, step, place.slot);
+      place.go_on();
+    }
+  }
+}
+
+// Adds to `sums` the products of a tile and M times 64 tokens, as its stages arrive.
+template <int M>
+__device__ __forceinline__ void multiply(float (&sums)[M_TILES][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place, int group,
+                                         int lane) {
+  auto release = [&](int slot) {  // to all who write there
+    if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
+  };
+  for (int step = 0; step < STEPS; step++) {
+    wait_for(full + 8 * place.slot, place.phase);
+    const u32 weight = ring + place.slot * STAGE_BYTES, x = weight + W_BYTES + group * GROUP_TOKENS * ROW_BYTES;
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++)
+#pragma unroll
+      for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * M_TOKENS * ROW_BYTES + k * 32), matrix(weight + k * 32));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    // The stage before has been read when all but this one's products are there.
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (step) release(place.before());
+    place.go_on();
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  release(place.before());
+}
+
+// Of each 32 outputs of a tile a lane has eight neighbours, of two tokens of each 64.
+__device__ __forceinline__ void finish(const float (&sums)[M_TILES][SUMS], uint4* out, int token, int first_output, int num_tokens) {
+#pragma unroll
+  for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int t = token + m * M_TOKENS + 8 * h;
+      uint4* to = out + ((long long)t * OUTPUTS + first_output) / 8;
+#pragma unroll
+      for (int block = 0; block < BLOCKS; block++) {
+        const float* sum = sums[m] + block * BLOCK_ROWS / 2 + 2 * h;
+        u32 pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++, sum += 8) pairs[j] = silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5]));
+        if (t < num_tokens && first_output + block * BLOCK_OUTPUTS < OUTPUTS)
+          to[block * BLOCK_OUTPUTS / 8] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+    }
+}
+
+extern "C" __global__ void
+#if SHARE > 1
+__cluster_dims__(SHARE, 1, 1)
+#endif
+__launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
+                                           uint4* out, int num_tokens, int box) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 ring = (shared_address(memory) + 1023) & ~1023u;
+  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
+  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % SHARE, first = blockIdx.x / SHARE, clusters = gridDim.x / SHARE;
+  const int token_tiles = (num_tokens + TILE_TOKENS - 1) / TILE_TOKENS, total = token_tiles * SETS;
+  if (threadIdx.x == 0) {
+    fetch_map(&weight), fetch_map(&x);
+    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS * SHARE);
+    publish_barriers();
+  }
+  __syncthreads();
+#if SHARE > 1  // the others' barriers are made before anything is sent there
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+  if (warp < 4) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, rank, first, clusters, token_tiles, box);
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int group = warp / 4 - 1, my_token = group * GROUP_TOKENS + warp % 4 * 16 + lane / 4;
+    const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
+    wait_for_prerequisites();
+    start_dependents();
+    Place place;
+    for (int i = first; i < total; i += clusters) {
+      const Tile tile = tile_of(i, token_tiles, rank);
+      const int left = num_tokens - tile.token - group * GROUP_TOKENS;
+      float sums[M_TILES][SUMS];
+#pragma unroll
+      for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
+      if (left > M_TOKENS)
+        multiply<2>(sums, ring, full, empty_of_one, place, group, lane);
+      else if (left > 0)
+        multiply<1>(sums, ring, full, empty_of_one, place, group, lane);
+      else
+        multiply<0>(sums, ring, full, empty_of_one, place, group, lane);
+      finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, num_tokens);
+    }
+  }
+#if SHARE > 1  // nobody leaves before the others have sent all that they send
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}

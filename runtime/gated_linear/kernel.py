@@ -1,0 +1,118 @@
+"""gated.cu: how the products of a gated linear are divided among the multiprocessors.
+
+Shape legend: N rows (gates, then ups) and K columns of the weight, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
+from mllm_compile.runtime.cuda.wgmma import multiply_add_all
+
+TILE_TOKENS = 256
+_TILE_ROWS = (64, 128, 192)  # at most what registers hold the sums of
+_ROW_BYTES = 128  # of a stage: 64 columns
+_BLOCK_BYTES = 227 << 10
+_OTHER_BYTES = 1024 + 256  # what the ring's alignment may cost, and barriers
+_NUM_THREADS = 384
+_SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
+_EIGHT = 8  # rows of a box, whose swizzle begins anew
+_MOST_TILES = 64  # of tokens that are asked about; with more the largest tiles are always taken
+_TILE_COST = 40  # of beginning and ending a tile, in rows
+
+
+@dataclass(frozen=True)
+class GatedKernel(CudaKernel):
+    """
+    Attributes:
+        rows, columns: N and K.
+        tile_rows: of the weight, a tile's.
+    """
+
+    source: ClassVar[str] = "gated_linear/gated.cu"
+    function: ClassVar[str] = "gated_linear"
+    switch: ClassVar[str] = "compile.disable_passes: [fuse_gated_linear]"
+
+    rows: int
+    columns: int
+    tile_rows: int
+
+    @property
+    def name(self) -> str:
+        return f"gated_{self.rows}x{self.columns}_rows{self.tile_rows}"
+
+    @property
+    def num_threads(self) -> int:
+        return _NUM_THREADS
+
+    @cached_property
+    def share(self) -> int:
+        """Blocks of a cluster, which work on neighbouring rows of the weight for the same tokens."""
+        return 2 if self.tile_rows == _SHARED_ROWS else 1
+
+    @cached_property
+    def stages(self) -> int:
+        return (_BLOCK_BYTES - _OTHER_BYTES) // self._stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self._stage_bytes + _OTHER_BYTES
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.tile_rows + TILE_TOKENS) * _ROW_BYTES
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> GatedKernel:
+        """What `to_json` gave. Raises TypeError for anything else."""
+        return cls(**{name: value for name, value in data.items() if name != "source"})
+
+    def constants(self) -> dict[str, int]:
+        return {
+            "N": self.rows,
+            "K": self.columns,
+            "ROWS": self.tile_rows,
+            "SHARE": self.share,
+            "STAGES": self.stages,
+            "NUM_THREADS": self.num_threads,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+    def preamble(self) -> str:
+        return multiply_add_all(self.tile_rows)
+
+    def box_tokens(self, num_tokens: int) -> int:
+        """Tokens of x that a block of a cluster asks for at a time: of few no more than there are, in eights."""
+        wanted = min(num_tokens, TILE_TOKENS)
+        return math.ceil(wanted / self.share / _EIGHT) * _EIGHT
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return min(self._num_sets(num_tokens), self._num_clusters) * self.share
+
+    def cost(self, num_tokens: int) -> int:
+        """Of two kernels the one with less is the faster, as a rule."""
+        return math.ceil(self._num_sets(num_tokens) / self._num_clusters) * (self.tile_rows + _TILE_COST)
+
+    def _num_sets(self, num_tokens: int) -> int:
+        """Of tiles that a cluster takes at a time."""
+        return math.ceil(num_tokens / TILE_TOKENS) * math.ceil(self.rows / self.tile_rows / self.share)
+
+    @property
+    def _num_clusters(self) -> int:
+        """That run at the same time."""
+        return MULTIPROCESSORS // self.share
+
+
+def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
+    """Those of a gated linear: each is the fastest for some number of tokens."""
+    kernels = [GatedKernel(rows, columns, tile_rows) for tile_rows in _TILE_ROWS if tile_rows <= rows]
+    return tuple(dict.fromkeys(choose(kernels, tiles * TILE_TOKENS) for tiles in range(1, _MOST_TILES)))
+
+
+def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:
+    return min(kernels, key=lambda kernel: kernel.cost(num_tokens))

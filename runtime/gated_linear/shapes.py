@@ -1,0 +1,14 @@
+"""Which gated linears the kernel takes; free of torch, so that passes can ask anywhere."""
+
+from __future__ import annotations
+
+from mllm_compile.runtime.stream_linear.shapes import MAX_LARGE_TOKENS
+
+MIN_TOKENS = MAX_LARGE_TOKENS + 1  # with fewer any weight is streamed
+
+_ROWS_UNIT, _COLUMNS_UNIT = 64, 64
+
+
+def is_taken(rows: int, columns: int) -> bool:
+    """Whether a weight [rows, columns] divides into tiles."""
+    return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0

@@ -1,0 +1,81 @@
+"""passes/fuse_gated_linear.py: gate_up and the activation become one op in pieces that fewer tokens do not come to.
+
+The kernels need a Hopper GPU; here their ops are stand-ins in plain torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from mllm_compile.cuda_kernels import gated_linears
+from mllm_compile.passes import fx_match
+from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
+from mllm_compile.passes.fx_match import LINEAR
+from mllm_compile.passes.stream_linears import StreamLinears
+from mllm_compile.runtime.gated_linear.kernel import gated_kernels
+from mllm_compile.runtime.program import PieceStep, Program
+from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.stand_ins import streamed_ops_on_cpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins():
+    with streamed_ops_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
+        yield
+
+
+def rewritten(piece: fx.GraphModule, is_streamed: bool = True) -> tuple[int, fx.GraphModule]:
+    gm = graph_of_one_piece(piece)
+    if is_streamed:
+        assert StreamLinears()(gm).matches == 1
+    matches = FuseGatedLinear()(gm).matches
+    gm.piece_a.graph.lint()
+    return matches, gm
+
+
+def test_the_piece_for_many_tokens_is_rewritten_and_computes_the_same():
+    piece, inputs = decoder_piece(4)
+    before = piece(*inputs)
+    matches, gm = rewritten(piece)
+    assert matches == 1
+    assert fused_ops(gm.piece_a) == ["gated_linear"]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gm.piece_a(*inputs), before, strict=True))
+    assert "gated_linear" not in fused_ops(gm.piece_a_streamed)
+    program = Program((PieceStep("piece_a", (), ()),), (), (), "logits")
+    assert gated_linears(gm, program) == gated_kernels(2 * FFN, HIDDEN)
+
+
+def test_a_piece_without_a_form_for_fewer_tokens_stays():
+    """Tiles are of 256 tokens: a decode would wait for as many."""
+    assert rewritten(decoder_piece(4)[0], is_streamed=False)[0] == 0
+
+
+def gated(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, reads_product: bool = False) -> fx.GraphModule:
+    block = Block()
+    x = block.input("x", 1, 4, columns, dtype=dtype)
+    product = block.call(LINEAR, x, block.input("gate_up", rows, columns, dtype=dtype), None)
+    outputs = [block.silu_mul(product)]
+    return block.module(*outputs, *([block.call(torch.relu, product)] if reads_product else []))
+
+
+def test_a_product_that_is_read_elsewhere_stays():
+    assert rewritten(gated(512, 256, reads_product=True))[0] == 0
+
+
+def test_another_type_and_a_bias_stay(monkeypatch):
+    """Neither is streamed: said to be here, so that this pass decides."""
+    monkeypatch.setattr(StreamLinears, "__call__", stream_all)
+    assert rewritten(gated(512, 256, torch.float16))[0] == 0
+    assert rewritten(gated(480, 256))[0] == 0
+    assert rewritten(gated(512, 256))[0] == 1
+    block = Block()
+    biased = block.call(LINEAR, block.input("x", 1, 4, 256), block.input("w", 512, 256), block.input("b", 512))
+    assert rewritten(block.module(block.silu_mul(biased)))[0] == 0
+
+
+def stream_all(self, gm: fx.GraphModule):
+    gm.meta["small_forms"] = {"piece_a": {192: "piece_a_streamed"}}
+    return type("Result", (), {"matches": 1})
