@@ -65,8 +65,8 @@ def _kinds(piece: Any) -> Iterator[LinearKind]:
     ops: Any = torch.ops.mllm
     for node in piece.graph.nodes:
         if node.target is ops.stream_linear.default:
-            weight, squares, _, gated = node.args[1:]
-            yield plain_kind(_value(weight), None if squares is None else _value(squares), gated)
+            weight, squares, _, gated, *bias = node.args[1:]
+            yield plain_kind(_value(weight), None if squares is None else _value(squares), gated, bool(bias))
         elif node.target in (ops.stream_linear_residual.default, ops.stream_linear_residual_norm.default):
             is_normed = node.target is ops.stream_linear_residual_norm.default
             yield residual_kind(_value(node.args[1]), norm_next=is_normed)

@@ -63,6 +63,7 @@ class LinearOps:
         is_taken: whether they take a weight of [rows, columns].
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
+        takes_bias: a linear that nothing else becomes part of may have one.
     """
 
     prefix: str
@@ -70,10 +71,11 @@ class LinearOps:
     is_taken: Callable[[int, int], bool]
     num_norm_blocks: Callable[[int, int], int | None]
     takes_float16: bool
+    takes_bias: bool = False
 
     def match(self, node: object) -> Linear | None:
         """A linear that these ops take."""
-        linear = match_linear(node)
+        linear = match_linear(node, self.takes_bias)
         return linear if linear is not None and self.take(linear) else None
 
     def take(self, linear: Linear) -> bool:
@@ -139,7 +141,7 @@ class _Fusion:
     def gated(self, node: fx.Node) -> None:
         """silu(gate) * up over the halves of a linear."""
         linear = self._ops.match(match_silu_mul(node))
-        if linear is not None and self._ops.is_taken(linear.shape[0] // 2, linear.shape[1]):
+        if linear is not None and linear.bias is None and self._ops.is_taken(linear.shape[0] // 2, linear.shape[1]):
             self._replace(node, linear, self._call_linear(node, linear, True))
 
     def linear(self, node: fx.Node) -> None:
@@ -150,9 +152,10 @@ class _Fusion:
 
     def _call_linear(self, node: fx.Node, linear: Linear, is_gated: bool) -> fx.Node:
         norm = self._scaled.get(linear.source)
+        bias = () if linear.bias is None else (linear.bias,)
         if norm is None:
-            return self._call(node, "linear", linear.source, linear.weight, None, 0.0, is_gated)
-        return self._call(node, "linear", norm.value, linear.weight, norm.squares, norm.eps, is_gated)
+            return self._call(node, "linear", linear.source, linear.weight, None, 0.0, is_gated, *bias)
+        return self._call(node, "linear", norm.value, linear.weight, norm.squares, norm.eps, is_gated, *bias)
 
     def _call_norm_op(
         self, node: fx.Node, linear: Linear, residual: fx.Node, norm_node: fx.Node, norm: RMSNorm

@@ -18,11 +18,12 @@ _SPLIT = (torch.split, torch.functional.split)
 
 @dataclass(frozen=True)
 class Linear:
-    """source · weightᵀ, without a bias."""
+    """source · weightᵀ, and a bias where there is one."""
 
     node: fx.Node
     source: fx.Node
     weight: fx.Node
+    bias: fx.Node | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -31,14 +32,16 @@ class Linear:
         return int(rows), int(columns)
 
 
-def match_linear(node: object) -> Linear | None:
-    """A linear without bias, in a type that the kernels take."""
+def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
+    """A linear in a type that the kernels take, without a bias unless `takes_bias`."""
     if not is_call(node, LINEAR, torch.nn.functional.linear):
         return None
     source, weight, bias = linear_operands(node)
-    if bias is not None or weight.op != "placeholder" or not takes_kernels(weight):
+    if weight.op != "placeholder" or not takes_kernels(weight):
         return None
-    return Linear(node, source, weight)
+    if bias is not None and not (takes_bias and bias.op == "placeholder"):
+        return None
+    return Linear(node, source, weight, bias)
 
 
 def match_silu_mul(node: fx.Node) -> fx.Node | None:

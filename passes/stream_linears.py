@@ -1,4 +1,4 @@
-"""Forms of pieces for steps of up to 128 tokens on Hopper, with linears that stream their weights."""
+"""Forms of pieces for steps of up to 192 tokens on Hopper, with linears that stream their weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StreamLinears:
 
 
 def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
-    """None too where a linear would be left to the library, which is slow with few tokens: one with a bias, say."""
+    """None too where a linear would be left to the library, which is slow with few tokens."""
     ops = streamed(tokens)
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR, torch.nn.functional.linear)]
     return few_token_form(piece, ops) if all(ops.match(node) for node in linears) else None
@@ -85,4 +85,5 @@ def streamed(tokens: int) -> LinearOps:
         is_taken=partial(is_streamed, tokens=tokens),
         num_norm_blocks=lambda rows, columns: num_streamed_norm_blocks(rows),
         takes_float16=False,
+        takes_bias=True,
     )

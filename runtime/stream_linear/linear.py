@@ -26,6 +26,7 @@ class LinearKind:
         gated: silu(gate) * up.
         residual: a residual is added.
         norm_next: what the norm behind it wants is written too.
+        bias: one is added; of one that is none of the last three.
     """
 
     rows: int
@@ -34,10 +35,11 @@ class LinearKind:
     gated: bool = False
     residual: bool = False
     norm_next: bool = False
+    bias: bool = False
 
     @property
     def name(self) -> str:
-        marks = [mark for mark in ("gated", "residual", "norm_next") if getattr(self, mark)]
+        marks = [mark for mark in ("gated", "residual", "norm_next", "bias") if getattr(self, mark)]
         return "_".join([f"{self.rows}x{self.columns}", f"norm{self.norm_blocks}", *marks])
 
     def constants(self) -> dict[str, int]:

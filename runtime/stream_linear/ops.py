@@ -94,26 +94,35 @@ def _num_tokens(x: torch.Tensor) -> int:
 
 # mllm::stream_linear --------------------------------------------------------------------------------------------------
 
-_LIBRARY.define("stream_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor")
+_LIBRARY.define(
+    "stream_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated, Tensor? bias=None) -> Tensor"
+)
 
 
-def plain_kind(weight: torch.Tensor, squares: torch.Tensor | None, gated: bool) -> LinearKind:
+def plain_kind(weight: torch.Tensor, squares: torch.Tensor | None, gated: bool, has_bias: bool) -> LinearKind:
     """The linear of a call of stream_linear."""
     rows, columns = weight.shape
-    return LinearKind(int(rows), int(columns), 0 if squares is None else int(squares.shape[-1]), gated=gated)
+    norm_blocks = 0 if squares is None else int(squares.shape[-1])
+    return LinearKind(int(rows), int(columns), norm_blocks, gated=gated, bias=has_bias)
 
 
 def stream_linear(
-    x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float, gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    squares: torch.Tensor | None,
+    eps: float,
+    gated: bool,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ, of a norm and gated if so asked.
+    """x · weightᵀ + bias, of a norm and gated if so asked.
 
     Args:
         x: […, K] bfloat16, as many as the linear is streamed for (shapes.is_streamed).
         weight: [N, K]; of a gated one [gate rows; up rows], [2N, K].
         squares: […, B] float32: x is h · norm_weight and these are the sums of squares of h; None: x is taken as it is.
         eps: the norm's.
-        gated: silu(gate) * up.
+        gated: silu(gate) * up; without a bias.
+        bias: [N]; added before the sum is rounded.
 
     Returns:
         […, N] bfloat16.
@@ -121,8 +130,8 @@ def stream_linear(
     x = aligned(x)
     out = _new_output(x, weight, gated)
     num_tokens = _num_tokens(x)
-    launch = _loaded(x, plain_kind(weight, squares, gated), num_tokens)
-    launch(x, weight, (squares, None, None, out, None, None), eps, num_tokens)
+    launch = _loaded(x, plain_kind(weight, squares, gated, bias is not None), num_tokens)
+    launch(x, weight, (squares, None, bias, out, None, None), eps, num_tokens)
     return out
 
 
@@ -132,7 +141,9 @@ def _new_output(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Ten
 
 _LIBRARY.impl("stream_linear", stream_linear, "CUDA")
 torch.library.register_fake(
-    "mllm::stream_linear", lambda x, weight, squares, eps, gated: _new_output(x, weight, gated), lib=_LIBRARY
+    "mllm::stream_linear",
+    lambda x, weight, squares, eps, gated, bias=None: _new_output(x, weight, gated),
+    lib=_LIBRARY,
 )
 
 # mllm::stream_linear_residual -----------------------------------------------------------------------------------------

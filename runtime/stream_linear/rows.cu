@@ -9,7 +9,7 @@
 //
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
 // (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, NORM_BLOCKS (sums of squares a token to read;
-// 0: no norm), GATED, RESIDUAL, NORM_NEXT.
+// 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the place of the norm's weight).
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
@@ -34,6 +34,10 @@ __device__ __forceinline__ void load_row(u32 to, const char* from, int bytes, u3
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
+  return BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
 }
 
 struct Shared {
@@ -145,7 +149,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     const bool is_there = token < num_tokens;
     uint2 residuals = {0, 0}, weights = {0, 0};
     if (RESIDUAL && is_there) residuals = *(const uint2*)(residual + at);
-    if (NORM_NEXT) weights = *(const uint2*)(norm_weight + row / 2);
+    if (NORM_NEXT || BIAS) weights = *(const uint2*)(norm_weight + row / 2);
     const float factor = NORM_BLOCKS ? shared.factors[token] : 1.f;
     wait_for(arrived + 8 * place, 0);
     float2 first = {0.f, 0.f}, second = {0.f, 0.f};  // of a gated one: gates and ups
@@ -155,7 +159,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const float2 a = *(const float2*)part, b = *(const float2*)(part + (GATED ? OUT_ROWS : 2));
       first.x += a.x, first.y += a.y, second.x += b.x, second.y += b.y;
     }
-    u32 low = pack(first.x * factor, first.y * factor), high = pack(second.x * factor, second.y * factor);
+    u32 low = rounded(first.x * factor, first.y * factor, weights.x), high = rounded(second.x * factor, second.y * factor, weights.y);
     if (GATED) {
       if (is_there) out[at] = silu_times(low, high);
       continue;

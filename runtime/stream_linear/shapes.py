@@ -16,7 +16,7 @@ MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 128, 64
 # A piece has a form for the first that all its linears take.
 FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, MAX_HEAD_TOKENS)
 
-_ROWS_UNIT, _COLUMNS_UNIT = 64, 256  # what weights are multiples of
+_ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
 _HEAD_ROWS = 65536
 _LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight of which not all is on its way before the inputs are there
 _TILINGS = {tiling.source: tiling for tiling in (TileTiling, RowTiling)}

@@ -11,8 +11,8 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, NUM_THREADS
 // and SHARED_BYTES of a block, TOKENS (8, 16, 32, or a multiple of 64 up to 256), STAGES, PANELS (of 64 inputs, of a stage),
-// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, and `multiply_add_all`, which adds
-// products to ROWS / 2 sums of a thread.
+// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the place of the norm's
+// weight), and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
 constexpr int M_TOKENS = 64;                          // of a wgmma
@@ -155,7 +155,7 @@ struct Outputs {
   __device__ __forceinline__ bool is_there(int place, int h) const { return is_row(place) && token + 8 * h < num_tokens; }
 };
 
-// Residual and norm weight: asked for before the products and used after them, when they are there.
+// Residual and norm weight, or bias: asked for before the products and used after them, when they are there.
 struct Operands {
   u32 residuals[PLACES][2][2], weights[PLACES][2];
 
@@ -167,7 +167,7 @@ struct Operands {
         const bool is_there = RESIDUAL && outputs.is_there(place, h);
         const u32* from = residual + outputs.at(place, h);
         residuals[place][h][0] = is_there ? from[0] : 0, residuals[place][h][1] = is_there ? from[4] : 0;
-        weights[place][h] = NORM_NEXT && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
+        weights[place][h] = (NORM_NEXT || BIAS) && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
       }
   }
 };
@@ -216,7 +216,10 @@ __device__ __forceinline__ void exchange(float (&mine)[M_TILES][PLACES][8], cons
 #endif
 }
 
-// The norm's factor, the activation, the residual, and what the next norm wants.
+__device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
+  return BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+}
+// The norm's factor, the bias, the activation, the residual, and what the next norm wants.
 __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Outputs& outputs, const Operands& operands,
                                        const float (&factors)[2], u32* out, u32* scaled, float* out_squares) {
 #pragma unroll
@@ -226,7 +229,8 @@ __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Out
       const float* sum = sums[place] + 2 * h;
       const int at = outputs.at(place, h);
       const bool is_there = outputs.is_there(place, h);
-      u32 low = pack(sum[0] * factors[h], sum[1] * factors[h]), high = pack(sum[4] * factors[h], sum[5] * factors[h]);
+      u32 low = rounded(sum[0] * factors[h], sum[1] * factors[h], operands.weights[place][0]);
+      u32 high = rounded(sum[4] * factors[h], sum[5] * factors[h], operands.weights[place][1]);
       if (GATED) {
         if (is_there) out[at] = silu_times(low, high);
         continue;

@@ -102,7 +102,8 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
     """
     is_short = kind.columns <= _FEW_COLUMNS and tokens > _M_TOKENS
     least_rows = _LEAST_ROWS_OF_FEW if is_short else _LEAST_ROWS
-    split = next((split for split, least in least_rows.items() if _rows_of(kind, split, tokens) >= least), 1)
+    splits = (split for split in least_rows if kind.columns // _PANEL % split == 0)
+    split = next((split for split in splits if _rows_of(kind, split, tokens) >= least_rows[split]), 1)
     rows = _rows_of(kind, split, tokens)
     panels = kind.columns // split // _PANEL
     if tokens == _M_TOKENS and panels % _MANY_PANELS == 0:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.cuda_kernels import can_compile_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -138,6 +139,41 @@ def test_windows_and_soft_caps_are_as_near_to_float32_as_transformers_is(tmp_pat
         want = reference_scores(exact, ids + list(output.token_ids))[-64:]
         theirs = reference_scores(bf16, ids + list(output.token_ids))[-64:]
         assert off_by(made, want) <= MARGIN * off_by(theirs, want) + 2e-3
+
+
+def random_qwen2(folder: Path) -> None:
+    """With biases of q, k and v, which are zeros as Transformers makes them."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=896, intermediate_size=1088, num_hidden_layers=3, num_attention_heads=7,
+        num_key_value_heads=1, max_position_embeddings=2048,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    assert len(biases) == 9
+    for bias in biases:
+        torch.nn.init.normal_(bias)
+    model.save_pretrained(folder)
+
+
+def test_linears_with_biases_and_an_odd_number_of_panels_are_streamed(tmp_path):
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    random_qwen2(folder)
+    with engine(folder, cache, backend="inductor") as served:
+        if can_compile_kernels("cuda:0"):
+            (program,) = (json.loads(path.read_text()) for path in cache.rglob("program.json"))
+            assert {tiling["kind"]["columns"] for tiling in program["linears"] if tiling["kind"]["bias"]} == {896}
+        exact, bf16 = reference(folder, torch.float32), reference(folder, torch.bfloat16)
+        for length in (1, 5, 60, 150, 300):
+            assert_no_worse_than_bf16(served, exact, bf16, random_ids(length + 1, 512, length))
+        several = served.generate([random_ids(30 + n, 512, n) for n in range(12)], GREEDY_96)
+        ids = random_ids(30, 512, 0) + list(several[0].token_ids)
+        assert_no_worse_than_bf16(served, exact, bf16, ids)
+        theirs = torch.log_softmax(exact(torch.tensor([ids], device="cuda"), use_cache=False).logits[0].float(), -1)
+        chosen = theirs[29:-1].gather(1, torch.tensor(ids[30:], device="cuda")[:, None])[:, 0]
+        assert (theirs[29:-1].max(-1).values - chosen).max() < 0.1, "greedy, but for what rounding decides"
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
 from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, bucket_of
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.stream_linear.shapes import choose_tiling, is_streamed, num_streamed_norm_blocks
 from tests.gpu.test_few_tokens import EPS, MARGIN, compiled, layer, off_by, random_inputs, shapes_of
@@ -45,8 +45,8 @@ def is_taken(shape: tuple[int, int, int], num_tokens: int) -> bool:
     return all(is_streamed(kind.rows, kind.columns, num_tokens) for kind in kinds_of(*shape))
 
 
-def load(kinds: list[LinearKind], folder) -> None:
-    buckets = [(kind, tokens) for kind in kinds for tokens in TOKEN_BUCKETS]
+def load(kinds: list[LinearKind], folder, buckets_of: tuple[int, ...] = TOKEN_BUCKETS) -> None:
+    buckets = [(kind, bucket_of(tokens)) for kind in kinds for tokens in buckets_of]
     tilings = [choose_tiling(kind, tokens) for kind, tokens in buckets if is_streamed(kind.rows, kind.columns, tokens)]
     with KernelCompiler() as compiler:
         compiler.write(tilings, folder, NullReporter())
@@ -96,6 +96,7 @@ def test_a_graph_replays_them_on_other_inputs(pieces, shape, num_tokens):
 
 WIDTHS = [(64, 1024), (320, 1024), (64, 4096), (1152, 4096), (128, 256), (151936, 1024), (128256, 4096)]
 WIDTHS += [(6144, 1536), (4096, 2304), (3584, 18944), (4096, 14336), (65472, 2048), (8192, 8192)]
+WIDTHS += [(1152, 896), (896, 4864), (1920, 960), (4608, 3584)]  # of Qwen2.5-0.5B and 7B; odd numbers of panels
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,12 @@ WIDTHS += [(6144, 1536), (4096, 2304), (3584, 18944), (4096, 14336), (65472, 204
     ],
 )
 def test_without_norms_for_any_width(tmp_path, rows, columns, num_tokens):
-    kinds = [LinearKind(rows, columns), LinearKind(rows, columns, residual=True)]
-    load(kinds, tmp_path)
+    load([LinearKind(rows, columns, bias=True), LinearKind(rows, columns, residual=True)], tmp_path, (num_tokens,))
     x, weight, residual = random_inputs([("T", columns), (rows, columns), ("T", rows)], num_tokens)
+    bias = residual[0].clone()
     product = linear(x.float(), weight.float())
-    ours = torch.ops.mllm.stream_linear(x, weight, None, 0.0, False)
-    assert off_by(ours, product) <= MARGIN * off_by(linear(x, weight), product)
+    ours = torch.ops.mllm.stream_linear(x, weight, None, 0.0, False, bias)
+    assert off_by(ours, product + bias) <= MARGIN * off_by(linear(x, weight, bias), product + bias)
     summed = torch.ops.mllm.stream_linear_residual(x, weight, residual)
     assert off_by(summed, residual.float() + product) <= MARGIN * off_by(
         residual + linear(x, weight), residual.float() + product

@@ -32,11 +32,13 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     del library
 
 
-def linear(x, weight, squares, eps, gated):
+def linear(x, weight, squares, eps, gated, bias=None):
     """What `few_linear` and `stream_linear` compute."""
     product = torch_linear(x.float(), weight.float())
     if squares is not None:
         product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
+    if bias is not None:
+        product = product + bias.float()
     product = product.to(x.dtype)
     if not gated:
         return product

@@ -6,8 +6,11 @@ Hopper GPU; here their ops are stand-ins in plain torch.
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
+from torch import fx
 
 from mllm_compile.cuda_kernels import streamed_linears
 from mllm_compile.passes import fx_match
@@ -84,12 +87,41 @@ def test_one_token_is_left_to_the_form_that_reads_large_weights_in_rows(rows, si
     assert hasattr(gm, "piece_a_one_token") is (1 in sizes)
 
 
-def test_a_linear_with_a_bias_keeps_its_piece_from_the_form():
+def test_a_linear_with_a_bias_takes_it_along_whatever_is_around_it():
+    """Behind a norm that goes, under a gate, and added to a residual: the last two stay apart."""
     block = Block()
-    x = block.input("x", 1, 4, HIDDEN)
-    biased = block.call(LINEAR, x, block.input("w", HIDDEN, HIDDEN), block.input("b", HIDDEN))
-    plain = block.call(LINEAR, x, block.input("w2", HIDDEN, HIDDEN), None)
-    assert StreamLinears()(graph_of_one_piece(block.module(biased, plain))).matches == 0
+    x, residual = block.input("x", 1, 4, HIDDEN), block.input("residual", 1, 4, HIDDEN)
+
+    def biased(name: str, source: fx.Node, rows: int = HIDDEN) -> fx.Node:
+        return block.call(LINEAR, source, block.input(name, rows, HIDDEN), block.input(f"{name}_bias", rows))
+
+    after = block.call(operator.add, residual, block.call(LINEAR, x, block.input("o", HIDDEN, HIDDEN), None))
+    normed = block.norm(after, block.input("norm", HIDDEN))
+    gated = block.silu_mul(biased("gate_up", x, 2 * FFN))
+    added = block.call(operator.add, after, biased("down", x))
+    piece = block.module(biased("qkv", normed), gated, added)
+    form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
+    assert form is not None
+    assert sorted(fused_ops(form)) == ["stream_linear"] * 3 + ["stream_linear_residual_norm"]
+    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+        assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
+    gm = graph_of_one_piece(piece)
+    assert StreamLinears()(gm).matches == 1
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
+    kinds = {tiling.kind for tiling in streamed_linears(gm, Program((), (), (), "logits", forms))}
+    assert {(kind.rows, kind.norm_blocks, kind.bias) for kind in kinds} == {
+        (HIDDEN, 0, False),
+        (HIDDEN, 0, True),
+        (HIDDEN, HIDDEN // NORM_ROWS, True),
+        (2 * FFN, 0, True),
+    }
+
+
+def test_a_bias_that_is_computed_keeps_its_piece_from_the_form():
+    block = Block()
+    bias = block.call(torch.relu, block.input("b", HIDDEN))
+    biased = block.call(LINEAR, block.input("x", 1, 4, HIDDEN), block.input("w", HIDDEN, HIDDEN), bias)
+    assert StreamLinears()(graph_of_one_piece(block.module(biased))).matches == 0
 
 
 def test_float16_is_left_to_the_other_kernels():

@@ -40,19 +40,19 @@ _STATIC_BYTES = 1024
 
 
 def kinds(max_rows: int, columns: tuple[int, int], norm_blocks: int) -> st.SearchStrategy[LinearKind]:
-    """Of up to `max_rows` x 64 rows, and columns of that range x 256."""
+    """Of up to `max_rows` x 64 rows, and columns of that range x 64."""
     return st.builds(
         LinearKind,
         rows=st.integers(1, max_rows).map(lambda n: 64 * n),
-        columns=st.integers(*columns).map(lambda n: 256 * n),
+        columns=st.integers(*columns).map(lambda n: 64 * n),
         norm_blocks=st.sampled_from([0, norm_blocks]),
         gated=st.booleans(),
         residual=st.booleans(),
     )
 
 
-KINDS = kinds(256, (1, 64), 32) | kinds(2400, (1, 32), 32)
-WIDE_KINDS = kinds(1023, (6, 128), 256).filter(lambda kind: rows.takes(kind.rows, kind.columns))
+KINDS = kinds(256, (1, 256), 32) | kinds(2400, (1, 128), 32)
+WIDE_KINDS = kinds(1023, (24, 512), 256).filter(lambda kind: rows.takes(kind.rows, kind.columns))
 
 
 @given(KINDS, st.sampled_from(TOKEN_BUCKETS))
@@ -159,7 +159,7 @@ def test_large_weights_are_read_in_rows_for_up_to_eight_tokens(rows, columns, so
     assert choose_tiling(LinearKind(rows, columns), 16).source == "stream_linear/tiles.cu"
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000), (2**26, 256)])
+@pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 96), (1024, 1000), (2**26, 256)])
 def test_what_does_not_divide_is_left_alone(rows, columns):
     assert not is_streamed(rows, columns, 64)
 
@@ -177,6 +177,7 @@ def test_names_tell_kernels_apart():
         LinearKind(64, 256, gated=True),
         LinearKind(64, 256, residual=True),
         LinearKind(64, 256, residual=True, norm_next=True),
+        LinearKind(64, 256, bias=True),
     ]
     names = {choose_tiling(kind, tokens).name for kind in kinds for tokens in TOKEN_BUCKETS}
     assert len(names) == len(kinds) * len(TOKEN_BUCKETS)
@@ -207,6 +208,8 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
         (LinearKind(32768, 4096, gated=True), 128),
         (LinearKind(33792, 4096, residual=True, norm_next=True), 128),
         (LinearKind(14784, 4096, residual=True, norm_next=True), 192),
+        *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 192)],
+        (LinearKind(4608, 3584, 224, bias=True), 8),
         (LinearKind(6144, 4096, 256), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
         (LinearKind(4096, 12288, residual=True, norm_next=True), 8),
