@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.artifact import open_artifact
 from mllm_compile.cuda_kernels import can_compile_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -163,8 +164,8 @@ def test_linears_with_biases_and_an_odd_number_of_panels_are_streamed(tmp_path):
     random_qwen2(folder)
     with engine(folder, cache, backend="inductor") as served:
         if can_compile_kernels("cuda:0"):
-            (program,) = (json.loads(path.read_text()) for path in cache.rglob("program.json"))
-            assert {tiling["kind"]["columns"] for tiling in program["linears"] if tiling["kind"]["bias"]} == {896}
+            (program,) = (open_artifact(path.parent).program for path in cache.rglob("program.json"))
+            assert {tiling.kind.columns for tiling in program.linears if tiling.kind.bias} == {896}
         exact, bf16 = reference(folder, torch.float32), reference(folder, torch.bfloat16)
         for length in (1, 5, 60, 150, 300):
             assert_no_worse_than_bf16(served, exact, bf16, random_ids(length + 1, 512, length))
