@@ -19,8 +19,7 @@ from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
-from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose
-from mllm_compile.runtime.gated_linear.shapes import MIN_TOKENS
+from mllm_compile.runtime.gated_linear.kernel import TILE_TOKENS, GatedKernel, choose
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
@@ -32,7 +31,7 @@ _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
 _NUM_DRAWS = 32
-_MOST_GATED_TOKENS, _TOKENS_STEP = 8200, 100
+_MOST_GATED_TOKENS = 32 * TILE_TOKENS
 
 
 def check_written_pieces(
@@ -191,7 +190,7 @@ def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -
     for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in kernels):
         weight = random(rows, columns)
         of_weight = [kernel for kernel in kernels if (kernel.rows, kernel.columns) == (rows, columns)]
-        counts = {choose(of_weight, count): count for count in range(_MOST_GATED_TOKENS, MIN_TOKENS, -_TOKENS_STEP)}
+        counts = {choose(of_weight, count): count for count in range(_MOST_GATED_TOKENS, 0, -TILE_TOKENS)}
         for kernel, count in counts.items():
             x = random(count, columns) / math.sqrt(columns)
             gate, up = torch.nn.functional.linear(x.float(), weight.float()).chunk(2, -1)

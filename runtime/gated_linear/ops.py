@@ -16,7 +16,7 @@ import torch
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
-from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose
+from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose, launches
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -79,16 +79,24 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         […, N / 2] bfloat16.
     """
+    num_tokens = math.prod(x.shape[:-1])
+    parts = launches(num_tokens)
+    if not parts:
+        gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
     x = aligned(x)
     out = _new_output(x, weight)
-    num_tokens = math.prod(x.shape[:-1])
     rows, columns = map(int, weight.shape)
     of_weight = _LOADED.get((x.get_device(), rows, columns))
     if of_weight is None:
         raise RuntimeError(
-            f"no kernel is loaded for a weight {tuple(weight.shape)} on {x.device}: call load_gated_kernels"
+            f"no kernel is loaded for a weight {rows} x {columns} on {x.device}: call load_gated_kernels"
         )
-    of_weight[choose(of_weight, num_tokens)](x.view(num_tokens, -1), weight, out)
+    all_x, all_out, start = x.view(num_tokens, -1), out.view(num_tokens, -1), 0
+    for count in parts:
+        kernel = of_weight[choose(of_weight, count)]
+        kernel(all_x[start : start + count], weight, all_out[start : start + count])
+        start += count
     return out
 
 

@@ -19,7 +19,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.gated_linear import ops
-from mllm_compile.runtime.gated_linear.kernel import TILE_TOKENS, GatedKernel, choose, gated_kernels
+from mllm_compile.runtime.gated_linear.kernel import TILE_TOKENS, GatedKernel, choose, gated_kernels, launches
 from mllm_compile.runtime.gated_linear.shapes import is_taken
 
 KERNELS = st.builds(
@@ -63,6 +63,40 @@ def test_a_kernel_is_stored_with_all_that_its_launch_takes(kernel):
 )
 def test_what_was_measured_to_be_the_fastest_is_taken(shape, num_tokens, tile_rows):
     assert choose(gated_kernels(*shape), num_tokens).tile_rows == tile_rows
+
+
+@given(st.integers(1, 20_000))
+def test_launches_take_every_token_once_and_no_tile_is_mostly_empty(num_tokens):
+    parts = launches(num_tokens)
+    assert sum(parts) in (num_tokens, 0)
+    assert parts or 256 < num_tokens < 2048
+    for part in parts:
+        assert part <= 256 or part % 256 == 0 or part % 256 > 192
+
+
+def test_where_the_library_is_the_faster_it_is_called(monkeypatch):
+    """320 tokens are a tile and a quarter: no kernel is looked for."""
+    monkeypatch.setattr(ops, "_LOADED", {})
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, 64, generator=generator).to(torch.bfloat16) for size in (320, 128))
+    gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
+    assert torch.equal(ops.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
+    with pytest.raises(RuntimeError, match="no kernel is loaded for a weight 128 x 64 on cpu"):
+        ops.gated_linear(x[:256], weight)
+
+
+def test_what_is_left_over_of_many_tokens_has_a_launch_of_its_own(loaded, monkeypatch):
+    calls: list[tuple[int, int, int]] = []
+
+    def call(self, x, weight, out) -> None:
+        calls.append((self._kernel.tile_rows, len(x), out.storage_offset() // 3072))
+
+    monkeypatch.setattr(type(next(iter(loaded.values()))), "__call__", call)
+    monkeypatch.setattr(ops, "_LOADED", {(-1, 6144, 1024): loaded})
+    x, weight = torch.zeros(1, 2100, 1024, dtype=torch.bfloat16), torch.zeros(6144, 1024, dtype=torch.bfloat16)
+    out = ops.gated_linear(x, weight)
+    assert out.shape == (1, 2100, 3072)
+    assert calls == [(192, 2048, 0), (64, 52, 2048)]
 
 
 @given(st.integers(1, 800), st.integers(1, 64))
