@@ -8,6 +8,7 @@ Shape legend: N rows (gates, then ups) and K columns of the weight.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -25,7 +26,7 @@ class _Loaded:
     """One kernel."""
 
     def __init__(self, kernel: GatedKernel, binaries: Mapping[str, bytes]) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._loaded = load_kernel(kernel, binaries)
         self.binary = binaries[kernel.name]
         self._maps = TensorMaps()
@@ -33,7 +34,7 @@ class _Loaded:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """x [T, K], weight [N, K] → out [T, N / 2]."""
         num_tokens = len(x)
-        box = self._kernel.box_tokens(num_tokens)
+        box = self.kernel.box_tokens(num_tokens)
         arguments = (
             self._maps.get(weight, tensor_maps.spread_halves),
             self._maps.get(x, tensor_maps.rows, box),
@@ -41,11 +42,34 @@ class _Loaded:
             ctypes.c_int(num_tokens),
             ctypes.c_int(box),
         )
-        self._loaded.launch(self._kernel.num_blocks(num_tokens), self._kernel.num_threads, arguments)
+        self._loaded.launch(self.kernel.num_blocks(num_tokens), self.kernel.num_threads, arguments)
 
 
-# By device index and the weight's shape; those of one differ in their tiles.
-_LOADED: dict[tuple[int, int, int], dict[GatedKernel, _Loaded]] = {}
+class _Weight:
+    """The kernels of weights of one shape, which differ in their tiles."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[GatedKernel, _Loaded] = {}
+        self._plans: dict[int, list[tuple[_Loaded, int, int]]] = {}  # by tokens, of which a step has some thousands
+
+    def load(self, kernel: GatedKernel, binaries: Mapping[str, bytes]) -> None:
+        before, binary = self.loaded.get(kernel), binaries.get(kernel.name)
+        if before is None or before.binary != binary:  # once for a process's engines
+            self.loaded[kernel] = _Loaded(kernel, binaries)
+            self._plans.clear()
+
+    def plan(self, num_tokens: int) -> list[tuple[_Loaded, int, int]]:
+        """Each launch: its kernel, and the tokens from and up to which it goes. None: the library is the faster."""
+        if num_tokens not in self._plans:
+            ends = list(itertools.accumulate(launches(num_tokens)))
+            self._plans[num_tokens] = [
+                (self.loaded[choose(self.loaded, end - start)], start, end)
+                for start, end in itertools.pairwise([0, *ends])
+            ]
+        return self._plans[num_tokens]
+
+
+_WEIGHTS: dict[tuple[int, int, int], _Weight] = {}  # by device index and shape
 
 
 def load_gated_kernels(kernels: Iterable[GatedKernel], binaries: Mapping[str, bytes], device: torch.device) -> None:
@@ -60,10 +84,8 @@ def load_gated_kernels(kernels: Iterable[GatedKernel], binaries: Mapping[str, by
     """
     for kernel in kernels:
         with torch.cuda.device(device):
-            of_weight = _LOADED.setdefault((torch.cuda.current_device(), kernel.rows, kernel.columns), {})
-            loaded, binary = of_weight.get(kernel), binaries.get(kernel.name)
-            if loaded is None or loaded.binary != binary:  # once for a process's engines
-                of_weight[kernel] = _Loaded(kernel, binaries)
+            key = (torch.cuda.current_device(), kernel.rows, kernel.columns)
+            _WEIGHTS.setdefault(key, _Weight()).load(kernel, binaries)
 
 
 _LIBRARY.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
@@ -79,24 +101,20 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         […, N / 2] bfloat16.
     """
+    rows, columns = weight.shape
+    of_weight = _WEIGHTS.get((x.get_device(), rows, columns))
+    if of_weight is None:
+        raise RuntimeError(f"no kernel is loaded for {rows} x {columns} on {x.device}: call load_gated_kernels")
     num_tokens = math.prod(x.shape[:-1])
-    parts = launches(num_tokens)
-    if not parts:
+    plan = of_weight.plan(num_tokens)
+    if not plan:
         gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
     x = aligned(x)
     out = _new_output(x, weight)
-    rows, columns = map(int, weight.shape)
-    of_weight = _LOADED.get((x.get_device(), rows, columns))
-    if of_weight is None:
-        raise RuntimeError(
-            f"no kernel is loaded for a weight {rows} x {columns} on {x.device}: call load_gated_kernels"
-        )
-    all_x, all_out, start = x.view(num_tokens, -1), out.view(num_tokens, -1), 0
-    for count in parts:
-        kernel = of_weight[choose(of_weight, count)]
-        kernel(all_x[start : start + count], weight, all_out[start : start + count])
-        start += count
+    all_x, all_out = x.view(num_tokens, -1), out.view(num_tokens, -1)
+    for kernel, start, end in plan:
+        kernel(all_x[start:end], weight, all_out[start:end])
     return out
 
 

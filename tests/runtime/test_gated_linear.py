@@ -76,23 +76,23 @@ def test_launches_take_every_token_once_and_no_tile_is_mostly_empty(num_tokens):
 
 def test_where_the_library_is_the_faster_it_is_called(monkeypatch):
     """320 tokens are a tile and a quarter: no kernel is looked for."""
-    monkeypatch.setattr(ops, "_LOADED", {})
+    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 128, 64): ops._Weight()})
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, 64, generator=generator).to(torch.bfloat16) for size in (320, 128))
     gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
     assert torch.equal(ops.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
-    with pytest.raises(RuntimeError, match="no kernel is loaded for a weight 128 x 64 on cpu"):
-        ops.gated_linear(x[:256], weight)
+    with pytest.raises(RuntimeError, match="no kernel is loaded for 128 x 32 on cpu"):
+        ops.gated_linear(x[:, :32], weight[:, :32])
 
 
 def test_what_is_left_over_of_many_tokens_has_a_launch_of_its_own(loaded, monkeypatch):
     calls: list[tuple[int, int, int]] = []
 
     def call(self, x, weight, out) -> None:
-        calls.append((self._kernel.tile_rows, len(x), out.storage_offset() // 3072))
+        calls.append((self.kernel.tile_rows, len(x), out.storage_offset() // 3072))
 
-    monkeypatch.setattr(type(next(iter(loaded.values()))), "__call__", call)
-    monkeypatch.setattr(ops, "_LOADED", {(-1, 6144, 1024): loaded})
+    monkeypatch.setattr(ops._Loaded, "__call__", call)
+    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 6144, 1024): loaded})
     x, weight = torch.zeros(1, 2100, 1024, dtype=torch.bfloat16), torch.zeros(6144, 1024, dtype=torch.bfloat16)
     out = ops.gated_linear(x, weight)
     assert out.shape == (1, 2100, 3072)
@@ -131,30 +131,31 @@ def loaded(driver, monkeypatch):
     """A weight's kernels, loaded on device 0; what they launch and which maps they ask for, in the order of calls."""
     driver()
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(ops, "_LOADED", {})
+    monkeypatch.setattr(ops, "_WEIGHTS", {})
     kernels = gated_kernels(6144, 1024)
     ops.load_gated_kernels(kernels, {kernel.name: b"binary" for kernel in kernels}, torch.device("cuda:0"))
-    return ops._LOADED[0, 6144, 1024]
+    return ops._WEIGHTS[0, 6144, 1024]
 
 
 @pytest.mark.parametrize(("num_tokens", "boxes"), [(200, 200), (256, 256), (1000, 128), (8192, 128)])
 def test_a_launch_takes_the_kernel_of_its_tokens_and_reads_no_more_than_these(loaded, monkeypatch, num_tokens, boxes):
-    kernel = choose(loaded, num_tokens)
+    ((kernel, *tokens),) = loaded.plan(num_tokens)
+    assert tokens == [0, num_tokens]
     launches: list[tuple[object, ...]] = []
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(loaded[kernel]._loaded, "launch", lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(kernel._loaded, "launch", lambda *arguments: launches.append(arguments))
     monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
     x, weight = torch.zeros(num_tokens, 1024, dtype=torch.bfloat16), torch.zeros(6144, 1024, dtype=torch.bfloat16)
-    loaded[kernel](x, weight, x.new_empty(num_tokens, 3072))
+    kernel(x, weight, x.new_empty(num_tokens, 3072))
     assert asked == [(tensor_maps.spread_halves,), (tensor_maps.rows, boxes)]
-    tiles = math.ceil(num_tokens / 256) * math.ceil(6144 / kernel.tile_rows)
+    tiles = math.ceil(num_tokens / 256) * math.ceil(6144 / kernel.kernel.tile_rows)
     assert launches[0][:2] == (min(tiles, 132), 384)
 
 
 def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, monkeypatch):
     fake = driver()
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(ops, "_LOADED", {})
+    monkeypatch.setattr(ops, "_WEIGHTS", {})
     kernels = gated_kernels(6144, 1024)
     for binary, count in ((b"first", 3), (b"first", 3), (b"second", 6)):
         ops.load_gated_kernels(kernels, {kernel.name: binary for kernel in kernels}, torch.device("cuda:0"))
