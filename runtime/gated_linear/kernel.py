@@ -23,9 +23,9 @@ _NUM_THREADS = 384
 _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
 _MOST_TILES = 64  # of tokens that are asked about; with more the largest tiles are always taken
-# A tile of tokens costs as much with a few: TMA fills the rest with zeros, which come late. So what is left over of many
-# has a launch of its own, and of fewer the library is the faster: 8B's gate_up and activation with 320 tokens 98 µs, by
-# two tiles 150; with 512 155 to 165, and 144 to 150.
+# A tile of tokens costs as much with a few: TMA fills the rest with zeros, which come late. So the rest of many tokens
+# has a launch of its own, and with fewer the library is the faster: gate_up and activation of 8B with 320 tokens 98 µs,
+# by two tiles 150; with 512 155 to 165, and 144 to 150.
 _FULL_TOKENS, _MANY_TOKENS = 192, 2048
 _TILE_COST = 40  # of beginning and ending a tile, in rows
 
