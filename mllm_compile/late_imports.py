@@ -1,0 +1,59 @@
+"""Transformers' modelling code without packages that it imports for what no causal language model does.
+
+`transformers.modeling_utils` imports the losses of object detection, which import SciPy where that is installed, and up
+to Transformers 5.17 assisted generation, which imports scikit-learn, with SciPy and pandas: 1.5 to 2.3 s under
+`python -X importtime` on a machine with an H200. Both take one function. Here they are told that it is not there, and
+given one that imports it when it is called.
+
+To be removed when the oldest Transformers that is supported imports neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+# What asks for a package, of transformers.utils → the module and the function that are taken from that.
+_LATE = {
+    "is_sklearn_available": ("sklearn.metrics", "roc_curve"),
+    "is_scipy_available": ("scipy.optimize", "linear_sum_assignment"),
+}
+
+
+def import_modeling_utils() -> None:
+    """Imports transformers.modeling_utils. A model's own code, which may want those packages, is none of it."""
+    if "transformers.modeling_utils" in sys.modules:
+        return
+    import transformers.utils
+
+    utils: Any = transformers.utils
+    asked = {name: getattr(utils, name) for name in _LATE if hasattr(utils, name)}
+    try:
+        for name in asked:
+            setattr(utils, name, _is_absent)
+        importlib.import_module("transformers.modeling_utils")
+    finally:
+        for name, function in asked.items():
+            setattr(utils, name, function)
+            _give_back(name, function)
+
+
+def _is_absent() -> bool:
+    return False
+
+
+def _give_back(name: str, function: Callable[[], bool]) -> None:
+    """Lets the modules that were told so ask again, and call what they did not import."""
+    modules = [module for key, module in sys.modules.items() if key.startswith("transformers.")]
+    package, wanted = _LATE[name]
+    for module in (module for module in modules if vars(module).get(name) is _is_absent):
+        setattr(module, name, function)
+        if not hasattr(module, wanted):
+            setattr(module, wanted, partial(_call, package, wanted))
+
+
+def _call(package: str, function: str, *arguments: Any, **options: Any) -> Any:
+    return getattr(importlib.import_module(package), function)(*arguments, **options)
