@@ -59,7 +59,7 @@ class _Weight:
             self._plans.clear()
 
     def plan(self, num_tokens: int) -> list[tuple[_Loaded, int, int]]:
-        """Each launch: its kernel, and the tokens from and up to which it goes. None: the library is the faster."""
+        """Each launch: its kernel, and from and up to which token. Empty where the library is the faster."""
         if num_tokens not in self._plans:
             ends = list(itertools.accumulate(launches(num_tokens)))
             self._plans[num_tokens] = [

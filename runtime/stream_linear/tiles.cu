@@ -1,4 +1,5 @@
-// A linear of up to 192 tokens on Hopper (of a large weight, 128): out = x . weight^T, with the norm before it and what follows it.
+// A linear of up to 192 tokens on Hopper (of a large weight, 128): out = x . weight^T, with the norm before it and what
+// follows it.
 //
 // Such a linear is a read of its weight. So a block asks for as much of it as its shared memory holds (by TMA, a ring of
 // STAGES) before the kernel that makes x has ended, and every multiprocessor gets nearly the same share: a tile of ROWS
