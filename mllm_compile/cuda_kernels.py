@@ -43,9 +43,7 @@ def can_compile_kernels(device: str) -> bool:
     if not is_hopper(device):
         return False
     if find_nvrtc() is None:
-        logger.warning(
-            "NVRTC is not found, steps of few tokens are slower: pip install nvidia-cuda-nvrtc, and compile again"
-        )
+        logger.warning("NVRTC is not found, steps are slower: pip install nvidia-cuda-nvrtc, and compile again")
         return False
     return True
 

@@ -19,7 +19,7 @@ from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
-from mllm_compile.runtime.gated_linear.kernel import TILE_TOKENS, GatedKernel, choose
+from mllm_compile.runtime.gated_linear.kernel import MANY_TOKENS, MOST_TILES, TILE_TOKENS, GatedKernel, choose
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
@@ -31,7 +31,6 @@ _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
 _NUM_DRAWS = 32
-_MOST_GATED_TOKENS = 32 * TILE_TOKENS
 
 
 def check_written_pieces(
@@ -181,7 +180,7 @@ def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], l
 
 
 def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -> None:
-    """Each with as few tokens as it is taken for, against torch in bfloat16: in float32 it would take a second."""
+    """Each with as few tokens as it is taken for, and two launches, against bfloat16: float32 would take a second."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> torch.Tensor:
@@ -190,8 +189,8 @@ def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -
     for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in kernels):
         weight = random(rows, columns)
         of_weight = [kernel for kernel in kernels if (kernel.rows, kernel.columns) == (rows, columns)]
-        counts = {choose(of_weight, count): count for count in range(_MOST_GATED_TOKENS, 0, -TILE_TOKENS)}
-        for kernel, count in counts.items():
+        counts = {choose(of_weight, tiles * TILE_TOKENS): tiles * TILE_TOKENS for tiles in range(MOST_TILES, 0, -1)}
+        for kernel, count in (*counts.items(), (choose(of_weight, MANY_TOKENS), MANY_TOKENS + 1)):
             x = random(count, columns) / math.sqrt(columns)
             gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
             error = relative_error(torch.ops.mllm.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)

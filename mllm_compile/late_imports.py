@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 # What asks for a package, of transformers.utils → the module and the function that are taken from that.
@@ -38,19 +39,19 @@ def import_modeling_utils() -> None:
     finally:
         for name, function in asked.items():
             setattr(utils, name, function)
-            _give_back(name, function)
+        for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "transformers"]:
+            _give_back(module, asked)
 
 
 def _is_absent() -> bool:
     return False
 
 
-def _give_back(name: str, function: Callable[[], bool]) -> None:
-    """Lets the modules that were told so ask again, and call what they did not import."""
-    modules = [module for key, module in sys.modules.items() if key.startswith("transformers.")]
-    package, wanted = _LATE[name]
-    for module in (module for module in modules if vars(module).get(name) is _is_absent):
-        setattr(module, name, function)
+def _give_back(module: ModuleType, asked: Mapping[str, Callable[[], bool]]) -> None:
+    """Lets a module that was told so ask again, and call what it did not import."""
+    for name in [name for name in asked if vars(module).get(name) is _is_absent]:
+        package, wanted = _LATE[name]
+        setattr(module, name, asked[name])
         if not hasattr(module, wanted):
             setattr(module, wanted, partial(_call, package, wanted))
 

@@ -8,8 +8,8 @@
 //
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
-// Defined by kernel.py: N rows of the weight (gates, then ups), K, ROWS (a multiple of 64), SHARE, STAGES, NUM_THREADS and
-// SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// Defined by kernel.py: N rows of the weight (gates, then ups), K, TOKENS and ROWS (a multiple of 64) of a tile, SHARE,
+// STAGES, NUM_THREADS and SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
 constexpr int M_TOKENS = 64, M_TILES = 2, GROUP_TOKENS = M_TILES * M_TOKENS, GROUPS = 2, TILE_TOKENS = GROUPS * GROUP_TOKENS;
@@ -19,7 +19,7 @@ constexpr int BLOCK_ROWS = 64, BLOCK_OUTPUTS = BLOCK_ROWS / 2, BLOCKS = ROWS / B
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
 constexpr int BAND = 8;  // tiles of tokens whose x stays in the L2 while the weight goes by
 constexpr int W_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = W_BYTES + TILE_TOKENS * ROW_BYTES, STEPS = K / COLUMNS;
-static_assert(THREADS == NUM_THREADS, "as it is launched");
+static_assert(THREADS == NUM_THREADS && TILE_TOKENS == TOKENS, "as it is launched");
 static_assert(ROWS % BLOCK_ROWS == 0 && OUTPUTS % BLOCK_OUTPUTS == 0 && K % COLUMNS == 0, "whole copies");
 
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int tile, int step, u32 barrier) {

@@ -22,11 +22,11 @@ _OTHER_BYTES = 1024 + 256  # what the ring's alignment may cost, and barriers
 _NUM_THREADS = 384
 _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
-_MOST_TILES = 64  # of tokens that are asked about; with more the largest tiles are always taken
-# A tile of tokens costs as much with a few: TMA fills the rest with zeros, which come late. So the rest of many tokens
-# has a launch of its own, and with fewer the library is the faster: gate_up and activation of 8B with 320 tokens 98 µs,
-# by two tiles 150; with 512 155 to 165, and 144 to 150.
-_FULL_TOKENS, _MANY_TOKENS = 192, 2048
+MOST_TILES = 64  # of tokens; a step with more takes the fastest of those that fewer take
+# A tile of tokens costs as much with a few: TMA fills the rest with zeros, which come late. So what many tokens leave
+# for the last one, up to three quarters of it, has a launch of its own, and with fewer the library is the faster:
+# gate_up and activation of 8B with 320 tokens 98 µs, by two tiles 150; with 512 155 to 165, and 144 to 150.
+_MOST_REST, MANY_TOKENS = 192, 2048
 _TILE_COST = 40  # of beginning and ending a tile, in rows
 
 
@@ -80,6 +80,7 @@ class GatedKernel(CudaKernel):
         return {
             "N": self.rows,
             "K": self.columns,
+            "TOKENS": TILE_TOKENS,
             "ROWS": self.tile_rows,
             "SHARE": self.share,
             "STAGES": self.stages,
@@ -115,15 +116,15 @@ class GatedKernel(CudaKernel):
 def launches(num_tokens: int) -> tuple[int, ...]:
     """Tokens of each launch; none where a library's product and the activation apart are the faster."""
     rest = num_tokens % TILE_TOKENS
-    if num_tokens <= TILE_TOKENS or rest == 0 or rest > _FULL_TOKENS:
+    if num_tokens <= TILE_TOKENS or rest == 0 or rest > _MOST_REST:
         return (num_tokens,)
-    return (num_tokens - rest, rest) if num_tokens >= _MANY_TOKENS else ()
+    return (num_tokens - rest, rest) if num_tokens >= MANY_TOKENS else ()
 
 
 def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
     """Those of a gated linear: each is the fastest for some number of tokens."""
     kernels = [GatedKernel(rows, columns, tile_rows) for tile_rows in _TILE_ROWS if tile_rows <= rows]
-    return tuple(dict.fromkeys(choose(kernels, tiles * TILE_TOKENS) for tiles in range(1, _MOST_TILES)))
+    return tuple(dict.fromkeys(choose(kernels, tiles * TILE_TOKENS) for tiles in range(1, MOST_TILES + 1)))
 
 
 def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:

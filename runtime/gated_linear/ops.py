@@ -94,6 +94,8 @@ _LIBRARY.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x · gateᵀ) * (x · upᵀ), rounded where the three operations round.
 
+    A token's numbers depend on how many there are only through who computes: a kernel or the library.
+
     Args:
         x: […, K] bfloat16, of any number of tokens.
         weight: [N, K] bfloat16: gate rows, then up rows.
@@ -103,13 +105,13 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     rows, columns = weight.shape
     of_weight = _WEIGHTS.get((x.get_device(), rows, columns))
-    if of_weight is None:
+    if of_weight is None or not of_weight.loaded:
         raise RuntimeError(f"no kernel is loaded for {rows} x {columns} on {x.device}: call load_gated_kernels")
     num_tokens = math.prod(x.shape[:-1])
     plan = of_weight.plan(num_tokens)
     if not plan:
         gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
+        return torch.nn.functional.silu(gate).mul_(up)
     x = aligned(x)
     out = _new_output(x, weight)
     all_x, all_out = x.view(num_tokens, -1), out.view(num_tokens, -1)

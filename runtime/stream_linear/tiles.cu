@@ -66,7 +66,7 @@ struct Shared {
 #if SPLIT > 1 && TOKENS <= 128
   Inbox inbox;
 #endif
-  float factors[ALL_TOKENS];
+  float factors[GROUPS * GROUP_TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
 };
 

@@ -18,8 +18,8 @@ from mllm_compile.runtime.stream_linear.linear import NORM_ROWS, LinearKind, Lin
 _PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
 _M_TOKENS = 64  # of a wgmma, and of a warp group
 _MOST_GROUPS = 2  # of more tokens a warp group multiplies twice as many
-# Rows of a tile, without and with a residual, which is in registers as sums are: up to 128 tokens (256 is wgmma's own
-# limit) and beyond, where a thread has the sums of twice as many tokens.
+# Rows of a tile, without and with a residual or a bias, which are in registers as sums are: up to 128 tokens (256 is
+# wgmma's own limit) and beyond, where a thread has the sums of twice as many tokens.
 _MOST_ROWS, _MOST_ROWS_OF_MANY = (256, 128), (192, 112)
 _MOST_STAGES = 32
 # Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
@@ -123,7 +123,7 @@ def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
     def in_turns(turns: int) -> int:
         return NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
 
-    most = (_MOST_ROWS if _has_inbox(tokens) else _MOST_ROWS_OF_MANY)[kind.residual]
+    most = (_MOST_ROWS if _has_inbox(tokens) else _MOST_ROWS_OF_MANY)[kind.residual or kind.bias]
     first = next(turns for turns in itertools.count(1) if in_turns(turns) <= most)
     if split > 1 and first > 1:
         return 0
@@ -167,4 +167,5 @@ def _other_bytes(rows: int, split: int, tokens: int) -> int:
     """What the ring's alignment may cost, others' sums, factors, barriers, and what wgmma reads of tokens not there."""
     sums = _sums_bytes(rows, split, tokens) if _has_inbox(tokens) else 0
     missing = (_all_tokens(tokens) - tokens) * _ROW_BYTES
-    return 1024 + sums + _all_tokens(tokens) * 4 + (2 * _MOST_STAGES + 2) * 8 + missing
+    factors = _num_groups(tokens) * _M_TOKENS * (1 if _has_inbox(tokens) else 2) * 4
+    return 1024 + sums + factors + (2 * _MOST_STAGES + 2) * 8 + missing

@@ -21,7 +21,7 @@ pytestmark = [
 
 # Weights of Qwen3-0.6B, 8B and 4B; the smallest tile; tiles of which a part is there; rows that pairs do not divide.
 WEIGHTS = [(6144, 1024), (24576, 4096), (19456, 2560), (64, 64), (320, 192), (576, 2048)]
-NUM_TOKENS = [1, 8, 63, 65, 128, 129, 193, 200, 256, 257, 300, 320, 450, 512, 1000, 2049]
+NUM_TOKENS = [1, 8, 63, 65, 128, 129, 193, 200, 256, 300, 449, 512, 1000, 2049, 2240, 2241]
 SOURCE = """
 import torch
 

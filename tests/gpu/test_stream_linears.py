@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -104,17 +105,19 @@ WIDTHS += [(1152, 896), (896, 4864), (1920, 960), (4608, 3584)]  # of Qwen2.5-0.
     [
         (*width, count)
         for width in WIDTHS
-        for count in (1, 3, 8, 16, 20, 64, 90, 170, 192)
+        for count in (1, 3, 8, 16, 20, 64, 90, 128, 170, 192)
         if is_streamed(*width, count)
     ],
 )
 def test_without_norms_for_any_width(tmp_path, rows, columns, num_tokens):
-    load([LinearKind(rows, columns, bias=True), LinearKind(rows, columns, residual=True)], tmp_path, (num_tokens,))
+    plain = LinearKind(rows, columns)
+    load([plain, replace(plain, bias=True), replace(plain, residual=True)], tmp_path, (num_tokens,))
     x, weight, residual = random_inputs([("T", columns), (rows, columns), ("T", rows)], num_tokens)
-    bias = residual[0].clone()
     product = linear(x.float(), weight.float())
-    ours = torch.ops.mllm.stream_linear(x, weight, None, 0.0, False, bias)
-    assert off_by(ours, product + bias) <= MARGIN * off_by(linear(x, weight, bias), product + bias)
+    for bias in (None, residual[0].clone()):
+        ours = torch.ops.mllm.stream_linear(x, weight, None, 0.0, False, bias)
+        true = product if bias is None else product + bias
+        assert off_by(ours, true) <= MARGIN * off_by(linear(x, weight, bias), true)
     summed = torch.ops.mllm.stream_linear_residual(x, weight, residual)
     assert off_by(summed, residual.float() + product) <= MARGIN * off_by(
         residual + linear(x, weight), residual.float() + product

@@ -66,7 +66,7 @@ def test_what_was_measured_to_be_the_fastest_is_taken(shape, num_tokens, tile_ro
 
 
 @given(st.integers(1, 20_000))
-def test_launches_take_every_token_once_and_no_tile_is_mostly_empty(num_tokens):
+def test_launches_take_every_token_once_and_leave_no_tile_half_empty(num_tokens):
     parts = launches(num_tokens)
     assert sum(parts) in (num_tokens, 0)
     assert parts or 256 < num_tokens < 2048
@@ -74,9 +74,20 @@ def test_launches_take_every_token_once_and_no_tile_is_mostly_empty(num_tokens):
         assert part <= 256 or part % 256 == 0 or part % 256 > 192
 
 
-def test_where_the_library_is_the_faster_it_is_called(monkeypatch):
+def test_the_library_is_asked_where_it_was_measured_to_be_the_faster():
+    counts = (256, 257, 448, 449, 512, 1100, 1984, 2047, 2048, 2240, 2241)
+    assert {count: launches(count) for count in counts if launches(count) != (count,)} == {
+        257: (),
+        448: (),
+        1100: (),
+        1984: (),
+        2240: (2048, 192),
+    }
+
+
+def test_where_the_library_is_the_faster_it_is_called(loaded, monkeypatch):
     """320 tokens are a tile and a quarter: no kernel is looked for."""
-    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 128, 64): ops._Weight()})
+    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 128, 64): loaded})
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, 64, generator=generator).to(torch.bfloat16) for size in (320, 128))
     gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
@@ -160,6 +171,8 @@ def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, mon
     for binary, count in ((b"first", 3), (b"first", 3), (b"second", 6)):
         ops.load_gated_kernels(kernels, {kernel.name: binary for kernel in kernels}, torch.device("cuda:0"))
         assert fake.calls.count("cuModuleLoadData") == count
+        ((loaded, *_),) = ops._WEIGHTS[0, 6144, 1024].plan(200)
+        assert loaded.binary == binary
 
 
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver, monkeypatch):

@@ -48,6 +48,7 @@ def kinds(max_rows: int, columns: tuple[int, int], norm_blocks: int) -> st.Searc
         norm_blocks=st.sampled_from([0, norm_blocks]),
         gated=st.booleans(),
         residual=st.booleans(),
+        bias=st.booleans(),
     )
 
 
@@ -60,7 +61,8 @@ def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
     tiling = tiles.choose(kind, tokens)
     num_tiles = math.ceil(kind.rows / tiling.rows)
     assert tiling.rows % NORM_ROWS == 0
-    most_rows = (128 if tokens <= 128 else 112) if kind.residual else (256 if tokens <= 128 else 192)
+    is_crowded = kind.residual or kind.bias
+    most_rows = (128 if tokens <= 128 else 112) if is_crowded else (256 if tokens <= 128 else 192)
     assert tiling.rows <= most_rows, "of registers; of wgmma and of a box"
     assert kind.columns % (tiling.split * tiling.panels * 64) == 0
     assert tiling.shared_bytes <= _SHARED_BYTES
@@ -210,6 +212,8 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
         (LinearKind(14784, 4096, residual=True, norm_next=True), 192),
         *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 192)],
         (LinearKind(4608, 3584, 224, bias=True), 8),
+        (LinearKind(33792, 4096, 256, bias=True), 128),
+        (LinearKind(14784, 1024, 64, bias=True), 192),
         (LinearKind(6144, 4096, 256), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
         (LinearKind(4096, 12288, residual=True, norm_next=True), 8),
