@@ -39,8 +39,9 @@ def import_modeling_utils() -> None:
     finally:
         for name, function in asked.items():
             setattr(utils, name, function)
-        for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "transformers"]:
-            _give_back(module, asked)
+        for key, module in list(sys.modules.items()):
+            if key.partition(".")[0] == "transformers":
+                _give_back(module, asked)
 
 
 def _is_absent() -> bool:

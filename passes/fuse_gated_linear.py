@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 import mllm_compile.runtime.gated_linear.ops  # noqa: F401  (defines the op)
 from mllm_compile.passes.base import SMALL_FORMS, PassResult
-from mllm_compile.passes.fx_match import drop_dead_nodes
+from mllm_compile.passes.fx_match import replace_by_op, rewrite_pieces
 from mllm_compile.passes.linear_match import match_linear, match_silu_mul
-from mllm_compile.runtime.gated_linear.shapes import MIN_TOKENS, is_taken
+from mllm_compile.runtime.gated_linear.shapes import is_taken
+from mllm_compile.runtime.stream_linear.shapes import MAX_LARGE_TOKENS
 
 
 class FuseGatedLinear:
@@ -28,8 +29,8 @@ class FuseGatedLinear:
 
         y = mllm.gated_linear(x, w)
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a form by stream_linears for fewer tokens, as the
-        kernel's tiles are of 256.
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a form by stream_linears for up to 128 tokens at
+        least, as the kernel's tiles are of 256.
     Preserves: gates, ups and silu are rounded, as in the model, then the product.
     """
 
@@ -37,16 +38,8 @@ class FuseGatedLinear:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = 0
-        for name, forms in gm.meta.get(SMALL_FORMS, {}).items():
-            if max(forms) < MIN_TOKENS - 1:
-                continue
-            piece: Any = gm.get_submodule(name)
-            found = sum(_fuse(piece.graph, node) for node in list(piece.graph.nodes))
-            if found:
-                drop_dead_nodes(piece)
-                piece.recompile()
-            matches += found
+        forms = gm.meta.get(SMALL_FORMS, {})
+        matches = rewrite_pieces(gm, [name for name in forms if max(forms[name]) >= MAX_LARGE_TOKENS], _fuse)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -55,9 +48,5 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     linear = None if product is None or len(product.users) != 1 else match_linear(product)
     if linear is None or not is_taken(*linear.shape) or linear.weight.meta["val"].dtype != torch.bfloat16:
         return False
-    with graph.inserting_before(node):
-        fused = graph.call_function(torch.ops.mllm.gated_linear.default, (linear.source, linear.weight))
-    fused.meta.update(node.meta)
-    node.replace_all_uses_with(fused)
-    graph.erase_node(node)
+    replace_by_op(graph, node, torch.ops.mllm.gated_linear.default, linear.source, linear.weight)
     return True

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import drop_dead_nodes, takes_kernels
+from mllm_compile.passes.fx_match import called_pieces, replace_by_op, rewrite_pieces, takes_kernels
 from mllm_compile.passes.linear_match import match_silu_mul
 
 _COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the columns; smaller ones would not pay
@@ -36,14 +36,7 @@ class FuseSiluMul:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = 0
-        for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"):
-            piece: Any = gm.get_submodule(name)
-            found = sum(_fuse(piece.graph, node) for node in list(piece.graph.nodes))
-            if found:
-                drop_dead_nodes(piece)
-                piece.recompile()
-            matches += found
+        matches = rewrite_pieces(gm, called_pieces(gm), _fuse)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -53,9 +46,5 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if not hasattr(torch.ops.mllm, "silu_mul"):
         import mllm_compile.runtime.silu_mul_ops  # noqa: F401  (defines the op; needs Triton)
-    with graph.inserting_before(node):
-        fused = graph.call_function(torch.ops.mllm.silu_mul.default, (source,))
-    fused.meta.update(node.meta)
-    node.replace_all_uses_with(fused)
-    graph.erase_node(node)
+    replace_by_op(graph, node, torch.ops.mllm.silu_mul.default, source)
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, TypeGuard
 
@@ -92,6 +92,37 @@ def writes_in_place(node: fx.Node) -> bool:
 def drop_dead_nodes(gm: fx.GraphModule) -> None:
     """Erases calls whose result nobody reads; FX's own rule takes an unread `x.mul_(2)` for one of them."""
     gm.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_in_place(node))
+
+
+def called_pieces(gm: fx.GraphModule) -> list[str]:
+    """The submodules that a parent graph calls, each once, in order of first use."""
+    return list(dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"))
+
+
+def rewrite_pieces(gm: fx.GraphModule, names: Iterable[str], rewrite: Callable[[fx.Graph, fx.Node], bool]) -> int:
+    """Offers every node of these submodules to `rewrite`, which says whether it has put something in its place.
+
+    Returns:
+        How often it has.
+    """
+    matches = 0
+    for name in names:
+        piece: Any = gm.get_submodule(name)
+        found = sum(rewrite(piece.graph, node) for node in list(piece.graph.nodes))
+        if found:
+            drop_dead_nodes(piece)
+            piece.recompile()
+        matches += found
+    return matches
+
+
+def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *operands: fx.Node) -> None:
+    """Puts a call of `op`, which gives what `node` gave, in its place."""
+    with graph.inserting_before(node):
+        fused = graph.call_function(op, operands)
+    fused.meta.update(node.meta)
+    node.replace_all_uses_with(fused)
+    graph.erase_node(node)
 
 
 def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.fx_match import called_pieces
 
 
 def copy_of(piece: fx.GraphModule) -> fx.GraphModule:
@@ -30,7 +31,7 @@ def add_forms(
     """
     forms: dict[str, dict[int, str]] = gm.meta.setdefault(SMALL_FORMS, {})
     matches = 0
-    for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"):
+    for name in called_pieces(gm):
         piece: Any = gm.get_submodule(name)
         form = None if max(forms.get(name, {}), default=0) >= size else make(piece)
         if form is not None:

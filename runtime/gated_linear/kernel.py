@@ -1,6 +1,6 @@
 """gated.cu: how the products of a gated linear are divided among the multiprocessors.
 
-Shape legend: N rows (gates, then ups) and K columns of the weight, T tokens.
+Shape legend: N rows (gates, then ups) and K columns of the weight.
 """
 
 from __future__ import annotations
@@ -128,4 +128,5 @@ def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
 
 
 def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:
+    """The fastest of a weight's for so many tokens."""
     return min(kernels, key=lambda kernel: kernel.cost(num_tokens))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from mllm_compile.runtime.stream_linear.shapes import MAX_LARGE_TOKENS
-
-MIN_TOKENS = MAX_LARGE_TOKENS + 1  # with fewer any weight is streamed
-
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64
 
 

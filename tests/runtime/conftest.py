@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +20,7 @@ def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
         fake = FakeDriver(fails)
         monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", lambda: fake)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         return fake
 
     _context.cache_clear()

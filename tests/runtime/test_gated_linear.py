@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -86,7 +85,7 @@ def test_the_library_is_asked_where_it_was_measured_to_be_the_faster():
 
 
 def test_where_the_library_is_the_faster_it_is_called(loaded, monkeypatch):
-    """320 tokens are a tile and a quarter: no kernel is looked for."""
+    """320 tokens are a tile and a quarter."""
     monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 128, 64): loaded})
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, 64, generator=generator).to(torch.bfloat16) for size in (320, 128))
@@ -141,7 +140,6 @@ def test_the_source_compiles_without_spilling(tmp_path, tile_rows):
 def loaded(driver, monkeypatch):
     """A weight's kernels, loaded on device 0; what they launch and which maps they ask for, in the order of calls."""
     driver()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "_WEIGHTS", {})
     kernels = gated_kernels(6144, 1024)
     ops.load_gated_kernels(kernels, {kernel.name: b"binary" for kernel in kernels}, torch.device("cuda:0"))
@@ -165,7 +163,6 @@ def test_a_launch_takes_the_kernel_of_its_tokens_and_reads_no_more_than_these(lo
 
 def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, monkeypatch):
     fake = driver()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "_WEIGHTS", {})
     kernels = gated_kernels(6144, 1024)
     for binary, count in ((b"first", 3), (b"first", 3), (b"second", 6)):
@@ -175,8 +172,7 @@ def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, mon
         assert loaded.binary == binary
 
 
-def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver, monkeypatch):
+def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
     driver()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(ArtifactError, match="gated_64x64_rows64; compile"):
         ops.load_gated_kernels(gated_kernels(64, 64), {}, torch.device("cuda:0"))

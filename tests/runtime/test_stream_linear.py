@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -185,9 +184,8 @@ def test_names_tell_kernels_apart():
     assert len(names) == len(kinds) * len(TOKEN_BUCKETS)
 
 
-def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver, monkeypatch):
+def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
     driver()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(ArtifactError, match="64x256_norm0_t8; compile"):
         load_kernels([choose_tiling(LinearKind(64, 256), 8)], {}, torch.device("cuda:0"))
 
@@ -233,7 +231,6 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
 
 def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch):
     driver(fails="cuModuleLoadData")
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr("mllm_compile.runtime.stream_linear.ops._LOADED", {})
     tiling = choose_tiling(LinearKind(64, 256), 8)
     with pytest.raises(DeviceError, match=r"64x256_norm0_t8.*disable_passes: \[stream_linears\]"):
@@ -242,7 +239,6 @@ def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch)
 
 def test_a_process_loads_a_binary_once(driver, monkeypatch):
     fake = driver()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr("mllm_compile.runtime.stream_linear.ops._LOADED", {})
     tilings = [choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS]
     binaries = {tiling.name: b"first" for tiling in tilings}
