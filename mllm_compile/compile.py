@@ -325,12 +325,15 @@ def _fill(
     config, model = target.config, target.model
     from mllm_compile.cuda_kernels import KernelCompiler
 
-    # The early pieces' folder is left when the workers, which write into it, have ended.
-    with TemporaryDirectory(dir=scratch) as early_folder, _workers(config) as workers, KernelCompiler() as compiler:
+    with (
+        TemporaryDirectory(dir=scratch) as folder,  # left when the workers, which write into it, have ended
+        _workers(config, Path(folder)) as workers,
+        KernelCompiler() as compiler,
+    ):
         from mllm_compile.lowering import build_model, lower, plan_lowered_weights
 
         hf_model = build_model(config, model, timeline)
-        early = _start_early_pieces(config, hf_model, workers, compiler, Path(early_folder), timeline)
+        early = _start_early_pieces(config, hf_model, workers, compiler, Path(folder), timeline)
         (scratch / GRAPHS).mkdir()
         lowered = lower(config, hf_model, scratch / GRAPHS, timeline)
         with timeline.stage("plan weights"):
@@ -371,7 +374,7 @@ def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> N
 
 
 @contextmanager
-def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
+def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | None]:
     """The compiler process, started first of all so that its imports overlap with the trace."""
     if config.compile.backend == "eager":
         yield None
@@ -382,7 +385,7 @@ def _workers(config: ResolvedConfig) -> Iterator[PieceWorkers | None]:
     sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
     with (
         using_compiler_cache(config.cache.dir) as folder,
-        PieceWorkers(config.runtime.device, sizes, folder) as workers,
+        PieceWorkers(config.runtime.device, sizes, folder, scratch) as workers,
     ):
         yield workers
 

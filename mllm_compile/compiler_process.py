@@ -131,10 +131,10 @@ def _describe(error: BaseException) -> str:
 
 
 def _compile(request: Request) -> None:
-    from mllm_compile.piece_compiler import PieceInput, compile_piece, prepare_device
+    from mllm_compile.piece_compiler import PieceInput, compile_piece, prepare_forks
 
     if request.get("prepare"):
-        prepare_device(request["device"])
+        prepare_forks(request["device"], Path(request["folder"]))
         return
     compile_piece(
         Path(request["source"]),
@@ -145,16 +145,16 @@ def _compile(request: Request) -> None:
     )
 
 
-def main(device: str) -> None:
+def main(device: str, headers: Path | None) -> None:
     # Whatever Inductor or a compiler prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.nice(_NICENESS)
     from mllm_compile.piece_compiler import prepare_compiler
 
-    prepare_compiler(device)
+    prepare_compiler(device, headers)
     serve(0, answers, _compile)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.pieces import piece_class
+from mllm_compile.shared_header import are_shared, share_headers
 
 SYSTEM_CXX = "/usr/bin/g++"
 
@@ -81,6 +82,15 @@ _IMPORTED_LATE = (
 )
 
 
+_LEAST_PIECE = """
+import torch
+
+class Piece(torch.nn.Module):
+    def forward(self, x):
+        return (x + 1,)
+"""
+
+
 def inductor_options(device: str) -> dict[str, Any]:
     """What Inductor is told, for every piece.
 
@@ -89,7 +99,7 @@ def inductor_options(device: str) -> dict[str, Any]:
     """
     options: dict[str, Any] = {
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        "aot_inductor.precompile_headers": False,
+        "aot_inductor.precompile_headers": are_shared(),
         "aot_inductor.use_runtime_constant_folding": False,
     }
     if device.startswith("cuda"):
@@ -100,12 +110,15 @@ def inductor_options(device: str) -> dict[str, Any]:
     return options
 
 
-def prepare_compiler(device: str) -> None:
+def prepare_compiler(device: str, headers: Path | None) -> None:
     """What every compile needs and a fork of this process keeps, done while there is no piece yet: the model is being
     traced.
 
     Imports Inductor; finds out what the CPU can do, where pieces run on it. Does not touch the GPU. Where something is
     missing, compiling a piece says so.
+
+    Args:
+        headers: an empty folder for compiled C++ headers; None: each piece reads them for itself.
     """
     import torch._higher_order_ops.triton_kernel_wrap
     import torch._inductor.compile_fx
@@ -118,9 +131,13 @@ def prepare_compiler(device: str) -> None:
     for name in _IMPORTED_LATE:
         with contextlib.suppress(ImportError):  # of another torch
             importlib.import_module(name)
+    if headers is not None:
+        share_headers(headers)
     # Every fork would prepare dozens of patterns of attention, which no piece holds.
     fuse_attention._sfdp_init = lambda *device: None  # type: ignore[assignment]
     if device.startswith("cuda"):
+        with contextlib.suppress(ImportError):  # of Triton
+            _import_ops()
         # The host part of a package only launches kernels. Inductor would compile half a dozen test programs to find
         # the vector instructions for it (28 s on a machine with an H200, 9 s on another).
         cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
@@ -129,13 +146,22 @@ def prepare_compiler(device: str) -> None:
         cpu_vec_isa.pick_vec_isa()
 
 
-def prepare_device(device: str) -> None:
-    """Builds Triton's launcher, which stays in its cache, where pieces run on a GPU."""
+def prepare_forks(device: str, folder: Path) -> None:
+    """What only a fork can do for the others: builds Triton's launcher, which stays in its cache, where pieces run on a
+    GPU; and compiles the headers, by way of a piece that needs nothing else.
+
+    Args:
+        folder: for that piece.
+    """
     if device.startswith("cuda"):
         with contextlib.suppress(Exception):
             from triton.runtime import driver
 
             driver.active.get_current_target()
+    if are_shared():
+        source = folder / "least.py"
+        source.write_text(_LEAST_PIECE, encoding="utf-8")
+        compile_piece(source, [PieceInput.contiguous(("T",), "float32")], device, {"T": 64}, folder / "least.pt2")
 
 
 def compile_piece(
@@ -148,15 +174,7 @@ def compile_piece(
     """
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:
-        import mllm_compile.runtime.draw_ops
-        import mllm_compile.runtime.few_token_ops
-        import mllm_compile.runtime.gated_linear.ops
-        import mllm_compile.runtime.greedy_ops
-        import mllm_compile.runtime.rope_cache_ops
-        import mllm_compile.runtime.silu_mul_ops
-        import mllm_compile.runtime.single_token_ops
-        import mllm_compile.runtime.split_decode_ops
-        import mllm_compile.runtime.stream_linear.ops  # noqa: F401  (these define ops; those not for Hopper need Triton)
+        _import_ops()
         from mllm_compile.dependent_launcher import hide_waits_from_analysis
 
         hide_waits_from_analysis()
@@ -168,6 +186,19 @@ def compile_piece(
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(package_path), inductor_configs=inductor_options(device)
         )
+
+
+def _import_ops() -> None:
+    """Defines the ops that pieces call. Those not for Hopper need Triton."""
+    import mllm_compile.runtime.draw_ops
+    import mllm_compile.runtime.few_token_ops
+    import mllm_compile.runtime.gated_linear.ops
+    import mllm_compile.runtime.greedy_ops
+    import mllm_compile.runtime.rope_cache_ops
+    import mllm_compile.runtime.silu_mul_ops
+    import mllm_compile.runtime.single_token_ops
+    import mllm_compile.runtime.split_decode_ops
+    import mllm_compile.runtime.stream_linear.ops  # noqa: F401
 
 
 def _example_inputs(inputs: list[PieceInput], device: str) -> tuple[torch.Tensor, ...]:

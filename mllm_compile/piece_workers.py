@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mllm_compile import shared_header
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import SYSTEM_CXX, PieceInput
 from mllm_compile.writable_place import cache_place
@@ -44,12 +45,15 @@ class PieceJob:
 class PieceWorkers:
     """Compiles pieces in forks of one process; a context manager that ends them all."""
 
-    def __init__(self, device: str, max_sizes: dict[str, int], cache: Path, count: int | None = None) -> None:
+    def __init__(
+        self, device: str, max_sizes: dict[str, int], cache: Path, scratch: Path, count: int | None = None
+    ) -> None:
         """
         Args:
             device: what is compiled for.
             max_sizes: the largest of each dynamic size, by its name in piece_compiler.EXAMPLE_SIZES.
             cache: a folder for what Inductor and Triton keep between compiles; it becomes this user's alone.
+            scratch: a folder for what only this compile needs; it outlives the workers.
             count: of pieces at a time; None: by the number of CPU cores.
 
         Raises:
@@ -60,7 +64,7 @@ class PieceWorkers:
         _check_compiler()
         _make_private(cache)
         self._failed = cache / "failed"
-        self._compiler = _CompilerProcess(device, cache)
+        self._compiler = _CompilerProcess(device, cache, scratch)
         self._threads = ThreadPoolExecutor(count or min(_MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="pieces")
 
     def submit(self, job: PieceJob) -> Future[None]:
@@ -124,7 +128,7 @@ def _make_private(folder: Path) -> None:
 class _CompilerProcess:
     """compiler_process.py, from outside: any number of threads ask it."""
 
-    def __init__(self, device: str, cache: Path) -> None:
+    def __init__(self, device: str, cache: Path, scratch: Path) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
         environment = os.environ | {
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
@@ -136,7 +140,7 @@ class _CompilerProcess:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._process = subprocess.Popen(
-            [*_COMMAND, device],
+            [*_COMMAND, device, *([str(scratch)] if shared_header.pays() else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -150,7 +154,7 @@ class _CompilerProcess:
         self._end: dict[str, Any] | None = None  # the answer to everything, once the process has ended
         self._reader = threading.Thread(target=self._read, name="pieces-reader", daemon=True)
         self._reader.start()
-        self.ask({"prepare": True, "device": device})  # nobody waits for that
+        self.ask({"prepare": True, "device": device, "folder": str(scratch)})  # nobody waits for that
 
     def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
         """Ends with the answer, which has an "error" where something went wrong."""

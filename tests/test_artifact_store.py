@@ -224,7 +224,7 @@ def test_a_compile_holds_what_compilers_keep_while_its_workers_run(tmp_path):
         runtime=SimpleNamespace(device="cpu", max_num_batched_tokens=512),
         cache=SimpleNamespace(dir=str(tmp_path)),
     )
-    with _workers(config):
+    with _workers(config, tmp_path):
         assert compiler_cache(tmp_path).is_dir()
         assert prune(tmp_path, 0).compiler_bytes is None
         assert compiler_cache(tmp_path).is_dir()

@@ -27,20 +27,20 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
     (tmp_path / "compilers").mkdir()
     (tmp_path / "compilers").chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by others; what compilers keep there is executed"):
-        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1)
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):
     (tmp_path / "compilers").write_text("x")
     with pytest.raises(ConfigError, match=r"is no folder, .*Remove it, or set cache\.dir to a folder of your own"):
-        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1)
 
 
 def test_a_link_to_a_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "compilers").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"Remove it, or set cache\.dir to a folder of your own"):
-        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1)
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
@@ -49,14 +49,14 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written \(Permission denied\)"):
-        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1)
 
 
 def test_without_a_compiler_nothing_is_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(piece_workers, "SYSTEM_CXX", str(tmp_path / "g++"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CompileError, match=r"no C\+\+ compiler \(no-such-compiler\): install one"):
-        PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1)
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1)
     monkeypatch.setenv("CXX", sys.executable)
     piece_workers._check_compiler()
 
@@ -68,7 +68,7 @@ def test_an_error_in_a_piece_names_it_and_the_next_one_is_compiled_on(tmp_path):
         "import torch\nclass Piece(torch.nn.Module):\n    def forward(self, x):\n        return x.no_such()\n"
     )
     job = PieceJob("piece_x", source, (PieceInput(("T",), (1,), "float32"),), Path(tmp_path / "x.pt2"))
-    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=1) as workers:
+    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1) as workers:
         assert (tmp_path / "compilers").stat().st_mode & 0o777 == 0o700
         for _ in range(2):
             with pytest.raises(CompileError, match=r"piece piece_x does not compile: .*no_such"):
@@ -80,7 +80,7 @@ def job_of(folder: Path, name: str) -> PieceJob:
 
 
 def test_leaving_ends_what_runs_and_what_waits(tmp_path):
-    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=2) as workers:
+    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=2) as workers:
         futures = [workers.submit(job_of(tmp_path, f"piece_{number}")) for number in range(5)]
     assert all(future.done() for future in futures)
     assert [future.cancelled() for future in futures[2:]] == [True] * 3
@@ -89,7 +89,7 @@ def test_leaving_ends_what_runs_and_what_waits(tmp_path):
 
 def test_when_the_process_has_ended_every_job_says_so(tmp_path):
     (tmp_path / "piece_0.py").write_text("# its source")
-    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=2) as workers:
+    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=2) as workers:
         asked_before = workers.submit(job_of(tmp_path, "piece_0"))
         workers._compiler.kill()
         for future in (asked_before, workers.submit(job_of(tmp_path, "piece_1"))):
@@ -202,7 +202,7 @@ def touched(*args, **kwargs):
 for name in ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init"):
     setattr(torch.cuda, name, touched)
 from mllm_compile.piece_compiler import prepare_compiler
-prepare_compiler("cuda:0")
+prepare_compiler("cuda:0", None)
 assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads do not survive a fork either"
 """
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # as piece_workers sets it
@@ -261,7 +261,7 @@ def test_leaving_ends_the_forks_also_when_the_process_was_killed_alone(tmp_path,
     (tmp_path / "pids").mkdir()
     sleeping = SERVER.replace('request["code"]', repr(SLEEPS.format(folder=str(tmp_path / "pids"))))
     monkeypatch.setattr(piece_workers, "_COMMAND", (sys.executable, "-c", sleeping))
-    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", count=2) as workers:
+    with PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=2) as workers:
         future = workers.submit(job_of(tmp_path, "piece_0"))
         forks = running_forks(tmp_path / "pids", 2)  # what prepares the device, and the job
         if is_killed:
