@@ -19,7 +19,7 @@ from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
-from mllm_compile.runtime.gated_linear.kernel import MANY_TOKENS, MOST_TILES, TILE_TOKENS, GatedKernel, choose
+from mllm_compile.runtime.gated_linear.kernel import MOST_UNITS, TILE_UNITS, UNIT_TOKENS, GatedKernel, choose
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
@@ -180,7 +180,7 @@ def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], l
 
 
 def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -> None:
-    """Each with as few tokens as it is taken for, and two launches, against bfloat16: float32 would take a second."""
+    """Each with as few tokens as it is taken for, and uneven tiles, against bfloat16: float32 would take a second."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> torch.Tensor:
@@ -189,8 +189,9 @@ def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -
     for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in kernels):
         weight = random(rows, columns)
         of_weight = [kernel for kernel in kernels if (kernel.rows, kernel.columns) == (rows, columns)]
-        counts = {choose(of_weight, tiles * TILE_TOKENS): tiles * TILE_TOKENS for tiles in range(MOST_TILES, 0, -1)}
-        for kernel, count in (*counts.items(), (choose(of_weight, MANY_TOKENS), MANY_TOKENS + 1)):
+        counts = {choose(of_weight, units * UNIT_TOKENS): units * UNIT_TOKENS for units in range(MOST_UNITS, 0, -1)}
+        uneven = (TILE_UNITS + 1) * UNIT_TOKENS - 1
+        for kernel, count in (*counts.items(), (choose(of_weight, uneven), uneven)):
             x = random(count, columns) / math.sqrt(columns)
             gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
             error = relative_error(torch.ops.mllm.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)

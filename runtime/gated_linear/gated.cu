@@ -1,25 +1,29 @@
 // silu(x . gate^T) * (x . up^T) of many tokens on Hopper. The products are bound by the tensor cores; what the kernel saves
 // is writing gates and ups and reading them again.
 //
-// A tile is 256 tokens times ROWS of the weight, half of them gates: tokens are the rows of wgmma, so that a tile may have
-// any number of outputs. Two groups of four warps multiply 128 tokens each, as two times 64; one warp of a third group asks
+// A tile is up to four units of 64 tokens times ROWS of the weight, half of them gates: tokens are the rows of wgmma, so that
+// a tile may have any number of outputs. Two groups of four warps multiply two units each; one warp of a third group asks
 // for weight and x by TMA, a ring of STAGES. Blocks take tiles in turns; the ring goes on from one to the next. The SHARE
 // blocks of a cluster work on neighbouring rows for the same tokens: each asks for its part of x, for all of them.
 //
+// Tiles have as even numbers of units as there can be. The last of several ends at the last token, and so has some tokens of
+// the one before: TMA would fill what is not there with zeros, which come late.
+//
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
-// Defined by kernel.py: N rows of the weight (gates, then ups), K, TOKENS and ROWS (a multiple of 64) of a tile, SHARE,
+// Defined by kernel.py: N rows of the weight (gates, then ups), K, UNITS and ROWS (a multiple of 64) of a tile, SHARE,
 // STAGES, NUM_THREADS and SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
-constexpr int M_TOKENS = 64, M_TILES = 2, GROUP_TOKENS = M_TILES * M_TOKENS, GROUPS = 2, TILE_TOKENS = GROUPS * GROUP_TOKENS;
+constexpr int UNIT_TOKENS = 64, GROUP_UNITS = 2, GROUPS = 2, TILE_UNITS = GROUPS * GROUP_UNITS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
-constexpr int OUTPUTS = N / 2, SUMS = ROWS / 2;  // sums: of a thread and 64 tokens
+constexpr int OUTPUTS = N / 2, SUMS = ROWS / 2;  // sums: of a thread and a unit
 constexpr int BLOCK_ROWS = 64, BLOCK_OUTPUTS = BLOCK_ROWS / 2, BLOCKS = ROWS / BLOCK_ROWS;  // of a copy of the weight
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
 constexpr int BAND = 8;  // tiles of tokens whose x stays in the L2 while the weight goes by
-constexpr int W_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = W_BYTES + TILE_TOKENS * ROW_BYTES, STEPS = K / COLUMNS;
-static_assert(THREADS == NUM_THREADS && TILE_TOKENS == TOKENS, "as it is launched");
+constexpr int UNIT_BYTES = UNIT_TOKENS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES;
+constexpr int STAGE_BYTES = W_BYTES + TILE_UNITS * UNIT_BYTES, STEPS = K / COLUMNS;
+static_assert(THREADS == NUM_THREADS && TILE_UNITS == UNITS, "as it is launched");
 static_assert(ROWS % BLOCK_ROWS == 0 && OUTPUTS % BLOCK_OUTPUTS == 0 && K % COLUMNS == 0, "whole copies");
 
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int tile, int step, u32 barrier) {
@@ -49,13 +53,30 @@ struct Shared {
 static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
 struct Tile {
-  int token, row_tile;  // the first token
+  int token, units, row_tile;  // the first token
 };
-// The i-th tile of a cluster's block: bands of tokens, in them the weight's rows, in those the tokens.
-__device__ __forceinline__ Tile tile_of(int i, int token_tiles, int rank) {
-  const int first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND), width = min(BAND, token_tiles - first);
-  return {(first + rest % width) * TILE_TOKENS, rest / width * SHARE + rank};
-}
+// What a block multiplies: tiles in turns, every second time from the last cluster to the first, so that neighbouring tiles
+// of more and fewer units are shared out evenly.
+struct Work {
+  int num_tokens, units, token_tiles, rank, cluster, clusters;
+  __device__ __forceinline__ Work(int num_tokens)
+      : num_tokens(num_tokens), units((num_tokens + UNIT_TOKENS - 1) / UNIT_TOKENS),
+        token_tiles((units + TILE_UNITS - 1) / TILE_UNITS), rank(blockIdx.x % SHARE), cluster(blockIdx.x / SHARE),
+        clusters(gridDim.x / SHARE) {}
+  // Whether there is a tile in this turn.
+  __device__ __forceinline__ bool has(int turn) const { return index(turn) < token_tiles * SETS; }
+  // Bands of tokens, in them the weight's rows, in those the tokens.
+  __device__ __forceinline__ Tile tile(int turn) const {
+    const int i = index(turn), first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND), width = min(BAND, token_tiles - first);
+    const int t = first + rest % width, begin = t * units / token_tiles, end = (t + 1) * units / token_tiles;
+    const bool is_last = t > 0 && t == token_tiles - 1;
+    return {is_last ? num_tokens - (end - begin) * UNIT_TOKENS : begin * UNIT_TOKENS, end - begin, rest / width * SHARE + rank};
+  }
+  __device__ __forceinline__ int end_of(const Tile& tile) const { return min(num_tokens, tile.token + tile.units * UNIT_TOKENS); }
+
+ private:
+  __device__ __forceinline__ int index(int turn) const { return turn * clusters + (turn % 2 ? clusters - 1 - cluster : cluster); }
+};
 
 // A place in the ring.
 struct Place {
@@ -66,25 +87,26 @@ struct Place {
   __device__ __forceinline__ int before() const { return slot ? slot - 1 : STAGES - 1; }
 };
 
-// The warp that asks, by one lane. `box`: tokens of x that a block asks for.
-__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first, int clusters,
-                    int token_tiles, int box) {
-  const int total = token_tiles * SETS, bytes = W_BYTES + SHARE * box * ROW_BYTES;
+// The warp that asks, by one lane. `box`: tokens of a copy of x.
+__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work, int box) {
   auto ask_weight = [&](const Tile& tile, int step, int slot) {
-    expect_bytes(full + 8 * slot, bytes);
+    const int boxes = (work.end_of(tile) - tile.token + box - 1) / box;
+    expect_bytes(full + 8 * slot, W_BYTES + boxes * box * ROW_BYTES);
     load_weight(ring + slot * STAGE_BYTES, weight, tile.row_tile, step, full + 8 * slot);
   };
   auto ask_x = [&](const Tile& tile, int step, int slot) {
-    load_x(ring + slot * STAGE_BYTES + W_BYTES + rank * box * ROW_BYTES, x, step, tile.token + rank * box, full + 8 * slot);
+    const u32 to = ring + slot * STAGE_BYTES + W_BYTES;
+    for (int token = work.rank * box; token < work.end_of(tile) - tile.token; token += SHARE * box)
+      load_x(to + token * ROW_BYTES, x, step, tile.token + token, full + 8 * slot);
   };
   constexpr int AHEAD = STAGES < STEPS ? STAGES : STEPS;
-  const Tile first_tile = tile_of(first, token_tiles, rank);
-  for (int i = 0; i < AHEAD; i++) ask_weight(first_tile, i, i);
+  const Tile first = work.tile(0);
+  for (int i = 0; i < AHEAD; i++) ask_weight(first, i, i);
   wait_for_prerequisites();
-  for (int i = 0; i < AHEAD; i++) ask_x(first_tile, i, i);
+  for (int i = 0; i < AHEAD; i++) ask_x(first, i, i);
   Place place = {AHEAD % STAGES, AHEAD / STAGES};
-  for (int i = first, step = AHEAD; i < total; i += clusters, step = 0) {
-    const Tile tile = tile_of(i, token_tiles, rank);
+  for (int turn = 0, step = AHEAD; work.has(turn); turn++, step = 0) {
+    const Tile tile = work.tile(turn);
     for (; step < STEPS; step++) {
       wait_for(empty + 8 * place.slot, place.phase ^ 1);
       ask_weight(tile, step, place.slot), ask_x(tile, step, place.slot);
@@ -93,21 +115,21 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   }
 }
 
-// Adds to `sums` the products of a tile and M times 64 tokens, as its stages arrive.
+// Adds to `sums` the products of a tile and M of the group's units, as its stages arrive.
 template <int M>
-__device__ __forceinline__ void multiply(float (&sums)[M_TILES][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place, int group,
+__device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place, int group,
                                          int lane) {
   auto release = [&](int slot) {  // to all who write there
     if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
   };
   for (int step = 0; step < STEPS; step++) {
     wait_for(full + 8 * place.slot, place.phase);
-    const u32 weight = ring + place.slot * STAGE_BYTES, x = weight + W_BYTES + group * GROUP_TOKENS * ROW_BYTES;
+    const u32 weight = ring + place.slot * STAGE_BYTES, x = weight + W_BYTES + group * GROUP_UNITS * UNIT_BYTES;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; k++)
 #pragma unroll
-      for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * M_TOKENS * ROW_BYTES + k * 32), matrix(weight + k * 32));
+      for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * UNIT_BYTES + k * 32), matrix(weight + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // The stage before has been read when all but this one's products are there.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -118,13 +140,13 @@ __device__ __forceinline__ void multiply(float (&sums)[M_TILES][SUMS], u32 ring,
   release(place.before());
 }
 
-// Of each 32 outputs of a tile a lane has eight neighbours, of two tokens of each 64.
-__device__ __forceinline__ void finish(const float (&sums)[M_TILES][SUMS], uint4* out, int token, int first_output, int num_tokens) {
+// Of each 32 outputs of a tile a lane has eight neighbours, of two tokens of each unit: stores those ahead of `end`.
+__device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], uint4* out, int token, int first_output, int end) {
 #pragma unroll
-  for (int m = 0; m < M_TILES; m++)
+  for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int t = token + m * M_TOKENS + 8 * h;
+      const int t = token + m * UNIT_TOKENS + 8 * h;
       uint4* to = out + ((long long)t * OUTPUTS + first_output) / 8;
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++) {
@@ -132,7 +154,7 @@ __device__ __forceinline__ void finish(const float (&sums)[M_TILES][SUMS], uint4
         u32 pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; j++, sum += 8) pairs[j] = silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5]));
-        if (t < num_tokens && first_output + block * BLOCK_OUTPUTS < OUTPUTS)
+        if (t < end && first_output + block * BLOCK_OUTPUTS < OUTPUTS)
           to[block * BLOCK_OUTPUTS / 8] = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }
@@ -149,8 +171,7 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % SHARE, first = blockIdx.x / SHARE, clusters = gridDim.x / SHARE;
-  const int token_tiles = (num_tokens + TILE_TOKENS - 1) / TILE_TOKENS, total = token_tiles * SETS;
+  const Work work(num_tokens);
   if (threadIdx.x == 0) {
     fetch_map(&weight), fetch_map(&x);
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS * SHARE);
@@ -163,30 +184,30 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
 #endif
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, rank, first, clusters, token_tiles, box);
+    if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, work, box);
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int group = warp / 4 - 1, my_token = group * GROUP_TOKENS + warp % 4 * 16 + lane / 4;
+    const int group = warp / 4 - 1, first_unit = group * GROUP_UNITS;
+    const int my_token = first_unit * UNIT_TOKENS + warp % 4 * 16 + lane / 4;
     const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
     wait_for_prerequisites();
     start_dependents();
     Place place;
-    for (int i = first; i < total; i += clusters) {
-      const Tile tile = tile_of(i, token_tiles, rank);
-      const int left = num_tokens - tile.token - group * GROUP_TOKENS;
-      float sums[M_TILES][SUMS];
+    for (int turn = 0; work.has(turn); turn++) {
+      const Tile tile = work.tile(turn);
+      float sums[GROUP_UNITS][SUMS];
 #pragma unroll
-      for (int m = 0; m < M_TILES; m++)
+      for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
         for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
-      if (left > M_TOKENS)
+      if (tile.units > first_unit + 1)
         multiply<2>(sums, ring, full, empty_of_one, place, group, lane);
-      else if (left > 0)
+      else if (tile.units > first_unit)
         multiply<1>(sums, ring, full, empty_of_one, place, group, lane);
       else
         multiply<0>(sums, ring, full, empty_of_one, place, group, lane);
-      finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, num_tokens);
+      finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, work.end_of(tile));
     }
   }
 #if SHARE > 1  // nobody leaves before the others have sent all that they send

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
 
-TILE_TOKENS = 256
+UNIT_TOKENS = 64
+TILE_UNITS = 4
 _TILE_ROWS = (64, 128, 192)  # at most what registers hold the sums of
 _ROW_BYTES = 128  # of a stage: 64 columns
 _BLOCK_BYTES = 227 << 10
@@ -22,11 +23,7 @@ _OTHER_BYTES = 1024 + 256  # what the ring's alignment may cost, and barriers
 _NUM_THREADS = 384
 _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
-MOST_TILES = 64  # of tokens; a step with more takes the fastest of those that fewer take
-# A tile of tokens costs as much with a few: TMA fills the rest with zeros, which come late. So what many tokens leave
-# for the last one, up to three quarters of it, has a launch of its own, and with fewer the library is the faster:
-# gate_up and activation of 8B with 320 tokens 98 µs, by two tiles 150; with 512 155 to 165, and 144 to 150.
-_MOST_REST, MANY_TOKENS = 192, 2048
+MOST_UNITS = 256  # a step with more takes the fastest of those that fewer take
 _TILE_COST = 40  # of beginning and ending a tile, in rows
 
 
@@ -69,7 +66,7 @@ class GatedKernel(CudaKernel):
 
     @property
     def _stage_bytes(self) -> int:
-        return (self.tile_rows + TILE_TOKENS) * _ROW_BYTES
+        return (self.tile_rows + TILE_UNITS * UNIT_TOKENS) * _ROW_BYTES
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GatedKernel:
@@ -80,7 +77,7 @@ class GatedKernel(CudaKernel):
         return {
             "N": self.rows,
             "K": self.columns,
-            "TOKENS": TILE_TOKENS,
+            "UNITS": TILE_UNITS,
             "ROWS": self.tile_rows,
             "SHARE": self.share,
             "STAGES": self.stages,
@@ -92,20 +89,24 @@ class GatedKernel(CudaKernel):
         return multiply_add_all(self.tile_rows)
 
     def box_tokens(self, num_tokens: int) -> int:
-        """Tokens of x that a block of a cluster asks for at a time: of few no more than there are, in eights."""
-        wanted = min(num_tokens, TILE_TOKENS)
-        return math.ceil(wanted / self.share / _EIGHT) * _EIGHT
+        """Tokens of x that a block of a cluster asks for at a time: as many as it can, none that are not there."""
+        units, tiles = divided(num_tokens)
+        if tiles == 1:
+            return math.ceil(num_tokens / self.share / _EIGHT) * _EIGHT
+        return units // tiles * UNIT_TOKENS // self.share if units % tiles == 0 else UNIT_TOKENS
 
     def num_blocks(self, num_tokens: int) -> int:
         return min(self._num_sets(num_tokens), self._num_clusters) * self.share
 
-    def cost(self, num_tokens: int) -> int:
+    def cost(self, num_tokens: int) -> float:
         """Of two kernels the one with less is the faster, as a rule."""
-        return math.ceil(self._num_sets(num_tokens) / self._num_clusters) * (self.tile_rows + _TILE_COST)
+        units, tiles = divided(num_tokens)
+        turns = math.ceil(self._num_sets(num_tokens) / self._num_clusters)
+        return turns * (self.tile_rows * units / (TILE_UNITS * tiles) + _TILE_COST)
 
     def _num_sets(self, num_tokens: int) -> int:
         """Of tiles that a cluster takes at a time."""
-        return math.ceil(num_tokens / TILE_TOKENS) * math.ceil(self.rows / self.tile_rows / self.share)
+        return divided(num_tokens)[1] * math.ceil(self.rows / self.tile_rows / self.share)
 
     @property
     def _num_clusters(self) -> int:
@@ -113,18 +114,16 @@ class GatedKernel(CudaKernel):
         return MULTIPROCESSORS // self.share
 
 
-def launches(num_tokens: int) -> tuple[int, ...]:
-    """Tokens of each launch; none where a library's product and the activation apart are the faster."""
-    rest = num_tokens % TILE_TOKENS
-    if num_tokens <= TILE_TOKENS or rest == 0 or rest > _MOST_REST:
-        return (num_tokens,)
-    return (num_tokens - rest, rest) if num_tokens >= MANY_TOKENS else ()
+def divided(num_tokens: int) -> tuple[int, int]:
+    """Units, and tiles that share them as evenly as can be."""
+    units = math.ceil(num_tokens / UNIT_TOKENS)
+    return units, math.ceil(units / TILE_UNITS)
 
 
 def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
     """Those of a gated linear: each is the fastest for some number of tokens."""
     kernels = [GatedKernel(rows, columns, tile_rows) for tile_rows in _TILE_ROWS if tile_rows <= rows]
-    return tuple(dict.fromkeys(choose(kernels, tiles * TILE_TOKENS) for tiles in range(1, MOST_TILES + 1)))
+    return tuple(dict.fromkeys(choose(kernels, units * UNIT_TOKENS) for units in range(1, MOST_UNITS + 1)))
 
 
 def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:

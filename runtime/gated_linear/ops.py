@@ -8,7 +8,6 @@ Shape legend: N rows (gates, then ups) and K columns of the weight.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -17,7 +16,7 @@ import torch
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
-from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose, launches
+from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -50,23 +49,18 @@ class _Weight:
 
     def __init__(self) -> None:
         self.loaded: dict[GatedKernel, _Loaded] = {}
-        self._plans: dict[int, list[tuple[_Loaded, int, int]]] = {}  # by tokens, of which a step has some thousands
+        self._fastest: dict[int, _Loaded] = {}  # by tokens, of which a step has some thousands
 
     def load(self, kernel: GatedKernel, binaries: Mapping[str, bytes]) -> None:
         before, binary = self.loaded.get(kernel), binaries.get(kernel.name)
         if before is None or before.binary != binary:  # once for a process's engines
             self.loaded[kernel] = _Loaded(kernel, binaries)
-            self._plans.clear()
+            self._fastest.clear()
 
-    def plan(self, num_tokens: int) -> list[tuple[_Loaded, int, int]]:
-        """Each launch: its kernel, and from and up to which token. Empty where the library is the faster."""
-        if num_tokens not in self._plans:
-            ends = list(itertools.accumulate(launches(num_tokens)))
-            self._plans[num_tokens] = [
-                (self.loaded[choose(self.loaded, end - start)], start, end)
-                for start, end in itertools.pairwise([0, *ends])
-            ]
-        return self._plans[num_tokens]
+    def fastest(self, num_tokens: int) -> _Loaded:
+        if num_tokens not in self._fastest:
+            self._fastest[num_tokens] = self.loaded[choose(self.loaded, num_tokens)]
+        return self._fastest[num_tokens]
 
 
 _WEIGHTS: dict[tuple[int, int, int], _Weight] = {}  # by device index and shape
@@ -94,7 +88,7 @@ _LIBRARY.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x · gateᵀ) * (x · upᵀ), rounded where the three operations round.
 
-    A token's numbers depend on how many there are only through who computes: a kernel or the library.
+    A token's numbers are the same in any company.
 
     Args:
         x: […, K] bfloat16, of any number of tokens.
@@ -108,15 +102,8 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if of_weight is None or not of_weight.loaded:
         raise RuntimeError(f"no kernel is loaded for {rows} x {columns} on {x.device}: call load_gated_kernels")
     num_tokens = math.prod(x.shape[:-1])
-    plan = of_weight.plan(num_tokens)
-    if not plan:
-        gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
-        return torch.nn.functional.silu(gate).mul_(up)
-    x = aligned(x)
-    out = _new_output(x, weight)
-    all_x, all_out = x.view(num_tokens, -1), out.view(num_tokens, -1)
-    for kernel, start, end in plan:
-        kernel(all_x[start:end], weight, all_out[start:end])
+    x, out = aligned(x), _new_output(x, weight)
+    of_weight.fastest(num_tokens)(x.view(num_tokens, -1), weight, out.view(num_tokens, -1))
     return out
 
 

@@ -21,7 +21,7 @@ pytestmark = [
 
 # Weights of Qwen3-0.6B, 8B and 4B; the smallest tile; tiles of which a part is there; rows that pairs do not divide.
 WEIGHTS = [(6144, 1024), (24576, 4096), (19456, 2560), (64, 64), (320, 192), (576, 2048)]
-NUM_TOKENS = [1, 8, 63, 65, 128, 129, 193, 200, 256, 300, 449, 512, 1000, 2049, 2240, 2241]
+NUM_TOKENS = [1, 8, 63, 65, 128, 129, 193, 200, 256, 257, 300, 320, 384, 449, 512, 832, 1000, 2049, 2240]
 SOURCE = """
 import torch
 
@@ -54,10 +54,10 @@ def test_it_is_as_near_to_float32_as_torch(tmp_path, shape):
 def test_a_token_is_the_same_in_any_company_and_by_every_kernel(tmp_path):
     shape = (6144, 1024)
     load(shape, tmp_path)
-    assert len({choose(gated_kernels(*shape), count) for count in (200, 512, 2000)}) == 3
+    assert len({choose(gated_kernels(*shape), count) for count in (200, 300, 512, 2000)}) == 3
     x, weight = random_inputs([("T", 1024), shape], 2000)
     together = torch.ops.mllm.gated_linear(x, weight)
-    for count in (1, 200, 512, 1000):
+    for count in (1, 200, 300, 512, 1000):
         assert torch.equal(torch.ops.mllm.gated_linear(x[7 : 7 + count], weight), together[7 : 7 + count])
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import shutil
 import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +23,14 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.gated_linear import ops
-from mllm_compile.runtime.gated_linear.kernel import TILE_TOKENS, GatedKernel, choose, gated_kernels, launches
+from mllm_compile.runtime.gated_linear.kernel import (
+    MOST_UNITS,
+    UNIT_TOKENS,
+    GatedKernel,
+    choose,
+    divided,
+    gated_kernels,
+)
 from mllm_compile.runtime.gated_linear.shapes import is_taken
 
 KERNELS = st.builds(
@@ -36,10 +48,9 @@ def test_tokens_and_rows_divide_into_tiles_that_fit(kernel, num_tokens):
     blocks = kernel.num_blocks(num_tokens)
     assert blocks <= MULTIPROCESSORS, "all at once"
     assert blocks % kernel.share == 0, "whole clusters"
-    box = kernel.box_tokens(num_tokens)
-    assert box % 8 == 0, "where a swizzle begins"
-    assert min(num_tokens, TILE_TOKENS) <= box * kernel.share <= TILE_TOKENS
-    assert box * kernel.share < num_tokens + 8 * kernel.share, "no more than there are"
+    units, tiles = divided(num_tokens)
+    assert 64 * (units - 1) < num_tokens <= 64 * units
+    assert tiles <= units <= 4 * tiles < units + 4
 
 
 @given(KERNELS)
@@ -64,55 +75,129 @@ def test_what_was_measured_to_be_the_fastest_is_taken(shape, num_tokens, tile_ro
     assert choose(gated_kernels(*shape), num_tokens).tile_rows == tile_rows
 
 
-@given(st.integers(1, 20_000))
-def test_launches_take_every_token_once_and_leave_no_tile_half_empty(num_tokens):
-    parts = launches(num_tokens)
-    assert sum(parts) in (num_tokens, 0)
-    assert parts or 256 < num_tokens < 2048
-    for part in parts:
-        assert part <= 256 or part % 256 == 0 or part % 256 > 192
+# The division of work of gated.cu as a program: for each block the tiles that it takes.
+DIVISION = """
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+using std::min;
+#define __device__
+#define __forceinline__ inline
+struct {{ int x; }} blockIdx, gridDim;
+constexpr int UNIT_TOKENS = 64, TILE_UNITS = 4, BAND = 8;
+int SHARE, SETS;
+{division}
+int main(int, char** arguments) {{
+  SHARE = atoi(arguments[1]), SETS = atoi(arguments[2]), gridDim.x = atoi(arguments[3]);
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {{
+    const Work work(atoi(arguments[4]));
+    for (int turn = 0; work.has(turn); turn++) {{
+      const Tile tile = work.tile(turn);
+      printf("%d %d %d %d %d\\n", blockIdx.x, tile.token, tile.units, tile.row_tile, work.end_of(tile));
+    }}
+  }}
+}}
+"""
 
 
-def test_the_library_is_asked_where_it_was_measured_to_be_the_faster():
-    counts = (256, 257, 448, 449, 512, 1100, 1984, 2047, 2048, 2240, 2241)
-    assert {count: launches(count) for count in counts if launches(count) != (count,)} == {
-        257: (),
-        448: (),
-        1100: (),
-        1984: (),
-        2240: (2048, 192),
-    }
+@dataclass(frozen=True)
+class Tile:
+    block: int
+    token: int
+    units: int
+    row_tile: int
+    end: int
 
 
-def test_where_the_library_is_the_faster_it_is_called(loaded, monkeypatch):
-    """320 tokens are a tile and a quarter."""
-    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 128, 64): loaded})
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(size, 64, generator=generator).to(torch.bfloat16) for size in (320, 128))
-    gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
-    assert torch.equal(ops.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
-    with pytest.raises(RuntimeError, match="no kernel is loaded for 128 x 32 on cpu"):
-        ops.gated_linear(x[:, :32], weight[:, :32])
+@pytest.fixture(scope="module")
+def division(tmp_path_factory):
+    """How gated.cu divides so many tokens among the blocks of a kernel."""
+    source = Path(ops.__file__).with_name("gated.cu").read_text()
+    found = re.search(r"^struct Tile \{.*?^(?=// A place in the ring)", source, re.DOTALL | re.MULTILINE)
+    folder = tmp_path_factory.mktemp("division")
+    (folder / "division.cpp").write_text(DIVISION.format(division=found[0]))
+    subprocess.run(["g++", "-O1", "division.cpp", "-o", "division"], cwd=folder, check=True)
+
+    def divide(kernel: GatedKernel, num_tokens: int) -> list[Tile]:
+        sets = math.ceil(kernel.rows / kernel.tile_rows / kernel.share)
+        numbers = (kernel.share, sets, kernel.num_blocks(num_tokens), num_tokens)
+        done = subprocess.run([folder / "division", *map(str, numbers)], capture_output=True, text=True, check=True)
+        return [Tile(*map(int, line.split())) for line in done.stdout.splitlines()]
+
+    return divide
 
 
-def test_what_is_left_over_of_many_tokens_has_a_launch_of_its_own(loaded, monkeypatch):
-    calls: list[tuple[int, int, int]] = []
+NUM_TOKENS = [
+    1,
+    8,
+    64,
+    65,
+    136,
+    192,
+    200,
+    256,
+    257,
+    300,
+    320,
+    321,
+    384,
+    448,
+    449,
+    500,
+    832,
+    1000,
+    1984,
+    2049,
+    2240,
+    8192,
+]
 
-    def call(self, x, weight, out) -> None:
-        calls.append((self.kernel.tile_rows, len(x), out.storage_offset() // 3072))
 
-    monkeypatch.setattr(ops._Loaded, "__call__", call)
-    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 6144, 1024): loaded})
-    x, weight = torch.zeros(1, 2100, 1024, dtype=torch.bfloat16), torch.zeros(6144, 1024, dtype=torch.bfloat16)
-    out = ops.gated_linear(x, weight)
-    assert out.shape == (1, 2100, 3072)
-    assert calls == [(192, 2048, 0), (64, 52, 2048)]
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize(("shape", "tile_rows"), [((24576, 4096), 192), ((6144, 1024), 64), ((576, 2048), 128)])
+def test_every_product_is_in_a_tile_and_only_the_last_overlaps(division, shape, tile_rows, num_tokens):
+    kernel = GatedKernel(*shape, tile_rows)
+    tiles = division(kernel, num_tokens)
+    row_tiles = range(kernel.share * math.ceil(shape[0] / tile_rows / kernel.share))
+    units, num_tiles = divided(num_tokens)
+    for row_tile in row_tiles:
+        own = sorted((tile for tile in tiles if tile.row_tile == row_tile), key=lambda tile: tile.token)
+        assert sum(tile.units for tile in own) == units and len(own) == num_tiles
+        assert own[0].token == 0 and own[-1].end == num_tokens
+        gaps = [after.token - before.end for before, after in itertools.pairwise(own)]
+        assert all(gap == 0 for gap in gaps[:-1]) and all(-64 < gap <= 0 for gap in gaps[-1:])
+    assert len(tiles) == len(row_tiles) * num_tiles
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("tile_rows", [64, 128, 192])
+def test_copies_of_x_fill_a_tile_and_read_nothing_that_is_not_there(division, tile_rows, num_tokens):
+    kernel = GatedKernel(24576, 4096, tile_rows)
+    box = kernel.box_tokens(num_tokens)
+    assert box % 8 == 0, "where a swizzle begins"
+    for tile in division(kernel, num_tokens):
+        count = tile.end - tile.token
+        copied = math.ceil(count / box) * box
+        assert copied <= 256
+        if num_tokens > 256:
+            assert copied == count == 64 * tile.units
+        else:
+            assert copied < count + 8 * kernel.share
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(320, 5), (448, 7), (832, 14)])
+def test_tiles_of_more_and_of_fewer_units_are_shared_out(division, num_tokens, most):
+    """Among 66 clusters, an even number: in the same order every turn some would get the larger ones alone."""
+    units: Counter[int] = Counter()
+    for tile in division(GatedKernel(24576, 4096, 192), num_tokens):
+        units[tile.block] += tile.units
+    assert max(units.values()) == most
 
 
 @given(st.integers(1, 800), st.integers(1, 64))
 def test_no_kernel_is_compiled_for_nothing(rows, columns):
     kernels = gated_kernels(64 * rows, 64 * columns)
-    chosen = {choose(kernels, tiles * TILE_TOKENS) for tiles in range(1, 64)}
+    chosen = {choose(kernels, units * UNIT_TOKENS) for units in range(1, MOST_UNITS + 1)}
     assert chosen == set(kernels)
     assert all(kernel.tile_rows <= 64 * rows for kernel in kernels)
     assert len({kernel.name for kernel in kernels}) == len(kernels)
@@ -146,11 +231,12 @@ def loaded(driver, monkeypatch):
     return ops._WEIGHTS[0, 6144, 1024]
 
 
-@pytest.mark.parametrize(("num_tokens", "boxes"), [(200, 200), (256, 256), (1000, 128), (8192, 128)])
+@pytest.mark.parametrize(
+    ("num_tokens", "boxes"), [(200, 200), (256, 256), (320, 64), (384, 192), (1000, 128), (8192, 128)]
+)
 def test_a_launch_takes_the_kernel_of_its_tokens_and_reads_no_more_than_these(loaded, monkeypatch, num_tokens, boxes):
-    ((kernel, *tokens),) = loaded.plan(num_tokens)
-    assert tokens == [0, num_tokens]
-    launches: list[tuple[object, ...]] = []
+    kernel = loaded.fastest(num_tokens)
+    launches: list[tuple[Any, ...]] = []
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(kernel._loaded, "launch", lambda *arguments: launches.append(arguments))
     monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
@@ -159,6 +245,7 @@ def test_a_launch_takes_the_kernel_of_its_tokens_and_reads_no_more_than_these(lo
     assert asked == [(tensor_maps.spread_halves,), (tensor_maps.rows, boxes)]
     tiles = math.ceil(num_tokens / 256) * math.ceil(6144 / kernel.kernel.tile_rows)
     assert launches[0][:2] == (min(tiles, 132), 384)
+    assert [argument.value for argument in launches[0][2][3:]] == [num_tokens, boxes]
 
 
 def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, monkeypatch):
@@ -168,8 +255,22 @@ def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, mon
     for binary, count in ((b"first", 3), (b"first", 3), (b"second", 6)):
         ops.load_gated_kernels(kernels, {kernel.name: binary for kernel in kernels}, torch.device("cuda:0"))
         assert fake.calls.count("cuModuleLoadData") == count
-        ((loaded, *_),) = ops._WEIGHTS[0, 6144, 1024].plan(200)
-        assert loaded.binary == binary
+        assert ops._WEIGHTS[0, 6144, 1024].fastest(200).binary == binary
+
+
+def test_the_op_hands_all_tokens_to_the_kernel(loaded, monkeypatch):
+    calls: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+
+    def call(self, x, weight, out) -> None:
+        calls.append((self.kernel.tile_rows, tuple(x.shape), tuple(out.shape)))
+
+    monkeypatch.setattr(ops._Loaded, "__call__", call)
+    monkeypatch.setattr(ops, "_WEIGHTS", {(-1, 6144, 1024): loaded})
+    x, weight = torch.zeros(1, 2100, 1024, dtype=torch.bfloat16), torch.zeros(6144, 1024, dtype=torch.bfloat16)
+    assert ops.gated_linear(x, weight).shape == (1, 2100, 3072)
+    assert calls == [(128, (2100, 1024), (2100, 3072))]
+    with pytest.raises(RuntimeError, match="no kernel is loaded for 6144 x 512 on cpu"):
+        ops.gated_linear(x[..., :512], weight[:, :512])
 
 
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
