@@ -131,10 +131,10 @@ def _describe(error: BaseException) -> str:
 
 
 def _compile(request: Request) -> None:
-    from mllm_compile.piece_compiler import PieceInput, compile_piece, prepare_forks
+    from mllm_compile.piece_compiler import PieceInput, compile_piece, prepare_device
 
     if request.get("prepare"):
-        prepare_forks(request["device"], Path(request["folder"]))
+        prepare_device(request["device"])
         return
     compile_piece(
         Path(request["source"]),
@@ -145,16 +145,16 @@ def _compile(request: Request) -> None:
     )
 
 
-def main(device: str, headers: Path | None) -> None:
+def main(device: str, scratch: Path) -> None:
     # Whatever Inductor or a compiler prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.nice(_NICENESS)
     from mllm_compile.piece_compiler import prepare_compiler
 
-    prepare_compiler(device, headers)
+    prepare_compiler(device, scratch)
     serve(0, answers, _compile)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(sys.argv[1], Path(sys.argv[2]))

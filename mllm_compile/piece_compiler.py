@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.pieces import piece_class
-from mllm_compile.shared_header import are_shared, share_headers
+from mllm_compile.shared_header import is_shared, pays, share_header
 
 SYSTEM_CXX = "/usr/bin/g++"
 
@@ -82,24 +82,16 @@ _IMPORTED_LATE = (
 )
 
 
-_LEAST_PIECE = """
-import torch
-
-class Piece(torch.nn.Module):
-    def forward(self, x):
-        return (x + 1,)
-"""
+# The wrapper around the kernels is compiled without optimisation: it only calls them, and its compile time is most of a
+# package's (CPU, one decoder layer: 31 s → 11 s, same time a call).
+WRAPPER_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 def inductor_options(device: str) -> dict[str, Any]:
-    """What Inductor is told, for every piece.
-
-    The wrapper around the kernels is compiled without optimisation: it only calls them, and its compile time is most of
-    a package's (CPU, one decoder layer: 31 s → 11 s, same time a call).
-    """
+    """What Inductor is told, for every piece."""
     options: dict[str, Any] = {
-        "aot_inductor.compile_wrapper_opt_level": "O0",
-        "aot_inductor.precompile_headers": are_shared(),
+        **WRAPPER_OPTIONS,
+        "aot_inductor.precompile_headers": is_shared(),
         "aot_inductor.use_runtime_constant_folding": False,
     }
     if device.startswith("cuda"):
@@ -110,7 +102,7 @@ def inductor_options(device: str) -> dict[str, Any]:
     return options
 
 
-def prepare_compiler(device: str, headers: Path | None) -> None:
+def prepare_compiler(device: str, scratch: Path) -> None:
     """What every compile needs and a fork of this process keeps, done while there is no piece yet: the model is being
     traced.
 
@@ -118,8 +110,10 @@ def prepare_compiler(device: str, headers: Path | None) -> None:
     missing, compiling a piece says so.
 
     Args:
-        headers: an empty folder for compiled C++ headers; None: each piece reads them for itself.
+        scratch: an empty folder for what forks share; it outlives them.
     """
+    if pays(device):
+        share_header(scratch, device)
     import torch._higher_order_ops.triton_kernel_wrap
     import torch._inductor.compile_fx
     import torch.export  # noqa: F401
@@ -131,8 +125,6 @@ def prepare_compiler(device: str, headers: Path | None) -> None:
     for name in _IMPORTED_LATE:
         with contextlib.suppress(ImportError):  # of another torch
             importlib.import_module(name)
-    if headers is not None:
-        share_headers(headers)
     # Every fork would prepare dozens of patterns of attention, which no piece holds.
     fuse_attention._sfdp_init = lambda *device: None  # type: ignore[assignment]
     if device.startswith("cuda"):
@@ -142,26 +134,17 @@ def prepare_compiler(device: str, headers: Path | None) -> None:
         # the vector instructions for it (28 s on a machine with an H200, 9 s on another).
         cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
         return
-    with contextlib.suppress(Exception), _system_compiler():
+    with contextlib.suppress(Exception), system_compiler():
         cpu_vec_isa.pick_vec_isa()
 
 
-def prepare_forks(device: str, folder: Path) -> None:
-    """What only a fork can do for the others: builds Triton's launcher, which stays in its cache, where pieces run on a
-    GPU; and compiles the headers, by way of a piece that needs nothing else.
-
-    Args:
-        folder: for that piece.
-    """
+def prepare_device(device: str) -> None:
+    """Builds Triton's launcher, which stays in its cache, where pieces run on a GPU."""
     if device.startswith("cuda"):
         with contextlib.suppress(Exception):
             from triton.runtime import driver
 
             driver.active.get_current_target()
-    if are_shared():
-        source = folder / "least.py"
-        source.write_text(_LEAST_PIECE, encoding="utf-8")
-        compile_piece(source, [PieceInput.contiguous(("T",), "float32")], device, {"T": 64}, folder / "least.pt2")
 
 
 def compile_piece(
@@ -179,7 +162,7 @@ def compile_piece(
 
         hide_waits_from_analysis()
     piece = piece_class(source, source_path)()
-    with _system_compiler():
+    with system_compiler():
         exported = torch.export.export(
             piece, _example_inputs(inputs, device), dynamic_shapes=_dynamic_shapes(inputs, max_sizes)
         )
@@ -231,7 +214,7 @@ def _dynamic_shapes(inputs: list[PieceInput], max_sizes: dict[str, int]) -> tupl
 
 
 @contextmanager
-def _system_compiler() -> Iterator[None]:
+def system_compiler() -> Iterator[None]:
     """Inductor's host code is built with the system's g++: a wrapped CXX may link libstdc++ into the package, which
     then crashes in the loader (seen with an image whose CXX does so)."""
     before = {name: os.environ.get(name) for name in ("CXX", "CC")}

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile import shared_header
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import SYSTEM_CXX, PieceInput
 from mllm_compile.writable_place import cache_place
@@ -140,7 +139,7 @@ class _CompilerProcess:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._process = subprocess.Popen(
-            [*_COMMAND, device, *([str(scratch)] if shared_header.pays() else [])],
+            [*_COMMAND, device, str(scratch)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -154,7 +153,7 @@ class _CompilerProcess:
         self._end: dict[str, Any] | None = None  # the answer to everything, once the process has ended
         self._reader = threading.Thread(target=self._read, name="pieces-reader", daemon=True)
         self._reader.start()
-        self.ask({"prepare": True, "device": device, "folder": str(scratch)})  # nobody waits for that
+        self.ask({"prepare": True, "device": device})  # nobody waits for that
 
     def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
         """Ends with the answer, which has an "error" where something went wrong."""

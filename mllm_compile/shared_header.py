@@ -1,67 +1,90 @@
-"""C++ headers compiled once for all pieces of a compile: half of a package's time is g++, and most of that is headers.
+"""The C++ header of AOTInductor's packages, compiled once for all pieces of a compile, while nothing else can be.
 
-Inductor can compile its headers ahead, but once a process, and each piece is compiled in one of its own; it also reads
-them again in each to find out whether they have changed, and keeps them where any user of the machine can guess.
-Here the first fork that wants a header compiles it, others wait for that, and it goes when the compile has ended.
+Half of a package's time is g++, and most of that its header. Inductor can compile it ahead, but once a process, and
+each piece is compiled in one of its own; it also reads the header again in each to find out whether it has changed, and
+keeps it where any user of the machine can guess. Here a fork of the compiler process begins before most is imported,
+and whoever needs the header waits for that fork. g++ takes what was compiled only where it was told the same there;
+otherwise it reads the header itself.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
-import logging
 import os
 from pathlib import Path
-from typing import Any
-
-logger = logging.getLogger(__name__)
+from typing import Any, NoReturn
 
 _MIN_CORES = 4  # with fewer it takes as much time from the trace as it gives to the pieces
 
 
-def pays() -> bool:
-    """Whether this machine has cores to compile a header beside what else is done."""
-    return (os.cpu_count() or 1) >= _MIN_CORES
+def pays(device: str) -> bool:
+    """Whether a header is compiled: beside what else is done, and where Inductor has one to itself (on a CPU there is
+    another for kernels)."""
+    return device.startswith("cuda") and (os.cpu_count() or 1) >= _MIN_CORES
 
 
-def share_headers(folder: Path) -> None:
-    """Has the forks of this process compile headers into `folder`, which is theirs alone and outlives them."""
-    from torch._inductor import codecache
-
-    codecache._precompile_header = functools.partial(_compiled_once, folder)  # type: ignore[assignment]
-
-
-def are_shared() -> bool:
-    from torch._inductor import codecache
-
-    return getattr(codecache._precompile_header, "func", None) is _compiled_once
-
-
-def _compiled_once(folder: Path, header: str, command_line: str, **options: Any) -> str:
-    """A header that includes `header`, which g++ reads as it was compiled or, where that failed, as it is.
+def share_header(folder: Path, device: str) -> None:
+    """Starts to compile the header in a fork. The packages that other forks of this process compile wait for it.
 
     Args:
-        command_line, options: which compiler this is, and what it is told.
+        folder: empty, theirs alone, and there until they have ended.
     """
-    name = hashlib.sha256(f"{header} {command_line} {options}".encode()).hexdigest()[:16]
-    path = folder / f"{name}.h"
-    with open(folder / f"{name}.lock", "w") as lock:
+    from torch._inductor import codecache
+
+    with open(_lock(folder), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the fork's too, until it ends
+        if os.fork() == 0:
+            _compile_and_end(folder, device.partition(":")[0], lock.fileno())
+    codecache._precompile_header = functools.partial(_shared, folder)  # type: ignore[assignment]
+
+
+def is_shared() -> bool:
+    from torch._inductor import codecache
+
+    return getattr(codecache._precompile_header, "func", None) is _shared
+
+
+def _shared(folder: Path, header: str, *rest: Any, **options: Any) -> str:
+    """In place of Inductor's function: a header that includes `header`, compiled if that is the one."""
+    with open(_lock(folder)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            path.write_text(f"#include <{header}>\n", encoding="utf-8")
-            _compile(path, options)
-    return str(path)
+        return str(_write(folder, header))
 
 
-def _compile(path: Path, options: dict[str, Any]) -> None:
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+def _lock(folder: Path) -> Path:
+    return folder / "header.lock"
 
+
+def _write(folder: Path, header: str) -> Path:
+    path = folder / header.replace("/", "_")
+    if not path.exists():
+        path.write_text(f"#include <{header}>\n", encoding="utf-8")
+    return path
+
+
+def _compile_and_end(folder: Path, device: str, lock: int) -> NoReturn:
+    """The fork's part. The compiler is told what codecache.AotCodeCompiler tells it of a package."""
     try:
-        told = CppTorchDeviceOptions(**options, precompiling=True)
-        builder = CppBuilder(name=f"{path}.new", sources=str(path), BuildOption=told)
-        builder.build()
+        # Nobody's requests are taken, and whoever waits for the compiler process' end does not wait for this one's.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.closerange(3, lock)
+        os.closerange(lock + 1, os.sysconf("SC_OPEN_MAX"))
+        import torch._inductor.config
+        from torch._inductor.codecache import _get_cpp_wrapper_header
+        from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+        from torch._inductor.cpu_vec_isa import invalid_vec_isa
+
+        from mllm_compile.piece_compiler import WRAPPER_OPTIONS, system_compiler
+
+        path = _write(folder, _get_cpp_wrapper_header(device, aot_mode=True))
+        with torch._inductor.config.patch(WRAPPER_OPTIONS), system_compiler():
+            options = CppTorchDeviceOptions(
+                aot_mode=True, device_type=device, vec_isa=invalid_vec_isa, min_optimize=True, precompiling=True
+            )
+            builder = CppBuilder(name=f"{path}.new", sources=str(path), BuildOption=options)
+            builder.build()
         compiled = Path(builder.get_target_file_path())
         compiled.rename(path.with_name(path.name + compiled.suffix))  # never half of it
-    except Exception:  # a compiler that cannot do that, a full disk
-        logger.info("%s is read for every piece", path, exc_info=True)
+    finally:
+        os._exit(0)  # without it packages take longer, no more

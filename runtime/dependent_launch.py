@@ -10,12 +10,18 @@ The two instructions are PTX's griddepcontrol (PTX ISA, "Parallel Synchronizatio
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# What the kernels are compiled for: this machine's GPU.
-STARTS_EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+@cache
+def starts_early() -> bool:
+    """Whether kernels compiled for this machine's GPU do. Asking initialises CUDA, which importing this must not: it is
+    imported by what forks."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 @triton.jit

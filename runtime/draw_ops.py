@@ -19,7 +19,7 @@ from torch.library import triton_op, wrap_triton
 from triton.language.extra import libdevice
 
 from mllm_compile.runtime.counter_rng import BLOCK
-from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 _BLOCKS_AT_ONCE = 16  # of one program
 
@@ -145,7 +145,7 @@ def draw_tokens(
         "B": num_blocks,
         "BLOCK": BLOCK,
         "HAS_TEMPERATURE": temperatures is not None,
-        "EARLY": STARTS_EARLY,
+        "EARLY": starts_early(),
     }
     grid = (num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))
     wrap_triton(_block_scores_kernel)[grid](

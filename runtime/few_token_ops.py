@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, choose_few_token_blocks
 
 
@@ -161,7 +161,7 @@ def _launch(x, weight, num_rows, squares=None, eps=0.0, residual=None, norm_weig
         GATED=gated,
         RESIDUAL=residual is not None,
         NORM_NEXT=norm_weight is not None,
-        EARLY=STARTS_EARLY,
+        EARLY=starts_early(),
         num_warps=blocks.num_warps,
         num_stages=blocks.stages,
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 _BLOCK = 4096  # with 4 warps the fastest, or within 1 µs, of 1024 to 16384 for 1 to 256 rows of 151,936 logits
 
@@ -72,7 +72,7 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     largest = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     block_tokens = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
     tokens = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
-    constants = {"V": vocab_size, "B": num_blocks, "EARLY": STARTS_EARLY}
+    constants = {"V": vocab_size, "B": num_blocks, "EARLY": starts_early()}
     wrap_triton(_largest_of_blocks_kernel)[(num_rows, num_blocks)](
         logits, largest, block_tokens, BLOCK=_BLOCK, num_warps=4, **constants
     )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 # More heads a block than warps: with one block for every 4 heads, 8192 tokens took twice as long as their bytes do.
 _MAX_BLOCK_HEADS = 8
@@ -166,7 +166,7 @@ def rope_and_cache(
         D=head_dim,
         BLOCK_HEADS=block_heads,
         NORM=q_weight is not None,
-        EARLY=STARTS_EARLY,
+        EARLY=starts_early(),
         num_warps=min(block_heads, _MAX_WARPS),
     )
     return q_out, k_out

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 _MAX_BLOCK = 1024
 
@@ -48,6 +48,6 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     block = math.gcd(columns, _MAX_BLOCK)
     out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
     wrap_triton(_silu_mul_kernel)[(columns // block * math.prod(x.shape[:-1]),)](
-        x, out, N=columns, BLOCK=block, EARLY=STARTS_EARLY, num_warps=max(1, block // 256)
+        x, out, N=columns, BLOCK=block, EARLY=starts_early(), num_warps=max(1, block // 256)
     )
     return out

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.single_token_shapes import choose_blocks
 
 
@@ -104,7 +104,7 @@ def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
         NORM=norm_weight is not None,
         GATED=gated,
         RESIDUAL=residual is not None,
-        EARLY=STARTS_EARLY,
+        EARLY=starts_early(),
         num_warps=blocks.num_warps,
     )
     return out

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from mllm_compile.runtime.dependent_launch import STARTS_EARLY, start_dependents, wait_for_prerequisites
+from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 _MIN_DOT_ROWS = 16  # of tl.dot; query heads of a KV head are padded to as many
 _MAX_COMBINED = 16384  # numbers that _combine has in registers, 128 a thread
@@ -280,7 +280,7 @@ def split_decode(
         HAS_WINDOW=window_left >= 0,
         FETCH_FIRST=fetch_first,
         STAGES=3,
-        EARLY=STARTS_EARLY,
+        EARLY=starts_early(),
         num_warps=4,
         num_stages=1 if fetch_first else 3,
     )

@@ -194,19 +194,20 @@ while len(os.listdir({str(tmp_path)!r})) < 3:
     assert answers_to(server, waits, waits, waits) == {0: "", 1: "", 2: ""}
 
 
-def test_what_is_forked_has_not_touched_the_gpu_and_has_no_threads():
+def test_what_is_forked_has_not_touched_the_gpu_and_has_no_threads(tmp_path):
     code = """
-import os, torch
+import os, sys, torch
 def touched(*args, **kwargs):
     raise AssertionError("CUDA does not survive a fork")
 for name in ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init"):
     setattr(torch.cuda, name, touched)
+from pathlib import Path
 from mllm_compile.piece_compiler import prepare_compiler
-prepare_compiler("cuda:0", None)
+prepare_compiler("cuda:0", Path(sys.argv[1]))
 assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads do not survive a fork either"
 """
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # as piece_workers sets it
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
 
 
 # What is left when somebody goes. ------------------------------------------------------------------------------------

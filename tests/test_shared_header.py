@@ -1,79 +1,116 @@
-"""C++ headers that the pieces of a compile share: compiled once, never half, and read as they are where that fails."""
+"""The C++ header that the packages of a compile share: compiled once, waited for, and read as it is if that fails."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from mllm_compile import shared_header
-from mllm_compile.piece_compiler import SYSTEM_CXX, PieceInput
-from mllm_compile.piece_workers import PieceJob, PieceWorkers
-from mllm_compile.runtime.pieces import load_piece
+from mllm_compile.piece_compiler import SYSTEM_CXX, WRAPPER_OPTIONS
+from mllm_compile.piece_compiler import system_compiler as with_system_compiler
 
-SOURCE = """
-import torch
+HEADER = "torch/csrc/inductor/aoti_include/cpu.h"
 
-class Piece(torch.nn.Module):
-    def forward(self, x):
-        return (torch.relu(x) * 3,)
-"""
-
-# Three forks ask for the same header. What is compiled in place of g++ takes a while.
-FORKS = """
+# A compiler process that shares its header. In place of g++: BUILD.
+SHARES = """
 import os, sys, time
 from pathlib import Path
+import torch._inductor.cpp_builder
 from mllm_compile import shared_header
+
+def build(self):
+    BUILD
+
+torch._inductor.cpp_builder.CppBuilder.build = build
 folder = Path(sys.argv[1])
-
-def compile(path, options):
-    with open(folder / "compiled", "a") as file:
-        file.write(f"{path} {options}\\n")
-    time.sleep(0.5)
-    path.with_suffix(".h.gch").touch()
-
-shared_header._compile = compile
-for _ in range(3):
-    if os.fork() == 0:
-        path = Path(shared_header._compiled_once(folder, "vector", "g++ -O1", level=1))
-        assert path.with_suffix(".h.gch").exists()
-        os._exit(0)
-ended = [os.wait()[1] for _ in range(3)]
-shared_header._compiled_once(folder, "vector", "g++ -O2", level=1)
-sys.exit(any(ended))
+answers = os.dup(1)
+os.dup2(2, 1)
+shared_header.share_header(folder, "cpu")
+assert shared_header.is_shared()
+"""
+# A fork of it that needs the header.
+ASKS = """
+if os.fork() == 0:
+    path = Path(torch._inductor.codecache._precompile_header("HEADER", "g++ -O0", aot_mode=True, device_type="cpu"))
+    assert path.read_text() == "#include <HEADER>\\n"
+    (folder / "asked").write_text(str(path.with_name(path.name + ".gch").exists()))
+    os._exit(0)
+os.wait(), os.wait()
 """
 
 
-def test_forks_wait_for_the_one_that_compiles_it(tmp_path):
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True)
-    first, other = (tmp_path / "compiled").read_text().splitlines()
-    assert first.endswith("{'level': 1}")
-    assert first != other, "other options make another header"
-    assert [path.read_text() for path in tmp_path.glob("*.h")] == ["#include <vector>\n"] * 2
+def run(folder: Path, code: str) -> None:
+    """Returns when nobody has its output any more."""
+    code = code.replace("HEADER", HEADER)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        assert process.communicate(timeout=40) == ("", None)
+        assert process.returncode == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_what_cannot_be_compiled_is_read_as_it_is(tmp_path):
-    path = Path(shared_header._compiled_once(tmp_path, "vector", "g++", no_such_option=1))
-    assert path.read_text() == "#include <vector>\n"
-    assert not list(tmp_path.glob("*.gch"))
+def test_packages_wait_for_what_is_being_compiled(tmp_path):
+    run(tmp_path, SHARES.replace("BUILD", "time.sleep(0.5); Path(self.get_target_file_path()).touch()") + ASKS)
+    assert (tmp_path / "asked").read_text() == "True"
+
+
+@pytest.mark.parametrize("build", ["raise RuntimeError('no')", "os.kill(os.getpid(), 9)"])
+def test_where_it_cannot_be_compiled_it_is_read_as_it_is(tmp_path, build):
+    run(tmp_path, SHARES.replace("BUILD", build) + ASKS)
+    assert (tmp_path / "asked").read_text() == "False"
+
+
+def test_whoever_waits_for_the_compiler_process_does_not_wait_for_the_header(tmp_path):
+    run(tmp_path, SHARES.replace("BUILD", "time.sleep(60)"))
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "expected"), [("cuda:0", 16, True), ("cuda:0", 2, False), ("cpu", 16, False)]
+)
+def test_where_it_pays(monkeypatch, device, cores, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert shared_header.pays(device) is expected
 
 
 @pytest.mark.skipif(not os.path.exists(SYSTEM_CXX), reason="asks g++")
-@pytest.mark.slow  # half a minute of two cores: g++ and its headers
-def test_pieces_are_compiled_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_header, "pays", lambda: True)
-    source = tmp_path / "piece.py"
-    source.write_text(SOURCE)
-    job = PieceJob("piece", source, (PieceInput.contiguous(("T",), "float32"),), tmp_path / "piece.pt2")
-    (tmp_path / "scratch").mkdir()
-    with PieceWorkers("cpu", {"T": 64}, tmp_path / "compilers", tmp_path / "scratch") as workers:
-        workers.submit(job).result()
-    headers = {path.stem: path for path in (tmp_path / "scratch").glob("*.gch")}
-    assert headers and all(path.stat().st_size > 1 << 20 for path in headers.values())
-    assert not list((tmp_path / "scratch").glob("*.new*"))
-    x = torch.linspace(-1, 1, 7)
-    assert torch.equal(load_piece("piece.pt2", job.package_path.read_bytes())([x])[0], torch.relu(x) * 3)
+def test_packages_are_compiled_with_it(tmp_path):
+    import torch._inductor.config
+    from torch._inductor import codecache
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import invalid_vec_isa
+
+    plain = codecache._precompile_header
+    try:
+        shared_header.share_header(tmp_path, "cpu")
+        header = codecache._precompile_header(HEADER, "g++ -O0", aot_mode=True, device_type="cpu")
+    finally:
+        codecache._precompile_header = plain
+    (tmp_path / "wrapper.cpp").write_text(f"#include <{HEADER}>\n")
+    with torch._inductor.config.patch(WRAPPER_OPTIONS), with_system_compiler():
+        options = CppTorchDeviceOptions(
+            compile_only=True,
+            min_optimize=True,
+            aot_mode=True,
+            device_type="cpu",
+            use_mmap_weights=False,
+            use_mmap_weights_external=False,
+            use_relative_path=False,
+            vec_isa=invalid_vec_isa,
+        )
+        options.precompiled_header = header
+        source = tmp_path / "wrapper.cpp"
+        builder = CppBuilder("wrapper", str(source), output_dir=str(tmp_path), BuildOption=options)
+        command = f"{builder.get_command_line()} -H"
+    done = subprocess.run(command.split(), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"! {header}.gch" in done.stderr.splitlines(), "g++ marks what it takes by !, what it refuses by x"

@@ -55,24 +55,25 @@ static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and
 struct Tile {
   int token, units, row_tile;  // the first token
 };
+// How tokens are divided into tiles, by kernel.py: the first `larger` of `tiles` have a unit more than `units`.
+struct Tokens {
+  int count, tiles, units, larger, box;  // box: tokens of a copy of x
+};
 // What a block multiplies: tiles in turns, every second time from the last cluster to the first, so that neighbouring tiles
 // of more and fewer units are shared out evenly.
-struct Work {
-  int num_tokens, units, token_tiles, rank, cluster, clusters;
-  __device__ __forceinline__ Work(int num_tokens)
-      : num_tokens(num_tokens), units((num_tokens + UNIT_TOKENS - 1) / UNIT_TOKENS),
-        token_tiles((units + TILE_UNITS - 1) / TILE_UNITS), rank(blockIdx.x % SHARE), cluster(blockIdx.x / SHARE),
-        clusters(gridDim.x / SHARE) {}
+struct Work : Tokens {
+  int rank, cluster, clusters;
+  __device__ __forceinline__ Work(const Tokens& tokens)
+      : Tokens(tokens), rank(blockIdx.x % SHARE), cluster(blockIdx.x / SHARE), clusters(gridDim.x / SHARE) {}
   // Whether there is a tile in this turn.
-  __device__ __forceinline__ bool has(int turn) const { return index(turn) < token_tiles * SETS; }
+  __device__ __forceinline__ bool has(int turn) const { return index(turn) < tiles * SETS; }
   // Bands of tokens, in them the weight's rows, in those the tokens.
   __device__ __forceinline__ Tile tile(int turn) const {
-    const int i = index(turn), first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND), width = min(BAND, token_tiles - first);
-    const int t = first + rest % width, begin = t * units / token_tiles, end = (t + 1) * units / token_tiles;
-    const bool is_last = t > 0 && t == token_tiles - 1;
-    return {is_last ? num_tokens - (end - begin) * UNIT_TOKENS : begin * UNIT_TOKENS, end - begin, rest / width * SHARE + rank};
+    const int i = index(turn), first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND), width = min(BAND, tiles - first);
+    const int t = first + rest % width, own = units + (t < larger), begin = t * units + min(t, larger);
+    return {t > 0 && t == tiles - 1 ? count - own * UNIT_TOKENS : begin * UNIT_TOKENS, own, rest / width * SHARE + rank};
   }
-  __device__ __forceinline__ int end_of(const Tile& tile) const { return min(num_tokens, tile.token + tile.units * UNIT_TOKENS); }
+  __device__ __forceinline__ int end_of(const Tile& tile) const { return min(count, tile.token + tile.units * UNIT_TOKENS); }
 
  private:
   __device__ __forceinline__ int index(int turn) const { return turn * clusters + (turn % 2 ? clusters - 1 - cluster : cluster); }
@@ -87,29 +88,32 @@ struct Place {
   __device__ __forceinline__ int before() const { return slot ? slot - 1 : STAGES - 1; }
 };
 
-// The warp that asks, by one lane. `box`: tokens of a copy of x.
-__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work, int box) {
-  auto ask_weight = [&](const Tile& tile, int step, int slot) {
-    const int boxes = (work.end_of(tile) - tile.token + box - 1) / box;
-    expect_bytes(full + 8 * slot, W_BYTES + boxes * box * ROW_BYTES);
+// The warp that asks, by one lane.
+__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work) {
+  auto ask_weight = [&](const Tile& tile, int bytes, int step, int slot) {
+    expect_bytes(full + 8 * slot, bytes);
     load_weight(ring + slot * STAGE_BYTES, weight, tile.row_tile, step, full + 8 * slot);
   };
-  auto ask_x = [&](const Tile& tile, int step, int slot) {
+  auto ask_x = [&](const Tile& tile, int tokens, int step, int slot) {
     const u32 to = ring + slot * STAGE_BYTES + W_BYTES;
-    for (int token = work.rank * box; token < work.end_of(tile) - tile.token; token += SHARE * box)
+    for (int token = work.rank * work.box; token < tokens; token += SHARE * work.box)
       load_x(to + token * ROW_BYTES, x, step, tile.token + token, full + 8 * slot);
   };
   constexpr int AHEAD = STAGES < STEPS ? STAGES : STEPS;
-  const Tile first = work.tile(0);
-  for (int i = 0; i < AHEAD; i++) ask_weight(first, i, i);
-  wait_for_prerequisites();
-  for (int i = 0; i < AHEAD; i++) ask_x(first, i, i);
   Place place = {AHEAD % STAGES, AHEAD / STAGES};
-  for (int turn = 0, step = AHEAD; work.has(turn); turn++, step = 0) {
+  for (int turn = 0; work.has(turn); turn++) {
     const Tile tile = work.tile(turn);
-    for (; step < STEPS; step++) {
+    const int tokens = work.end_of(tile) - tile.token;
+    int bytes = W_BYTES;
+    for (int token = 0; token < tokens; token += work.box) bytes += work.box * ROW_BYTES;
+    if (turn == 0) {
+      for (int i = 0; i < AHEAD; i++) ask_weight(tile, bytes, i, i);
+      wait_for_prerequisites();
+      for (int i = 0; i < AHEAD; i++) ask_x(tile, tokens, i, i);
+    }
+    for (int step = turn == 0 ? AHEAD : 0; step < STEPS; step++) {
       wait_for(empty + 8 * place.slot, place.phase ^ 1);
-      ask_weight(tile, step, place.slot), ask_x(tile, step, place.slot);
+      ask_weight(tile, bytes, step, place.slot), ask_x(tile, tokens, step, place.slot);
       place.go_on();
     }
   }
@@ -165,13 +169,13 @@ extern "C" __global__ void
 __cluster_dims__(SHARE, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
-                                           uint4* out, int num_tokens, int box) {
+                                           uint4* out, const Tokens tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Work work(num_tokens);
+  const Work work(tokens);
   if (threadIdx.x == 0) {
     fetch_map(&weight), fetch_map(&x);
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS * SHARE);
@@ -184,7 +188,7 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
 #endif
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, work, box);
+    if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, work);
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

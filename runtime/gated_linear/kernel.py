@@ -90,23 +90,22 @@ class GatedKernel(CudaKernel):
 
     def box_tokens(self, num_tokens: int) -> int:
         """Tokens of x that a block of a cluster asks for at a time: as many as it can, none that are not there."""
-        units, tiles = divided(num_tokens)
-        if tiles == 1:
+        division = divided(num_tokens)
+        if division.tiles == 1:
             return math.ceil(num_tokens / self.share / _EIGHT) * _EIGHT
-        return units // tiles * UNIT_TOKENS // self.share if units % tiles == 0 else UNIT_TOKENS
+        return division.units * UNIT_TOKENS // self.share if division.larger == 0 else UNIT_TOKENS
 
     def num_blocks(self, num_tokens: int) -> int:
         return min(self._num_sets(num_tokens), self._num_clusters) * self.share
 
     def cost(self, num_tokens: int) -> float:
         """Of two kernels the one with less is the faster, as a rule."""
-        units, tiles = divided(num_tokens)
         turns = math.ceil(self._num_sets(num_tokens) / self._num_clusters)
-        return turns * (self.tile_rows * units / (TILE_UNITS * tiles) + _TILE_COST)
+        return turns * (self.tile_rows * divided(num_tokens).mean_units / TILE_UNITS + _TILE_COST)
 
     def _num_sets(self, num_tokens: int) -> int:
         """Of tiles that a cluster takes at a time."""
-        return divided(num_tokens)[1] * math.ceil(self.rows / self.tile_rows / self.share)
+        return divided(num_tokens).tiles * math.ceil(self.rows / self.tile_rows / self.share)
 
     @property
     def _num_clusters(self) -> int:
@@ -114,10 +113,24 @@ class GatedKernel(CudaKernel):
         return MULTIPROCESSORS // self.share
 
 
-def divided(num_tokens: int) -> tuple[int, int]:
-    """Units, and tiles that share them as evenly as can be."""
-    units = math.ceil(num_tokens / UNIT_TOKENS)
-    return units, math.ceil(units / TILE_UNITS)
+@dataclass(frozen=True)
+class Division:
+    """Tokens divided among tiles, of which the first `larger` have a unit more than `units`; gated.cu's Tokens."""
+
+    tiles: int
+    units: int
+    larger: int
+
+    @property
+    def mean_units(self) -> float:
+        return self.units + self.larger / self.tiles
+
+
+def divided(num_tokens: int) -> Division:
+    """Among as few tiles as there can be, as evenly as can be."""
+    all_units = math.ceil(num_tokens / UNIT_TOKENS)
+    tiles = math.ceil(all_units / TILE_UNITS)
+    return Division(tiles, *divmod(all_units, tiles))
 
 
 def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:

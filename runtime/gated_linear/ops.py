@@ -16,7 +16,7 @@ import torch
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
-from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose
+from mllm_compile.runtime.gated_linear.kernel import GatedKernel, choose, divided
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -33,13 +33,12 @@ class _Loaded:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """x [T, K], weight [N, K] → out [T, N / 2]."""
         num_tokens = len(x)
-        box = self.kernel.box_tokens(num_tokens)
+        division, box = divided(num_tokens), self.kernel.box_tokens(num_tokens)
         arguments = (
             self._maps.get(weight, tensor_maps.spread_halves),
             self._maps.get(x, tensor_maps.rows, box),
             address_of(out),
-            ctypes.c_int(num_tokens),
-            ctypes.c_int(box),
+            (ctypes.c_int * 5)(num_tokens, division.tiles, division.units, division.larger, box),
         )
         self._loaded.launch(self.kernel.num_blocks(num_tokens), self.kernel.num_threads, arguments)
 

@@ -48,9 +48,10 @@ def test_tokens_and_rows_divide_into_tiles_that_fit(kernel, num_tokens):
     blocks = kernel.num_blocks(num_tokens)
     assert blocks <= MULTIPROCESSORS, "all at once"
     assert blocks % kernel.share == 0, "whole clusters"
-    units, tiles = divided(num_tokens)
+    division = divided(num_tokens)
+    units = division.tiles * division.units + division.larger
     assert 64 * (units - 1) < num_tokens <= 64 * units
-    assert tiles <= units <= 4 * tiles < units + 4
+    assert 0 <= division.larger < division.tiles == math.ceil(units / 4)
 
 
 @given(KERNELS)
@@ -90,7 +91,7 @@ int SHARE, SETS;
 int main(int, char** arguments) {{
   SHARE = atoi(arguments[1]), SETS = atoi(arguments[2]), gridDim.x = atoi(arguments[3]);
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {{
-    const Work work(atoi(arguments[4]));
+    const Work work({{atoi(arguments[4]), atoi(arguments[5]), atoi(arguments[6]), atoi(arguments[7]), 0}});
     for (int turn = 0; work.has(turn); turn++) {{
       const Tile tile = work.tile(turn);
       printf("%d %d %d %d %d\\n", blockIdx.x, tile.token, tile.units, tile.row_tile, work.end_of(tile));
@@ -120,7 +121,9 @@ def division(tmp_path_factory):
 
     def divide(kernel: GatedKernel, num_tokens: int) -> list[Tile]:
         sets = math.ceil(kernel.rows / kernel.tile_rows / kernel.share)
-        numbers = (kernel.share, sets, kernel.num_blocks(num_tokens), num_tokens)
+        tokens = divided(num_tokens)
+        divided_into = (tokens.tiles, tokens.units, tokens.larger)
+        numbers = (kernel.share, sets, kernel.num_blocks(num_tokens), num_tokens, *divided_into)
         done = subprocess.run([folder / "division", *map(str, numbers)], capture_output=True, text=True, check=True)
         return [Tile(*map(int, line.split())) for line in done.stdout.splitlines()]
 
@@ -159,7 +162,7 @@ def test_every_product_is_in_a_tile_and_only_the_last_overlaps(division, shape, 
     kernel = GatedKernel(*shape, tile_rows)
     tiles = division(kernel, num_tokens)
     row_tiles = range(kernel.share * math.ceil(shape[0] / tile_rows / kernel.share))
-    units, num_tiles = divided(num_tokens)
+    units, num_tiles = math.ceil(num_tokens / 64), divided(num_tokens).tiles
     for row_tile in row_tiles:
         own = sorted((tile for tile in tiles if tile.row_tile == row_tile), key=lambda tile: tile.token)
         assert sum(tile.units for tile in own) == units and len(own) == num_tiles
@@ -245,7 +248,8 @@ def test_a_launch_takes_the_kernel_of_its_tokens_and_reads_no_more_than_these(lo
     assert asked == [(tensor_maps.spread_halves,), (tensor_maps.rows, boxes)]
     tiles = math.ceil(num_tokens / 256) * math.ceil(6144 / kernel.kernel.tile_rows)
     assert launches[0][:2] == (min(tiles, 132), 384)
-    assert [argument.value for argument in launches[0][2][3:]] == [num_tokens, boxes]
+    *_, tokens = launches[0][2]
+    assert (tokens[0], tokens[-1]) == (num_tokens, boxes)
 
 
 def test_a_kernel_is_loaded_once_and_again_where_its_code_is_another(driver, monkeypatch):
