@@ -150,9 +150,12 @@ def main(device: str, scratch: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.nice(_NICENESS)
-    from mllm_compile.piece_compiler import prepare_compiler
+    from mllm_compile.uncollected import uncollected
 
-    prepare_compiler(device, scratch)
+    with uncollected():  # whose objects forks share, as long as nobody writes to them
+        from mllm_compile.piece_compiler import prepare_compiler
+
+        prepare_compiler(device, scratch)
     serve(0, answers, _compile)
 
 

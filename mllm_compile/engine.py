@@ -30,6 +30,7 @@ from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.sequences import Submission
 from mllm_compile.stats import EngineStats, ForwardTimesSource
 from mllm_compile.timeline import Timeline, timeline_of
+from mllm_compile.uncollected import uncollected
 
 if TYPE_CHECKING:
     from mllm_compile.config import EngineSource
@@ -97,7 +98,7 @@ class Engine:
         forward_times: bool = False,
     ) -> None:
         self.timeline = timeline_of(reporter or reporter_for())
-        with self.timeline.stage("import torch"):
+        with self.timeline.stage("import torch"), uncollected():
             from mllm_compile.assemble import assemble
         self._start(assemble(config, self.timeline, forward_times=forward_times), log_interval_s)
 

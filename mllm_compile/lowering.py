@@ -22,6 +22,7 @@ from mllm_compile.resolve import ResolvedConfig
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.program import Program
 from mllm_compile.sampling_pieces import add_sampling_pieces
+from mllm_compile.uncollected import uncollected
 from mllm_compile.written_piece import WrittenPiece
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
     Raises:
         UnsupportedModelError: Transformers cannot build it, or it would not be served right.
     """
-    with reporter.stage("import transformers"):
+    with reporter.stage("import transformers"), uncollected():
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
         from mllm_compile.hf_model import build_on_meta
@@ -88,7 +89,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.rope import check_rope_limit
 
         import_modeling_utils()
-    with reporter.stage("build on meta"):
+    with reporter.stage("build on meta"), uncollected():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
         check_rope_limit(model, hf_model.model.config)

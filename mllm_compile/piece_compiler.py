@@ -79,6 +79,7 @@ _IMPORTED_LATE = (
     "torch._inductor.runtime.caching",
     "torch.export._trace",
     "torch.export._unlift",
+    "torch.utils.cpp_extension",
 )
 
 
@@ -118,6 +119,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     import torch._inductor.compile_fx
     import torch.export  # noqa: F401
     from torch._inductor import cpu_vec_isa
+    from torch._inductor.codecache import torch_key
     from torch._inductor.codegen.common import init_backend_registration
     from torch._inductor.fx_passes import fuse_attention
 
@@ -125,11 +127,15 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     for name in _IMPORTED_LATE:
         with contextlib.suppress(ImportError):  # of another torch
             importlib.import_module(name)
+    torch_key()  # reads all of Inductor's source, and Triton's below: they remember it
     # Every fork would prepare dozens of patterns of attention, which no piece holds.
     fuse_attention._sfdp_init = lambda *device: None  # type: ignore[assignment]
     if device.startswith("cuda"):
-        with contextlib.suppress(ImportError):  # of Triton
+        with contextlib.suppress(ImportError):  # there is no Triton, or another
             _import_ops()
+            from triton.runtime.cache import triton_key
+
+            triton_key()
         # The host part of a package only launches kernels. Inductor would compile half a dozen test programs to find
         # the vector instructions for it (28 s on a machine with an H200, 9 s on another).
         cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]

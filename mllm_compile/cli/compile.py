@@ -13,6 +13,7 @@ from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
 from mllm_compile.console import print_table
 from mllm_compile.progress import reporter_for
+from mllm_compile.uncollected import uncollected
 
 
 def compile_command(
@@ -31,7 +32,8 @@ def compile_command(
     """Compile the model of a config into a cached runtime (the default command)."""
     engine_config = EngineConfig.from_yaml(config)
 
-    from mllm_compile.compile import load_or_compile
+    with uncollected():
+        from mllm_compile.compile import load_or_compile
 
     options = CompileOptions(output, pack_weights, verify_weights)
     runtime = load_or_compile(engine_config, reporter_for(plain_lines=True), options)

