@@ -44,5 +44,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        from mllm_compile.bytecode import kept_bytecode
+
+        with kept_bytecode():
+            return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'mllm_compile' has no attribute {name!r}")

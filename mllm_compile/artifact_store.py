@@ -20,15 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mllm_compile.artifact import MANIFEST, read_manifest, set_modes
+from mllm_compile.cache_folders import RUNTIMES, compiler_cache
 from mllm_compile.errors import ConfigError
 from mllm_compile.writable_place import Place, cache_place, make_folder, place_of
-
-RUNTIMES = "runtimes"
-
-
-def compiler_cache(cache_dir: str | Path) -> Path:
-    """What Inductor and Triton keep between compiles; it can be removed at any time that nothing compiles."""
-    return Path(cache_dir) / "compilers"
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from mllm_compile.artifact import MANIFEST, Manifest, read_manifest
 from mllm_compile.artifact_store import (
-    compiler_cache,
     folder_bytes,
     remove_compiler_cache,
     remove_folder,
     runtimes_folder,
     sweep,
 )
+from mllm_compile.cache_folders import compiler_cache
 from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.writable_place import place_of
 

@@ -157,7 +157,7 @@ class CacheConfig(Section):
     """Where compiled runtimes are kept."""
 
     dir: PathText = Field(default="auto", min_length=1)
-    """A folder, or auto: `mllm_compile` under the user's cache directory ($XDG_CACHE_HOME, else ~/.cache)."""
+    """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""
 
 
 class EngineConfig(Section):

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.errors import CompileError, ConfigError
+from mllm_compile import bytecode
+from mllm_compile.cache_folders import make_private
+from mllm_compile.errors import CompileError
 from mllm_compile.piece_compiler import SYSTEM_CXX, PieceInput
-from mllm_compile.writable_place import cache_place
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
 _COMMAND = (sys.executable, "-m", "mllm_compile.compiler_process")
@@ -61,7 +61,7 @@ class PieceWorkers:
         """
         self._device, self._max_sizes = device, max_sizes
         _check_compiler()
-        _make_private(cache)
+        make_private(cache)
         self._failed = cache / "failed"
         self._compiler = _CompilerProcess(device, cache, scratch)
         self._threads = ThreadPoolExecutor(count or min(_MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="pieces")
@@ -113,17 +113,6 @@ def _check_compiler() -> None:
         )
 
 
-def _make_private(folder: Path) -> None:
-    with cache_place(folder.parent).writing(), contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ConfigError(
-            f"{folder} is no folder, belongs to another user or can be written by others; what compilers keep there is "
-            "executed. Remove it, or set cache.dir to a folder of your own."
-        )
-
-
 class _CompilerProcess:
     """compiler_process.py, from outside: any number of threads ask it."""
 
@@ -137,6 +126,7 @@ class _CompilerProcess:
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
             # Whether there is a GPU is asked without initialising CUDA, which would not survive a fork.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            **bytecode.environment(),
         }
         self._process = subprocess.Popen(
             [*_COMMAND, device, str(scratch)],

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mllm_compile.cache_folders import auto_cache_dir
 from mllm_compile.config import CompileConfig, CudaGraphConfig, DtypeName, EngineConfig, GraphMode, RuntimeConfig
 from mllm_compile.device_info import DeviceInfo
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
@@ -462,10 +462,3 @@ def _graph_sizes(
             f"or raise {limit_key}."
         )
     return sizes
-
-
-def auto_cache_dir() -> tuple[str, str]:
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return str(Path(base) / "mllm_compile"), "$XDG_CACHE_HOME"
-    return str(Path.home() / ".cache" / "mllm_compile"), "the user's cache"

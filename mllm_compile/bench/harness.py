@@ -18,6 +18,7 @@ from mllm_compile.bench.limits import ModelFigures, with_latency_limits, with_th
 from mllm_compile.bench.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
 from mllm_compile.bench.setting import Setting
 from mllm_compile.bench.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
+from mllm_compile.cache_folders import CACHE_VARIABLE
 
 WORKER = "mllm_compile.bench.worker"
 FIRST_TOKENS = "mllm_compile.bench.first_tokens"
@@ -114,12 +115,14 @@ def run_process(module: str, job: Mapping[str, Any], environment: Mapping[str, s
 
 
 def cache_environment(folder: Path) -> dict[str, str]:
-    """Sends the caches of torch, Triton, vLLM and the driver into a folder. FlashInfer's kernels count as installed."""
+    """Sends all caches (ours, torch's, Triton's, vLLM's, the driver's) into a folder. FlashInfer's kernels count as
+    installed."""
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
         "CUDA_CACHE_PATH": str(folder / "driver"),
+        CACHE_VARIABLE: str(folder / "mllm_compile"),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from mllm_compile import __version__
+from mllm_compile.bytecode import kept_bytecode
 from mllm_compile.cli.bench import make_bench_app
 from mllm_compile.cli.cache import make_cache_app
 from mllm_compile.cli.compile import compile_command
@@ -82,7 +83,9 @@ def run(args: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Entry point of the console script."""
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # read when torch is imported; see model_runner.py
-    sys.exit(run(sys.argv[1:]))
+    with kept_bytecode():
+        code = run(sys.argv[1:])
+    sys.exit(code)
 
 
 def _with_default_command(args: list[str]) -> list[str]:

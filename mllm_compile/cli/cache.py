@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mllm_compile.byte_sizes import format_bytes, parse_bytes
+from mllm_compile.cache_folders import auto_cache_dir, compiler_cache
 from mllm_compile.console import print_table
 from mllm_compile.errors import ArtifactError, ConfigError, NewFormatError, OldFormatError, OtherFormatError
 
@@ -29,7 +30,7 @@ def make_cache_app() -> typer.Typer:
 
 def list_command(cache_dir: DirOption = None) -> None:
     """List the runtimes, the last used first."""
-    from mllm_compile.artifact_store import compiler_cache, folder_bytes
+    from mllm_compile.artifact_store import folder_bytes
     from mllm_compile.cache_contents import stored_runtimes
 
     folder = _folder(cache_dir)
@@ -65,7 +66,6 @@ def prune_command(
     """
     limit = None if max_size is None else parse_bytes(max_size)
 
-    from mllm_compile.artifact_store import compiler_cache
     from mllm_compile.cache_contents import prune
 
     folder = _folder(cache_dir)
@@ -107,8 +107,6 @@ def _state(problem: ArtifactError | None) -> str:
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    from mllm_compile.resolve import auto_cache_dir
-
     if cache_dir is None:
         return Path(auto_cache_dir()[0])
     if not os.path.isdir(cache_dir):
