@@ -39,6 +39,7 @@ from mllm_compile.artifact_store import (
     sweep,
     using_compiler_cache,
 )
+from mllm_compile.bytecode import compiled_ahead
 from mllm_compile.cache_key import MACHINE_FACTORS, key_factors, key_of, machine_factors, max_traced_tokens
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
@@ -326,6 +327,7 @@ def _fill(
     from mllm_compile.cuda_kernels import KernelCompiler
 
     with (
+        compiled_ahead(),
         TemporaryDirectory(dir=scratch) as folder,  # left when the workers, which write into it, have ended
         _workers(config, Path(folder)) as workers,
         KernelCompiler() as compiler,

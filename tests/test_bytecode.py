@@ -108,3 +108,32 @@ def test_it_is_as_before_after_an_error(tmp_path, monkeypatch):
         assert sys.pycache_prefix == str(tmp_path / "compilers" / "bytecode") and not sys.dont_write_bytecode
         raise ImportError
     assert (sys.pycache_prefix, sys.dont_write_bytecode) == before
+
+
+# Compiles a package ahead on a machine of so many cores; says whether a module and a test of it are compiled after a
+# while, and whether that would be done again.
+AHEAD = """
+import importlib.util, os, sys, time
+from mllm_compile import bytecode
+folder, cores = sys.argv[1], int(sys.argv[2])
+os.cpu_count = lambda: cores
+bytecode._is_kept_beside = lambda package: False
+bytecode._AHEAD = ("stands_for_torch", "no_such_package")
+with bytecode.kept_bytecode(), bytecode.compiled_ahead():
+    compiled, other = (importlib.util.cache_from_source(f"{folder}/{name}.py") for name in ("part", "tests/part"))
+    deadline = time.monotonic() + (20 if cores > 3 else 1)
+    while not os.path.exists(compiled) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print(os.path.exists(compiled), os.path.exists(other), bytecode._start_compiling())
+"""
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(4, "True False None\n"), (3, "False False None\n")])
+def test_a_compile_has_other_processes_make_what_it_will_import(package, tmp_path, cores, expected):
+    (package / "tests").mkdir()
+    (package / "tests" / "part.py").write_text("")
+    paths = os.pathsep.join([str(package.parent), str(Path(__file__).parent.parent)])
+    added = {"PYTHONPATH": paths, "MLLM_COMPILE_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", AHEAD, str(package), str(cores)]
+    done = subprocess.run(command, env=os.environ | added, capture_output=True, text=True, check=True)
+    assert done.stdout == expected
