@@ -75,8 +75,17 @@ def _start_compiling() -> subprocess.Popen[bytes] | None:
     )
 
 
-# What torch and Transformers do not import at once comes first, and says whether it has been done.
-_AHEAD = ("sympy", "torch._dynamo", "torch.distributed", "torch.fx", "transformers", "torch._inductor")
+# In the order in which they are needed. The first, which torch does not import, says whether it has been done.
+_AHEAD = (
+    "sympy",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.fx",
+    "mpmath",
+    "transformers",
+    "torch._inductor",
+    "networkx",
+)
 _NOT_AHEAD = r"/(tests|testing|onnx|transformers/models)/"
 _MOST_WORKERS = 8
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"  # counts where it is not empty
