@@ -3,22 +3,28 @@
 Installers may leave compiling to the first import (uv does; pip with --no-compile), and in a container that import
 often cannot write: PYTHONDONTWRITEBYTECODE is set, or the packages belong to another user. Then every process compiles
 every module again: on such a machine 2.4 s of the 6.2 in which an engine started from its runtime.
+
+It lies in the user's cache, also where a config names another: modules are imported before any config is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 
-from mllm_compile.cache_folders import auto_cache_dir, compiler_cache, make_private
+from mllm_compile.cache_folders import auto_cache_dir, bytecode_cache, make_private
 from mllm_compile.errors import ConfigError
+
+_setting = threading.Lock()
 
 
 @contextmanager
@@ -26,20 +32,23 @@ def kept_bytecode() -> Iterator[None]:
     """Modules that are imported meanwhile are compiled once, into the user's cache, where torch's are not kept beside
     their sources. Whoever has set PYTHONPYCACHEPREFIX has a place of their own.
     """
-    if sys.pycache_prefix is not None or _is_kept_beside("torch"):
-        yield
-        return
-    before = sys.pycache_prefix, sys.dont_write_bytecode
-    with contextlib.suppress(ConfigError, OSError):
-        sys.pycache_prefix, sys.dont_write_bytecode = _folder(), False
+    with _setting:
+        before = sys.dont_write_bytecode
+        ours = None
+        if sys.pycache_prefix is None and not _is_kept_beside("torch"):
+            with contextlib.suppress(ConfigError, OSError):
+                ours = _folder()
+                sys.pycache_prefix, sys.dont_write_bytecode = ours, False
     try:
         yield
     finally:
-        sys.pycache_prefix, sys.dont_write_bytecode = before
+        with _setting:
+            if ours is not None and sys.pycache_prefix == ours:
+                sys.pycache_prefix, sys.dont_write_bytecode = None, before
 
 
 def environment() -> dict[str, str]:
-    """What makes a new Python process keep its bytecode where this one does at the moment."""
+    """What makes a new Python process keep its bytecode where this one does, if that is not beside its sources."""
     if sys.pycache_prefix is None:
         return {}
     return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix} | ({} if sys.dont_write_bytecode else {_NO_BYTECODE: ""})
@@ -49,7 +58,9 @@ def environment() -> dict[str, str]:
 def compiled_ahead() -> Iterator[None]:
     """What a model's compile imports is compiled by other processes, ahead of whoever imports it meanwhile, where that
     has not been done and is to be kept."""
-    process = _start_compiling()
+    process = None
+    with contextlib.suppress(OSError):  # there is no room for one: whoever imports compiles
+        process = _start_compiling()
     try:
         yield
     finally:
@@ -61,12 +72,15 @@ def compiled_ahead() -> Iterator[None]:
 
 def _start_compiling() -> subprocess.Popen[bytes] | None:
     workers = min(_MOST_WORKERS, (os.cpu_count() or 1) - 2)  # this process imports, and the compiler process does
-    specs = [spec for spec in map(_spec, _AHEAD) if spec is not None]
-    if sys.pycache_prefix is None or sys.dont_write_bytecode or workers < 2 or not specs or _is_compiled(specs[0]):
+    if sys.pycache_prefix is None or sys.dont_write_bytecode or not sys.executable or workers < 2:
         return None
-    folders = [os.path.dirname(spec.origin) for spec in specs if spec.origin is not None]
+    sources = [source for source in map(_source, _AHEAD) if source is not None]
+    if not sources or _is_compiled(sources[0]):
+        return None
+    folders = [os.path.dirname(source) for source in sources]
+    left_out = f"^({'|'.join(map(re.escape, folders))})/(.*/)?({_NOT_AHEAD})/"
     return subprocess.Popen(
-        [sys.executable, "-m", "compileall", "-qq", "-j", str(workers), "-x", _NOT_AHEAD, *folders],
+        [sys.executable, "-P", "-m", "compileall", "-qq", "-j", str(workers), "-x", left_out, *folders],
         env=os.environ | environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -86,32 +100,44 @@ _AHEAD = (
     "torch._inductor",
     "networkx",
 )
-_NOT_AHEAD = r"/(tests|testing|onnx|transformers/models)/"
+_NOT_AHEAD = "tests|testing|onnx|models"
 _MOST_WORKERS = 8
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"  # counts where it is not empty
+_VERSIONED = ("torch", "transformers", "mllm_compile")
 
 
 def _is_kept_beside(package: str) -> bool:
     """Whether its bytecode is there, or will be when it is imported."""
-    spec = _spec(package)
-    if spec is None or spec.origin is None or _is_compiled(spec):
+    source = _source(package)
+    if source is None or _is_compiled(source):
         return True
-    return not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK)
+    return not sys.dont_write_bytecode and os.access(os.path.dirname(source), os.W_OK)
 
 
-def _spec(package: str) -> ModuleSpec | None:
+def _source(package: str) -> str | None:
     try:
-        return importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except (ValueError, ModuleNotFoundError):  # it was put into sys.modules by hand; what it is in is not there
         return None
+    return spec.origin if spec is not None and spec.has_location else None
 
 
-def _is_compiled(spec: ModuleSpec) -> bool:
-    return spec.cached is None or os.path.exists(spec.cached)
+def _is_compiled(source: str) -> bool:
+    return os.path.exists(importlib.util.cache_from_source(source))
 
 
 def _folder() -> str:
-    """Below what compilers keep: `mllm-compile cache prune` removes it with that."""
-    compilers = compiler_cache(os.path.abspath(auto_cache_dir()[0]))
-    make_private(compilers)
-    return str(compilers / "bytecode")
+    """One for each installation and its versions: files of another may have the same time, size and place."""
+    bytecode = bytecode_cache(auto_cache_dir()[0])
+    make_private(bytecode)
+    of_what = sys.prefix, *map(_version, _VERSIONED)
+    return str(bytecode / hashlib.sha256("\n".join(of_what).encode()).hexdigest()[:16])
+
+
+def _version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

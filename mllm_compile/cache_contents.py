@@ -17,11 +17,12 @@ from mllm_compile.artifact_store import (
     runtimes_folder,
     sweep,
 )
-from mllm_compile.cache_folders import compiler_cache
+from mllm_compile.cache_folders import bytecode_cache, compiler_cache
 from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.writable_place import place_of
 
 _RUNTIME_NAME = re.compile(r".+-[0-9a-f]{16}")  # the model's type and a key
+_BYTECODE_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
         ConfigError: the cache cannot be read.
     """
     found = []
-    for folder in _folders(runtimes_folder(cache_dir)):
+    for folder in filter(_is_ours, _subfolders(runtimes_folder(cache_dir))):
         manifest, problem = None, None
         try:
             manifest = read_manifest(folder)
@@ -61,14 +62,14 @@ def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
     return sorted(found, key=lambda runtime: (-runtime.last_used, runtime.folder.name))
 
 
-def _folders(runtimes: Path) -> list[Path]:
+def _subfolders(folder: Path) -> list[Path]:
     try:
-        return sorted(path for path in runtimes.iterdir() if path.is_dir() and _is_ours(path))
+        return sorted(path for path in folder.iterdir() if path.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigError(
-            f"{runtimes} cannot be read ({error.strerror}); set cache.dir, or XDG_CACHE_HOME, to a folder of yours"
+            f"{folder} cannot be read ({error.strerror}); set cache.dir, or MLLM_COMPILE_CACHE, to a folder of yours"
         ) from error
 
 
@@ -106,20 +107,28 @@ class Pruned:
         runtimes: in the order in which they went, each with the bytes that it gave back.
         leftovers: bytes of each folder that a killed compile had left.
         compiler_bytes: of what compilers kept; None: a compile may be using it, and it was left alone.
+        bytecode_bytes: of what Python kept.
     """
 
     runtimes: list[StoredRuntime]
     leftovers: list[int]
     compiler_bytes: int | None
+    bytecode_bytes: int
 
     @property
     def num_bytes(self) -> int:
         """All that was freed."""
-        return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + (self.compiler_bytes or 0)
+        kept = (self.compiler_bytes or 0) + self.bytecode_bytes
+        return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + kept
+
+
+def _bytecode_folders(folder: Path) -> list[Path]:
+    """As with runtimes: what else lies in a folder of that name is somebody else's."""
+    return [path for path in _subfolders(folder) if _BYTECODE_NAME.fullmatch(path.name)]
 
 
 def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
-    """Removes what compilers and killed compiles left, and runtimes.
+    """Removes what compilers, Python and killed compiles left, and runtimes.
 
     Args:
         max_bytes: beside the unusable runtimes the least recently used go, until this is left; None: no others go.
@@ -129,10 +138,11 @@ def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
     """
     leftovers = sweep(runtimes_folder(cache_dir))
     compiler_bytes = remove_compiler_cache(compiler_cache(cache_dir))
+    bytecode_bytes = sum(map(remove_folder, _bytecode_folders(bytecode_cache(cache_dir))))
     runtimes = stored_runtimes(cache_dir)
     removed = [runtime for runtime in runtimes if runtime.manifest is None]
     kept = [runtime for runtime in runtimes if runtime.manifest is not None]
     while max_bytes is not None and kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
         removed.append(kept.pop())
     gone = [replace(runtime, num_bytes=remove_runtime(runtime.folder)) for runtime in removed]
-    return Pruned(gone, leftovers, compiler_bytes)
+    return Pruned(gone, leftovers, compiler_bytes, bytecode_bytes)

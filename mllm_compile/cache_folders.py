@@ -15,17 +15,33 @@ CACHE_VARIABLE = "MLLM_COMPILE_CACHE"
 
 
 def auto_cache_dir() -> tuple[str, str]:
-    """The cache of whoever names none, and why it is that one."""
+    """The cache of whoever names none, an absolute path, and why it is that one.
+
+    Raises:
+        ConfigError: nothing says where.
+    """
     if folder := os.environ.get(CACHE_VARIABLE):
-        return folder, f"${CACHE_VARIABLE}"
+        return _absolute(folder), f"${CACHE_VARIABLE}"
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return str(Path(base) / "mllm_compile"), "$XDG_CACHE_HOME"
-    return str(Path.home() / ".cache" / "mllm_compile"), "the user's cache"
+        return _absolute(os.path.join(base, "mllm_compile")), "$XDG_CACHE_HOME"
+    try:
+        return str(Path.home() / ".cache" / "mllm_compile"), "the user's cache"
+    except RuntimeError as error:  # a user without a home
+        raise ConfigError(f"nothing says where the cache is ({error}): set cache.dir, or {CACHE_VARIABLE}") from error
+
+
+def _absolute(folder: str) -> str:
+    return os.path.abspath(os.path.expanduser(folder))
 
 
 def compiler_cache(cache_dir: str | Path) -> Path:
-    """What Inductor, Triton and Python keep between compiles; it can be removed at any time that nothing compiles."""
+    """What Inductor and Triton keep between compiles; it can be removed at any time that nothing compiles."""
     return Path(cache_dir) / "compilers"
+
+
+def bytecode_cache(cache_dir: str | Path) -> Path:
+    """What Python keeps where the installation does not; it can be removed at any time."""
+    return Path(cache_dir) / "bytecode"
 
 
 def make_private(folder: Path) -> None:

@@ -327,7 +327,6 @@ def _fill(
     from mllm_compile.cuda_kernels import KernelCompiler
 
     with (
-        compiled_ahead(),
         TemporaryDirectory(dir=scratch) as folder,  # left when the workers, which write into it, have ended
         _workers(config, Path(folder)) as workers,
         KernelCompiler() as compiler,
@@ -386,6 +385,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
     with (
+        compiled_ahead(),
         using_compiler_cache(config.cache.dir) as folder,
         PieceWorkers(config.runtime.device, sizes, folder, scratch) as workers,
     ):

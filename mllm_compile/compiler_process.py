@@ -11,6 +11,7 @@ GPU, as CUDA does not survive a fork, and has no threads. A fork that dies costs
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -152,10 +153,11 @@ def main(device: str, scratch: Path) -> None:
     os.nice(_NICENESS)
     from mllm_compile.uncollected import uncollected
 
-    with uncollected():  # whose objects forks share, as long as nobody writes to them
+    with uncollected():
         from mllm_compile.piece_compiler import prepare_compiler
 
         prepare_compiler(device, scratch)
+        gc.freeze()  # forks share what nobody writes to, as the collector does
     serve(0, answers, _compile)
 
 

@@ -9,7 +9,7 @@ Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
-from mllm_compile.runtime.gated_linear.kernel import MOST_UNITS, TILE_UNITS, UNIT_TOKENS, GatedKernel, choose
+from mllm_compile.runtime.gated_linear.kernel import MOST_UNITS, UNIT_TOKENS, GatedKernel, choose, divided
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
@@ -189,9 +189,7 @@ def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -
     for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in kernels):
         weight = random(rows, columns)
         of_weight = [kernel for kernel in kernels if (kernel.rows, kernel.columns) == (rows, columns)]
-        counts = {choose(of_weight, units * UNIT_TOKENS): units * UNIT_TOKENS for units in range(MOST_UNITS, 0, -1)}
-        uneven = (TILE_UNITS + 1) * UNIT_TOKENS - 1
-        for kernel, count in (*counts.items(), (choose(of_weight, uneven), uneven)):
+        for kernel, count in _fewest_tokens(of_weight):
             x = random(count, columns) / math.sqrt(columns)
             gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
             error = relative_error(torch.ops.mllm.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
@@ -200,3 +198,12 @@ def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -
                     f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit {_TOLERANCE:g}). "
                     f"Set {kernel.switch} to do without it, and report this."
                 )
+
+
+def _fewest_tokens(kernels: Sequence[GatedKernel]) -> Iterator[tuple[GatedKernel, int]]:
+    """Each of a weight's kernels with as few tokens as it is taken for, in tiles that are even, and in others."""
+    counts = [units * UNIT_TOKENS for units in range(1, MOST_UNITS + 1)]
+    for kernel in kernels:
+        taken = [count for count in counts if choose(kernels, count) == kernel]
+        uneven = [count - 1 for count in taken if divided(count).larger]
+        yield from ((kernel, count) for count in (*taken[:1], *uneven[:1]))

@@ -9,9 +9,11 @@ otherwise it reads the header itself.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,8 +70,9 @@ def _compile_and_end(folder: Path, device: str, lock: int) -> NoReturn:
     try:
         # Nobody's requests are taken, and whoever waits for the compiler process' end does not wait for this one's.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.closerange(3, lock)
-        os.closerange(lock + 1, os.sysconf("SC_OPEN_MAX"))
+        for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, lock}:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(descriptor)
         import torch._inductor.config
         from torch._inductor.codecache import _get_cpp_wrapper_header
         from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
@@ -86,5 +89,7 @@ def _compile_and_end(folder: Path, device: str, lock: int) -> NoReturn:
             builder.build()
         compiled = Path(builder.get_target_file_path())
         compiled.rename(path.with_name(path.name + compiled.suffix))  # never half of it
+    except Exception:  # without it packages take longer, no more
+        traceback.print_exc()
     finally:
-        os._exit(0)  # without it packages take longer, no more
+        os._exit(0)

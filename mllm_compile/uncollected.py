@@ -13,13 +13,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Holds the collector. What is there at the end it looks through no more, until somebody calls `gc.unfreeze`."""
-    if not gc.isenabled():
-        yield
-        return
+    """Holds the collector, if it runs."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()

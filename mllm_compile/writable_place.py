@@ -65,7 +65,7 @@ def place_of(final: Path, *, is_output: bool) -> Place:
 
 def cache_place(folder: Path) -> Place:
     """Of a cache as a whole."""
-    return Place(f"cache.dir {folder}", "set cache.dir, or XDG_CACHE_HOME, to a folder of yours")
+    return Place(f"cache.dir {folder}", "set cache.dir, or MLLM_COMPILE_CACHE, to a folder of yours")
 
 
 def make_folder(folder: Path) -> None:

@@ -212,9 +212,9 @@ def test_what_compilers_keep_is_removed_when_nothing_compiles_and_not_before(tmp
     with using_compiler_cache(tmp_path) as folder, using_compiler_cache(tmp_path):
         folder.mkdir()
         (folder / "kernel").write_text("four")
-        assert prune(tmp_path, 0) == Pruned([], [], None)
+        assert prune(tmp_path, 0) == Pruned([], [], None, 0)
         assert (folder / "kernel").exists()
-    assert prune(tmp_path, 0) == Pruned([], [], 4)
+    assert prune(tmp_path, 0) == Pruned([], [], 4, 0)
     assert not folder.exists()
 
 

@@ -154,7 +154,7 @@ MISTAKES = {
     "a cache folder below a file": (
         lambda folder: {"cache": {"dir": str(folder / "model.yaml" / "cache")}},
         ConfigError,
-        r"cache\.dir .*/model\.yaml/cache cannot be written \(Not a directory\); set cache\.dir, or XDG_CACHE_HOME, to",
+        r"cache\.dir .*/model\.yaml/cache cannot be written \(Not a directory\); set cache\.dir, or MLLM_COMP",
     ),
     "a hub that cannot be reached": (
         keys_of("model", path="Qwen/Qwen3-0.6B"),

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from mllm_compile import bytecode
-from mllm_compile.bytecode import kept_bytecode
+from mllm_compile.bytecode import compiled_ahead, kept_bytecode
+from mllm_compile.cache_folders import auto_cache_dir
+from mllm_compile.errors import ConfigError
 
 # Imports a package that stands for torch, and says where its bytecode is, and where the next module's would be.
 IMPORTS = """
@@ -21,6 +23,7 @@ bytecode._is_kept_beside = lambda package: is_kept_beside("stands_for_torch")
 with bytecode.kept_bytecode():
     with bytecode.kept_bytecode():
         import stands_for_torch
+with bytecode.kept_bytecode():
     import stands_for_torch.part
     print(bytecode.environment())
 print(stands_for_torch.part.__cached__)
@@ -54,14 +57,14 @@ def test_where_python_may_not_write_it_is_kept_in_the_cache(package, tmp_path):
     cache = tmp_path / "cache"
     for number in range(2):
         told, cached, after = run(package, cache, PYTHONDONTWRITEBYTECODE="1")
-        prefix = cache / "compilers" / "bytecode"
+        (prefix,) = (cache / "bytecode").iterdir()
         assert Path(cached).is_relative_to(prefix) and Path(cached).is_file()
         assert told == str({"PYTHONPYCACHEPREFIX": str(prefix), "PYTHONDONTWRITEBYTECODE": ""})
         assert after == "None True", "as before"
         if number == 0:
             first = Path(cached).stat().st_mtime_ns
     assert Path(cached).stat().st_mtime_ns == first, "the second process takes it"
-    assert (cache / "compilers").stat().st_mode & 0o777 == 0o700
+    assert (cache / "bytecode").stat().st_mode & 0o777 == 0o700
     assert not (package / "__pycache__").exists()
 
 
@@ -84,8 +87,8 @@ def test_whoever_has_a_place_of_their_own_keeps_it(package, tmp_path):
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(package, tmp_path):
-    (tmp_path / "cache" / "compilers").mkdir(parents=True)
-    (tmp_path / "cache" / "compilers").chmod(0o777)
+    (tmp_path / "cache" / "bytecode").mkdir(parents=True)
+    (tmp_path / "cache" / "bytecode").chmod(0o777)
     told, cached, after = run(package, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1")
     assert (told, after) == ("{}", "None True")
     assert not os.path.exists(cached)
@@ -105,35 +108,78 @@ def test_it_is_as_before_after_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
     before = sys.pycache_prefix, sys.dont_write_bytecode
     with pytest.raises(ImportError), kept_bytecode():
-        assert sys.pycache_prefix == str(tmp_path / "compilers" / "bytecode") and not sys.dont_write_bytecode
+        assert Path(sys.pycache_prefix).parent == tmp_path / "bytecode" and not sys.dont_write_bytecode
         raise ImportError
     assert (sys.pycache_prefix, sys.dont_write_bytecode) == before
 
 
-# Compiles a package ahead on a machine of so many cores; says whether a module and a test of it are compiled after a
-# while, and whether that would be done again.
+def test_each_installation_and_its_versions_have_a_place_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLLM_COMPILE_CACHE", str(tmp_path))
+    first = bytecode._folder()
+    assert bytecode._folder() == first
+    monkeypatch.setattr(bytecode, "_version", lambda package: "0.0.1")
+    other = bytecode._folder()
+    monkeypatch.setattr(sys, "prefix", "/somewhere")
+    assert len({first, other, bytecode._folder()}) == 3
+
+
+def test_a_user_without_a_home_does_without(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MLLM_COMPILE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
+    before = sys.pycache_prefix
+    with kept_bytecode():
+        assert sys.pycache_prefix == before
+    with pytest.raises(
+        ConfigError, match=r"where the cache is \(Could not .*\): set cache\.dir, or MLLM_COMPILE_CACHE"
+    ):
+        auto_cache_dir()
+
+
+# Compiles a package ahead; says whether a module and a test of it are compiled after a while, and whether that would be
+# done again.
 AHEAD = """
 import importlib.util, os, sys, time
 from mllm_compile import bytecode
-folder, cores = sys.argv[1], int(sys.argv[2])
-os.cpu_count = lambda: cores
+folder = sys.argv[1]
+os.cpu_count = lambda: 4
 bytecode._is_kept_beside = lambda package: False
 bytecode._AHEAD = ("stands_for_torch", "no_such_package")
 with bytecode.kept_bytecode(), bytecode.compiled_ahead():
     compiled, other = (importlib.util.cache_from_source(f"{folder}/{name}.py") for name in ("part", "tests/part"))
-    deadline = time.monotonic() + (20 if cores > 3 else 1)
+    deadline = time.monotonic() + 20
     while not os.path.exists(compiled) and time.monotonic() < deadline:
         time.sleep(0.05)
     print(os.path.exists(compiled), os.path.exists(other), bytecode._start_compiling())
 """
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(4, "True False None\n"), (3, "False False None\n")])
-def test_a_compile_has_other_processes_make_what_it_will_import(package, tmp_path, cores, expected):
+def test_a_compile_has_other_processes_make_what_it_will_import(package, tmp_path):
     (package / "tests").mkdir()
     (package / "tests" / "part.py").write_text("")
     paths = os.pathsep.join([str(package.parent), str(Path(__file__).parent.parent)])
     added = {"PYTHONPATH": paths, "MLLM_COMPILE_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", AHEAD, str(package), str(cores)]
+    command = [sys.executable, "-c", AHEAD, str(package)]
     done = subprocess.run(command, env=os.environ | added, capture_output=True, text=True, check=True)
-    assert done.stdout == expected
+    assert done.stdout == "True False None\n"
+
+
+def test_with_few_cores_or_no_room_for_a_process_whoever_imports_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert bytecode._start_compiling() is None
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+
+    def refuse(*arguments, **options):
+        raise BlockingIOError
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(BlockingIOError):
+        bytecode._start_compiling()
+    with compiled_ahead():
+        pass

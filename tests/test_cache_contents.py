@@ -44,7 +44,7 @@ def test_pruning_removes_the_unusable_then_the_least_recently_used(cache):
     assert pruned.num_bytes == broken + size
     assert names(cache) == {"new"}
     assert [runtime.folder.name for runtime in prune(cache, 0).runtimes] == ["new"]
-    assert prune(cache, 0) == Pruned([], [], 0)
+    assert prune(cache, 0) == Pruned([], [], 0, 0)
 
 
 def test_what_cannot_be_removed_is_not_said_to_be_freed(cache, monkeypatch, capsys):
@@ -180,3 +180,12 @@ def test_what_is_no_size_is_refused(text):
 )
 def test_sizes_are_shown(num_bytes, text):
     assert format_bytes(num_bytes) == text
+
+
+def test_bytecode_goes_but_nothing_else_that_lies_there(cache):
+    folder = cache / "bytecode" / "0123456789abcdef" / "opt"
+    folder.mkdir(parents=True)
+    (folder / "module.cpython-312.pyc").write_bytes(b"12345")
+    (cache / "bytecode" / "somebody's").mkdir()
+    assert prune(cache).bytecode_bytes == 5
+    assert [path.name for path in (cache / "bytecode").iterdir()] == ["somebody's"]

@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from mllm_compile import shared_header
 from mllm_compile.piece_compiler import SYSTEM_CXX, WRAPPER_OPTIONS
 from mllm_compile.piece_compiler import system_compiler as with_system_compiler
 
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's headers")]
 HEADER = "torch/csrc/inductor/aoti_include/cpu.h"
 
 # A compiler process that shares its header. In place of g++: BUILD.
@@ -83,25 +85,27 @@ def test_where_it_pays(monkeypatch, device, cores, expected):
 
 
 @pytest.mark.skipif(not os.path.exists(SYSTEM_CXX), reason="asks g++")
-def test_packages_are_compiled_with_it(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_packages_are_compiled_with_it(tmp_path, device):
     import torch._inductor.config
     from torch._inductor import codecache
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import invalid_vec_isa
 
+    included = codecache._get_cpp_wrapper_header(device, aot_mode=True)
     plain = codecache._precompile_header
     try:
-        shared_header.share_header(tmp_path, "cpu")
-        header = codecache._precompile_header(HEADER, "g++ -O0", aot_mode=True, device_type="cpu")
+        shared_header.share_header(tmp_path, f"{device}:0")
+        header = codecache._precompile_header(included, "g++ -O0", aot_mode=True, device_type=device)
     finally:
         codecache._precompile_header = plain
-    (tmp_path / "wrapper.cpp").write_text(f"#include <{HEADER}>\n")
+    (tmp_path / "wrapper.cpp").write_text(f"#include <{included}>\n")
     with torch._inductor.config.patch(WRAPPER_OPTIONS), with_system_compiler():
         options = CppTorchDeviceOptions(
             compile_only=True,
             min_optimize=True,
             aot_mode=True,
-            device_type="cpu",
+            device_type=device,
             use_mmap_weights=False,
             use_mmap_weights_external=False,
             use_relative_path=False,

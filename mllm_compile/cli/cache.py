@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from mllm_compile.byte_sizes import format_bytes, parse_bytes
-from mllm_compile.cache_folders import auto_cache_dir, compiler_cache
+from mllm_compile.cache_folders import auto_cache_dir, bytecode_cache, compiler_cache
 from mllm_compile.console import print_table
 from mllm_compile.errors import ArtifactError, ConfigError, NewFormatError, OldFormatError, OtherFormatError
 
@@ -51,6 +51,9 @@ def list_command(cache_dir: DirOption = None) -> None:
     print(f"{len(runtimes)} runtimes, {format_bytes(sum(runtime.num_bytes for runtime in runtimes))}")
     compilers = compiler_cache(folder)
     print(f"kept by compilers in {compilers.name}/: {format_bytes(folder_bytes(compilers))}")
+    bytecode = bytecode_cache(folder)
+    if bytecode.is_dir():
+        print(f"kept by Python in {bytecode.name}/: {format_bytes(folder_bytes(bytecode))}")
 
 
 def prune_command(
@@ -60,9 +63,10 @@ def prune_command(
     ] = None,
     cache_dir: DirOption = None,
 ) -> None:
-    """Remove unusable and old runtimes, what killed compiles left, and what compilers keep.
+    """Remove unusable and old runtimes, what killed compiles left, and what compilers and Python keep.
 
-    What compilers keep makes a later compile faster, and is needed by no runtime. It stays while something compiles.
+    What these keep makes a later compile or start faster, and is needed by no runtime. The former stays while something
+    compiles.
     """
     limit = None if max_size is None else parse_bytes(max_size)
 
@@ -81,6 +85,8 @@ def prune_command(
         )
     elif pruned.compiler_bytes:
         print(f"removed what compilers kept: {format_bytes(pruned.compiler_bytes)}")
+    if pruned.bytecode_bytes:
+        print(f"removed what Python kept: {format_bytes(pruned.bytecode_bytes)}")
     print(f"freed {format_bytes(pruned.num_bytes)}")
 
 
