@@ -30,7 +30,7 @@ from mllm_compile.passes import fx_match
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.report.page import write_page
-from mllm_compile.runtime.gated_linear.kernel import choose, gated_kernels
+from mllm_compile.runtime.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
 from mllm_compile.runtime.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
@@ -128,14 +128,16 @@ def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads,
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
 
 
-def test_a_gated_linear_that_is_wrong_for_some_number_of_tokens_is_refused(monkeypatch):
-    kernels = gated_kernels(6144, 256)
-    assert {choose(kernels, count).tile_rows for count in (64, 512)} == {64, 128}
-    check = partial(kernel_check._check_gated_linears, kernels, torch.device("cpu"))
+@pytest.mark.parametrize(("num_tokens", "tile_rows"), [(64, 64), (320, 128), (319, 128), (639, 192)])
+def test_a_gated_linear_that_is_wrong_for_some_number_of_tokens_is_refused(monkeypatch, num_tokens, tile_rows):
+    """Of even tiles, and of others."""
+    check = partial(kernel_check._check_gated_linears, gated_kernels(6144, 256), torch.device("cpu"))
     check()
     right = torch.ops.mllm.gated_linear
-    monkeypatch.setattr(torch.ops.mllm, "gated_linear", lambda x, w: right(x, w) * (1 if len(x) == 64 else 1.1))
-    with pytest.raises(CompileError, match=r"gated_6144x256_rows(128|192) is off by 0\.1 at (319|320) tokens.*fuse_gated_linear"):
+    wrong = lambda x, w: right(x, w) * (1.1 if len(x) == num_tokens else 1)  # noqa: E731
+    monkeypatch.setattr(torch.ops.mllm, "gated_linear", wrong)
+    expected = rf"gated_6144x256_rows{tile_rows} is off by 0\.1 at {num_tokens} tokens.*fuse_gated_linear"
+    with pytest.raises(CompileError, match=expected):
         check()
 
 
