@@ -216,7 +216,8 @@ class _GraphDumper:
         self._folder, self._count = folder, 0
 
     def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
-        text = [_first_line(name, remark), gm.code.strip()]
+        # As it is now: passes change this graph and leave compiling it to the end, but each piece that they change.
+        text = [_first_line(name, remark), gm.graph.python_code("self").src.strip()]
         children: Any = gm.named_children()
         text += [f"# {child}\n{piece.code.strip()}" for child, piece in children if hasattr(piece, "code")]
         path = self._folder / f"{self._count:02d}_{name}.txt"

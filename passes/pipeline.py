@@ -95,7 +95,8 @@ def run_passes(
         gm: a traced model; it is rewritten.
         disabled: names of optional passes to leave out (validated by the config).
         verify: check each stage's invariants.
-        observer: called after each pass with its report and the graph, to write dumps.
+        observer: called after each pass with its report and the graph, to write dumps; the module cannot be called
+            yet.
 
     Returns:
         The parent graph of pieces and attention ops, and one report a pass.
@@ -119,6 +120,7 @@ def run_passes(
         reports.append(report)
         if observer is not None:
             observer(report, gm)
+    gm.recompile()  # once: with all its pieces that takes as long as a pass
     return gm, reports
 
 
@@ -126,7 +128,6 @@ def _run(graph_pass: GraphPass, gm: fx.GraphModule) -> PassResult:
     try:
         result = graph_pass(gm)
         result.gm.graph.lint()
-        result.gm.recompile()
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise PassFailedError(

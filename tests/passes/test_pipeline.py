@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 
+from mllm_compile.lowering import _GraphDumper
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.pipeline import PASSES, REQUIRED, PassFailedError, optional_pass_names, pass_names, run_passes
@@ -75,6 +76,23 @@ def test_the_observer_sees_the_graph_after_each_pass():
     run_passes(builder.finish(logits), observer=lambda report, gm: seen.append((report.name, len(gm.graph.nodes))))
     assert [name for name, _ in seen] == pass_names()
     assert len({nodes for _, nodes in seen}) > 1
+
+
+def test_what_is_written_of_a_stage_is_the_graph_and_the_pieces_as_they_are_then(tmp_path):
+    """Passes leave compiling the parent graph to the end, and compile each piece that they change."""
+    dump = _GraphDumper(tmp_path)
+    stages = []
+
+    def observe(report, gm) -> None:
+        dump(report.name, gm, "")
+        text = (tmp_path / f"{len(stages):02d}_{report.name}.txt").read_text()
+        graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+        assert all(graph.python_code("self").src.strip() in text for graph in graphs)
+        stages.append(len(graphs))
+
+    builder, logits = model_of_layers(2)
+    run_passes(builder.finish(logits), observer=observe)
+    assert stages[0] == 1 and stages[-1] > 1
 
 
 class BreaksTheGraph:
