@@ -1,10 +1,10 @@
 """The C++ header of AOTInductor's packages, compiled once for all pieces of a compile, while nothing else can be.
 
-Half of a package's time is g++, and most of that its header. Inductor can compile it ahead, but once a process, and
-each piece is compiled in one of its own; it also reads the header again in each to find out whether it has changed, and
-keeps it where any user of the machine can guess. Here a fork of the compiler process begins before most is imported,
-and whoever needs the header waits for that fork. g++ takes what was compiled only where it was told the same there;
-otherwise it reads the header itself.
+Half of a package's time is g++: 4 to 5 s, of which reading the header takes 1.7, and 0.95 where it was compiled before
+(torch 2.11, CUDA). Inductor can compile it ahead, but once a process, and each piece is compiled in one of its own; it
+also reads the header again in each to find out whether it has changed, and keeps it where any user of the machine can
+guess. Here a fork of the compiler process begins before most is imported, and whoever needs the header waits for that
+fork. g++ takes what was compiled only where it was told the same there; otherwise it reads the header itself.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
@@ -126,6 +126,7 @@ class Division:
         return self.units + self.larger / self.tiles
 
 
+@cache  # asked three times a launch, of some thousands of numbers
 def divided(num_tokens: int) -> Division:
     """Among as few tiles as there can be, as evenly as can be."""
     all_units = math.ceil(num_tokens / UNIT_TOKENS)
