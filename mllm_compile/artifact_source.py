@@ -147,7 +147,7 @@ def load_decoders(
         else:
             clusters = [kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)]
             piece = ClusterDecode(clusters, cubins, sm_scale, device)
-        return Decoder(piece, form.most_sequences, form.splits)
+        return Decoder(piece, form.most_sequences, form.splits, rotates=bool(form.kernels))
 
     scales = {layer.name: layer.sm_scale for layer in program.layers}
     return {

@@ -27,7 +27,7 @@ from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -65,6 +65,7 @@ _SHAPING_SOURCES = (
     "runtime/gated_linear/*.cu",
     "runtime/hopper_decode/*.py",
     "runtime/hopper_decode/*.cu",
+    "runtime/hopper_decode/*.cuh",
     "runtime/stream_linear/*.py",
     "runtime/stream_linear/*.cu",
     "runtime/single_token_ops.py",

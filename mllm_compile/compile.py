@@ -383,7 +383,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
     from mllm_compile.piece_workers import PieceWorkers
 
     largest = max_traced_tokens(config)
-    sizes = {"T": largest, "S": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
+    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
     with (
         compiled_ahead(),
         using_compiler_cache(config.cache.dir) as folder,

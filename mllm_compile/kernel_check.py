@@ -15,14 +15,22 @@ import torch
 
 from mllm_compile.artifact_source import load_decoders
 from mllm_compile.errors import CompileError
-from mllm_compile.runtime.attention.base import PerLayerParameters
+from mllm_compile.runtime.attention.base import PerLayerParameters, Unrotated
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.gated_linear.kernel import MOST_UNITS, UNIT_TOKENS, GatedKernel, choose, divided
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
-from mllm_compile.runtime.program import DecodeForm, LayerSpec, PieceFunction, Program, SamplingForms
+from mllm_compile.runtime.program import (
+    AttentionStep,
+    DecodeForm,
+    LayerSpec,
+    PieceFunction,
+    Program,
+    SamplingForms,
+    UnrotatedStep,
+)
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
@@ -54,11 +62,12 @@ def check_written_pieces(
     """
     checked = set()
     decoders = load_decoders(program, pieces, cubins, logits.device)
+    unrotated = {step.layer: step.unrotated for step in program.steps if isinstance(step, AttentionStep)}
     for layer in program.layers:
         forms = program.decode_attention.get(layer.name)
         if forms is not None and (forms, layer.sm_scale) not in checked:
             checked.add((forms, layer.sm_scale))
-            check = _DecodeCheck(layer, page_size, dtype, logits.device)
+            check = _DecodeCheck(layer, page_size, dtype, logits.device, unrotated.get(layer.name))
             for lengths in check.batches(forms):
                 check.run(lengths, forms, decoders[layer.name])
     if program.sampling is not None:
@@ -75,8 +84,17 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 class _DecodeCheck:
     """One layer's decodes: one new token of each request, whose pages lie in no order."""
 
-    def __init__(self, layer: LayerSpec, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layer: LayerSpec,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        unrotated: UnrotatedStep | None = None,
+    ) -> None:
+        """With `unrotated` kernels that rotate are run so, too."""
         self._layer = layer
+        self._unrotated = unrotated
         self._page_size = page_size
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
@@ -104,46 +122,96 @@ class _DecodeCheck:
         """Raises CompileError where a request's answer is not float32's."""
         layer, num_requests = self._layer, len(lengths)
         num_pages = self._keys.shape[0]
-        pages = torch.stack(
-            [torch.randperm(num_pages, generator=self._generator) for _ in lengths]
-        )  # shared, read only
+        pages = torch.stack([torch.randperm(num_pages, generator=self._generator) for _ in lengths])
+        # Requests share pages but the last, to which a kernel may write.
+        for row, length in enumerate(lengths):
+            pages[row, (length - 1) // self._page_size] = num_pages + row
+        own = torch.arange(num_requests, device=self._device) % num_pages
+        keys, values = (torch.cat((cache, cache[own])) for cache in (self._keys, self._values))
         slots = (pages[:, :, None] * self._page_size + torch.arange(self._page_size)).flatten(1).to(self._device)
-        q = self._random((num_requests, layer.num_heads, layer.head_dim), self._keys.dtype)
-        if layer.logits_soft_cap > 0:  # products that it is felt by
-            q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
 
         params = PerLayerParameters(layer.window_left, layer.logits_soft_cap, layer.sm_scale)
         group = PlanGroup(layer.num_heads, layer.num_kv_heads, layer.head_dim, params)
-        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, q.dtype)
+        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, keys.dtype)
         space.list_pages(torch.arange(num_requests, device=self._device))
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
-        ours = space.prepare(group, decoders, seq_lens).run(q, (self._keys, self._values), torch.empty_like(q))
-        for row, length in enumerate(lengths):
-            theirs = self._in_float32(q[row], slots[row, :length])
-            error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
-            if not error <= _TOLERANCE:
-                num_sequences = num_requests * layer.num_kv_heads
-                form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
-                name, switch = _who_decodes(form, num_sequences)
-                raise CompileError(
-                    f"the decode attention {name} of {layer.name} is off by {error:.2g} at {length} tokens (limit "
-                    f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set {switch} to have "
-                    f"another in its place, and report this."
-                )
+        decode = space.prepare(group, decoders, seq_lens)
 
-    def _in_float32(self, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The last token's attention over a request's. q: [H, D]; slots: [L]; gives [H, D]."""
+        def compare(ours: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+            for row, length in enumerate(lengths):
+                theirs = self._in_float32(q[row], keys, values, slots[row, :length])
+                error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
+                if not error <= _TOLERANCE:
+                    num_sequences = num_requests * layer.num_kv_heads
+                    form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
+                    raise CompileError(_refusal(form, num_sequences, layer, error, length))
+
+        q = self._random((num_requests, layer.num_heads, layer.head_dim), keys.dtype)
+        if layer.logits_soft_cap > 0:  # products that it is felt by
+            q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
+        compare(decode.run(q, (keys, values), torch.empty_like(q)), q, keys, values)
+        if self._unrotated is None or not decode.rotates:
+            return
+        unrotated = self._random_unrotated(self._unrotated, num_requests)
+        ours = torch.empty_like(q)
+        decode.run_unrotated(unrotated, (keys, values), ours)
+        q, k = _rotated(unrotated)
+        newest = slots.gather(1, seq_lens[:, None].long() - 1).squeeze(1)
+        keys, values = (cache.float() for cache in (keys, values))  # what the kernel wrote is what it may have read
+        theirs_keys, theirs_values = (
+            cache.flatten(0, 1).index_copy(0, newest, new.float()).view(cache.shape)
+            for cache, new in ((keys, k), (values, unrotated.v))
+        )
+        compare(ours, q, theirs_keys, theirs_values)
+        compare(ours, q, keys, values)
+
+    def _random_unrotated(self, step: UnrotatedStep, num_requests: int) -> Unrotated:
+        layer, dtype = self._layer, self._keys.dtype
+        q, k = (
+            self._random((1, num_requests, heads, layer.head_dim), dtype)
+            for heads in (layer.num_heads, layer.num_kv_heads)
+        )
+        v = self._random((num_requests, layer.num_kv_heads, layer.head_dim), dtype)
+        cos, sin = (self._random((1, num_requests, layer.head_dim), dtype) for _ in range(2))
+        weights = [self._random((layer.head_dim,), dtype) for _ in step.values[4:]]
+        return Unrotated.of([q, k, cos, sin, *weights], v, step.eps)
+
+    def _in_float32(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The last token's attention over a request's. q: [H, D]; keys, values: the pages; slots: [L]; gives [H, D]."""
         layer = self._layer
         if layer.window_left >= 0:
             slots = slots[-layer.window_left - 1 :]
         group = layer.num_heads // layer.num_kv_heads
-        keys, values = (
-            cache.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for cache in (self._keys, self._values)
-        )
+        keys, values = (cache.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
         logits = torch.einsum("hd,lhd->hl", q.float(), keys) * layer.sm_scale
         if layer.logits_soft_cap > 0:
             logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
         return torch.einsum("hl,lhd->hd", logits.softmax(-1), values)
+
+
+def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [R, H, D] and k [R, Hk, D], normed and rotated, float32."""
+    cos, sin = unrotated.cos[0, :, None].float(), unrotated.sin[0, :, None].float()
+
+    def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        x = x[0].float()
+        if weight is not None:
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + unrotated.eps) * weight.float()
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return rotated(unrotated.q, unrotated.q_weight), rotated(unrotated.k, unrotated.k_weight)
+
+
+def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: float, length: int) -> str:
+    name, switch = _who_decodes(form, num_sequences)
+    return (
+        f"the decode attention {name} of {layer.name} is off by {error:.2g} at {length} tokens (limit {_TOLERANCE:g}): "
+        f"its kernel does not serve these heads on this machine. Set {switch} to have another in its place, and report "
+        "this."
+    )
 
 
 def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:

@@ -57,7 +57,7 @@ class Lowered:
         graph: the parent graph; its children are the pieces.
         program: the same as steps.
         reports: one a pass.
-        symbols: the graph's size symbols → T, S, P.
+        symbols: the graph's size symbols → T, S, P, L.
         written_pieces: those of the program that are no part of the graph: attention of decodes, and draws.
     """
 
@@ -169,8 +169,10 @@ def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
     model's is written by the runtime, which knows how to round to it."""
     kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
     converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
-    hopper = () if can_compile_kernels(config.runtime.device) else ("stream_linears", "fuse_gated_linear")
-    return (*config.compile.disable_passes, *kernels, *converts, *hopper)
+    can_compile = can_compile_kernels(config.runtime.device)
+    hopper = () if can_compile else ("stream_linears", "fuse_gated_linear")
+    rotated = () if can_compile and config.compile.hopper_decode else ("rotate_in_attention",)
+    return (*config.compile.disable_passes, *kernels, *converts, *hopper, *rotated)
 
 
 def plan_lowered_weights(

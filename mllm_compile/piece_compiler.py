@@ -25,7 +25,8 @@ SYSTEM_CXX = "/usr/bin/g++"
 
 # Sizes that the example inputs have where a size is dynamic. Distinct and not special (0, 1, multiples of 8), so that
 # the exporter does not take one for another or for a constant.
-EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19}
+EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19, "L": 29}
+_MAY_BE_ZERO = "L"  # slots to write: none where attention writes them
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,9 @@ def _example(size: int | str) -> int:
 
 
 def _dynamic_shapes(inputs: list[PieceInput], max_sizes: dict[str, int]) -> tuple[dict[int, Any] | None, ...]:
-    dims = {name: torch.export.Dim(name, min=1, max=largest) for name, largest in max_sizes.items()}
+    dims = {
+        name: torch.export.Dim(name, min=int(name != _MAY_BE_ZERO), max=largest) for name, largest in max_sizes.items()
+    }
     shapes = ({dim: dims[size] for dim, size in enumerate(spec.shape) if isinstance(size, str)} for spec in inputs)
     return tuple(shape or None for shape in shapes)
 

@@ -14,9 +14,9 @@ from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
 from mllm_compile.passes.fx_match import is_attention_with_output, is_symbolic, is_weight
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.piece_source import size_of
-from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, SmallForm, Step
+from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, SmallForm, Step, UnrotatedStep
 
-_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P"}
+_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L"}
 
 
 def build_program(graph: fx.GraphModule) -> Program:
@@ -37,15 +37,24 @@ def build_program(graph: fx.GraphModule) -> Program:
                 )
             )
         elif is_attention_with_output(node):
-            q, k, v, out = (_value_name(arg) for arg in node.args[:4])
-            saves_kv = bool(node.args[5]) if len(node.args) > 5 else True
-            steps.append(AttentionStep(layer=str(node.args[4]), q=q, k=k, v=v, out=out, saves_kv=saves_kv))
+            steps.append(_attention_step(node))
     layers = tuple(LayerSpec(**asdict(spec)) for spec in graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]
     weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
     return Program(tuple(steps), layers, weights, _value_name(logits), _small_forms(graph))
+
+
+def _attention_step(node: fx.Node) -> AttentionStep:
+    q, k, v, out = (_value_name(arg) for arg in node.args[:4])
+    saves_kv = bool(node.args[5]) if len(node.args) > 5 else True
+    unrotated = None
+    if len(node.args) > 6:
+        values: Any
+        values, eps = node.args[6:8]
+        unrotated = UnrotatedStep(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
+    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, unrotated)
 
 
 def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:
@@ -73,12 +82,13 @@ def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], tor
 
 
 def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
-    """The symbols by their public names: {"u0": "T", "u2": "S"}; P (slots of the KV cache) where pieces write it."""
-    return {
-        str(node.meta["val"].shape[0].node.expr): _SIZE_NAMES[node.meta["input_name"]]
-        for node in graph.graph.nodes
-        if node.meta.get("input_name") in _SIZE_NAMES
-    }
+    """The symbols by their public names: {"u0": "T", "u2": "S"}; P (slots of the KV cache) where pieces write it, and L
+    (slots to write) where they may leave that to attention: else there are T."""
+    symbols: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        if node.meta.get("input_name") in _SIZE_NAMES:
+            symbols.setdefault(str(node.meta["val"].shape[0].node.expr), _SIZE_NAMES[node.meta["input_name"]])
+    return symbols
 
 
 def _is_cache(arg: object) -> bool:
@@ -89,7 +99,7 @@ def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceI
     """What the piece compiler needs to know of a piece's inputs.
 
     Raises:
-        CompileError: an input has a size that is a multiple of T, S or P.
+        CompileError: an input has a size that is a multiple of T, S, P or L.
     """
     inputs = []
     for node in piece.graph.nodes:
@@ -99,7 +109,7 @@ def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceI
         shape = tuple(size_of(size, symbols) for size in val.shape)
         stride = tuple(size_of(step, symbols) for step in val.stride())
         if any(isinstance(size, str) and size not in symbols.values() for size in shape):
-            raise CompileError(f"input {node.name} has shape {list(shape)}: a size must be a number, T, S or P")
+            raise CompileError(f"input {node.name} has shape {list(shape)}: a size must be a number, T, S, P or L")
         inputs.append(PieceInput(shape, stride, str(val.dtype).removeprefix("torch.")))
     return tuple(inputs)
 

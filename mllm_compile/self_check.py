@@ -189,6 +189,9 @@ class _PackedRequests:
     def num_actual_tokens(self) -> int:
         return sum(self.lengths)
 
+    def rotates(self, layer: AttentionLayer) -> bool:
+        return False
+
     def forward(
         self,
         q: torch.Tensor,

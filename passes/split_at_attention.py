@@ -156,8 +156,8 @@ class _ParentBuilder:
         size.meta["val"] = buffer.meta["val"].shape[0]  # type: ignore[union-attr]
         new_buffer = self.graph.call_function(torch.ops.aten.new_empty.default, (self.env[q], [size, *shape[1:]]))  # type: ignore[index]
         self._copy(buffer, new_buffer)  # type: ignore[arg-type]
-        operands = tuple(self.env[node] for node in (q, k, v, buffer))  # type: ignore[index]
-        self._copy(attention, self.graph.call_function(attention.target, (*operands, *rest)))  # type: ignore[arg-type]
+        operands = fx.map_arg((q, k, v, buffer, *rest), self.env.__getitem__)
+        self._copy(attention, self.graph.call_function(attention.target, operands))  # type: ignore[arg-type]
 
 
 def _piece_module(

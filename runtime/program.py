@@ -69,6 +69,19 @@ class PieceStep:
 
 
 @dataclass(frozen=True)
+class UnrotatedStep:
+    """What the piece before makes q and k of, for attention that does it itself (attention.base.Unrotated).
+
+    Attributes:
+        values: names of q, k, cos and sin, and of the norms' weights where there are some.
+        eps: of these norms.
+    """
+
+    values: tuple[str, ...]
+    eps: float
+
+
+@dataclass(frozen=True)
 class AttentionStep:
     """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache, to which k
     and v are written unless the piece before has done so."""
@@ -79,10 +92,11 @@ class AttentionStep:
     v: str
     out: str
     saves_kv: bool = True
+    unrotated: UnrotatedStep | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v)
+        return (self.q, self.k, self.v, *(() if self.unrotated is None else self.unrotated.values))
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -235,6 +249,9 @@ def _step_from_json(data: dict[str, Any]) -> Step:
     if data["op"] == "piece":
         return PieceStep(**fields)
     if data["op"] == "attention":
+        unrotated = fields["unrotated"]
+        if unrotated is not None:
+            fields["unrotated"] = UnrotatedStep(tuple(unrotated["values"]), unrotated["eps"])
         return AttentionStep(**fields)
     raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
 
@@ -287,6 +304,7 @@ class ProgramExecutor:
                 step.inputs,
                 step.outputs,
                 step.writes_kv_of,
+                step.may_leave_kv,
                 step.dead,
             )
             if isinstance(step, _LinkedPiece)
@@ -341,6 +359,8 @@ class ProgramExecutor:
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
         """Names become slots; each step learns which values die after it."""
         layers = {layer.name: layer for layer in self.program.layers}
+        attentions = [step for step in self.program.steps if isinstance(step, AttentionStep)]
+        leaving = {step.layer for step in attentions if step.unrotated is not None}
         last_use = self._last_uses()
         buffer_index = self._buffer_indices(last_use)
         linked: list[_LinkedPiece | _LinkedAttention] = []
@@ -350,14 +370,21 @@ class ProgramExecutor:
                 inputs = tuple(self._slot(name) for name in step.inputs)
                 outputs = tuple(self._slot(name) for name in step.outputs)
                 function = self._function(step.piece, pieces)
-                kv_of = step.writes_kv_of
-                linked.append(_LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, dead))
+                kv_of, may_leave = step.writes_kv_of, step.writes_kv_of in leaving
+                linked.append(
+                    _LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, may_leave, dead)
+                )
             else:
                 q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.v_head_dim)
                 buffer = buffer_index[step.out]
-                linked.append(_LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, dead))
+                of = step.unrotated
+                unrotated = None if of is None else tuple(self._slot(name) for name in of.values)
+                eps = 0.0 if of is None else of.eps
+                linked.append(
+                    _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, unrotated, eps, dead)
+                )
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
@@ -442,12 +469,13 @@ class _LinkedPiece:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     writes_kv_of: str | None
+    may_leave_kv: bool  # to attention
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         inputs = [values[slot] for slot in self.inputs]
         if self.writes_kv_of is not None:
-            inputs += cache_inputs(self.writes_kv_of)
+            inputs += cache_inputs(self.writes_kv_of, self.may_leave_kv)
         results = self.function(inputs)
         for slot, result in zip(self.outputs, results, strict=True):
             values[slot] = result
@@ -463,10 +491,13 @@ class _LinkedAttention:
     k: int
     v: int
     out: int
+    unrotated: tuple[int, ...] | None
+    eps: float
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q = values[self.q]
         out = output_buffers(self.buffer_index, q, self.out_shape)
-        attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv)
+        unrotated = None if self.unrotated is None else [values[slot] for slot in self.unrotated]
+        attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv, unrotated, self.eps)
         values[self.out] = out

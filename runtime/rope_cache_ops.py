@@ -131,7 +131,8 @@ def rope_and_cache(
         cos, sin: [1, T, D], contiguous.
         q_weight, k_weight: [D] of the RMS norms before the rotation, both or neither.
         eps: theirs.
-        slots: [T] int64; keys, values: [P, Hk, D], contiguous, written at those slots.
+        slots: [T] int64; keys, values: [P, Hk, D], contiguous, written at those slots. Of none nothing is written or
+            computed: attention does it (runtime/ops.py).
 
     Returns:
         q [T, H, D] and k [T, Hk, D], contiguous.
@@ -141,7 +142,7 @@ def rope_and_cache(
     q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((num_tokens, num_kv_heads, head_dim), dtype=k.dtype, device=k.device)
     block_heads = math.gcd(num_heads, num_kv_heads, _MAX_BLOCK_HEADS)
-    wrap_triton(_rope_and_cache_kernel)[(num_tokens, (num_heads + 2 * num_kv_heads) // block_heads)](
+    wrap_triton(_rope_and_cache_kernel)[(slots.shape[0], (num_heads + 2 * num_kv_heads) // block_heads)](
         q,
         k,
         v,

@@ -10,12 +10,13 @@ import torch
 
 from mllm_compile import decode_attention
 from mllm_compile.errors import CompileError
-from mllm_compile.kernel_check import _DecodeCheck, _who_decodes, check_written_pieces
+from mllm_compile.kernel_check import _DecodeCheck, _rotated, _who_decodes, check_written_pieces
+from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.split_decode import Decoder, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
-from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program, SamplingForms
+from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program, SamplingForms, UnrotatedStep
 from mllm_compile.runtime.split_decode_shapes import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 from tests.test_resolve import H200, resolved
 
@@ -72,6 +73,82 @@ def test_each_form_runs_as_it_will_be_asked_to_with_as_many_splits_as_there_are_
     assert all(requests * kv_heads <= 64 for requests, *_ in few.calls)
     assert any(requests * kv_heads > 64 for requests, *_ in many.calls)
     assert max(splits for _, splits, _ in many.calls) == 512 // 65 if kv_heads < 3 else True
+
+
+class RotatingAttention(Attention):
+    """As the kernels are called that rotate; how many requests each such call had."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer)
+        self.rotated: list[int] = []
+
+    def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> list[torch.Tensor]:
+        q, keys, values, table, seq_lens, out = inputs[:6]
+        if unrotated is not None:
+            self.rotated.append(len(out))
+            q, k = self.make(unrotated)
+            last = seq_lens.long() - 1
+            slots = table.gather(1, (last // PAGE_SIZE)[:, None])[:, 0].long() * PAGE_SIZE + last % PAGE_SIZE
+            self.write(keys, values, slots, k, unrotated.v)
+        return super().__call__([q, keys, values, table, seq_lens, out, torch.empty(len(out), 1)])
+
+    def make(self, unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(x.to(unrotated.q.dtype) for x in _rotated(unrotated))
+
+    def write(self, keys, values, slots, k, v) -> None:
+        keys[slots], values[slots] = k, v
+
+
+def check_rotation(attention: RotatingAttention, norms: tuple[str, ...]) -> None:
+    form = DecodeForm(None, kernels=(ShareKernel(8, 4, 64),))
+    step = UnrotatedStep(("q", "k", "cos", "sin", *norms), 1e-6)
+    check = _DecodeCheck(LAYER, PAGE_SIZE, torch.bfloat16, torch.device("cpu"), step)
+    for lengths in ((300, 70, 1), (16, 17)):
+        check.run(lengths, [form], [Decoder(attention, rotates=True)])
+
+
+@pytest.mark.parametrize("norms", [(), ("q_norm", "k_norm")])
+def test_kernels_that_rotate_are_run_so(norms):
+    attention = RotatingAttention(LAYER)
+    check_rotation(attention, norms)
+    assert attention.rotated == [3, 2]
+
+
+class WithoutNorms(RotatingAttention):
+    def make(self, unrotated):
+        return super().make(replace(unrotated, q_weight=None, k_weight=None))
+
+
+class OtherWay(RotatingAttention):
+    def make(self, unrotated):
+        return super().make(replace(unrotated, sin=-unrotated.sin))
+
+
+class OnlyQueries(RotatingAttention):
+    def make(self, unrotated):
+        return super().make(unrotated)[0], unrotated.k[0]
+
+
+class WritesNothing(RotatingAttention):
+    """But computes with what it should have written."""
+
+    def __call__(self, inputs, unrotated=None):
+        caches = [cache.clone() for cache in inputs[1:3]]
+        result = super().__call__(inputs, unrotated)
+        for cache, before in zip(inputs[1:3], caches, strict=True):
+            cache.copy_(before)
+        return result
+
+
+class WritesKeysOnly(RotatingAttention):
+    def write(self, keys, values, slots, k, v):
+        keys[slots] = k
+
+
+@pytest.mark.parametrize("wrong", [WithoutNorms, OtherWay, OnlyQueries, WritesNothing, WritesKeysOnly])
+def test_a_wrong_rotation_is_refused(wrong):
+    with pytest.raises(CompileError, match=r"shares_8x4_page64 of .* is off by .*hopper_decode: false"):
+        check_rotation(wrong(LAYER), ("q_norm", "k_norm"))
 
 
 def shuffled_requests(inputs: list[torch.Tensor]) -> list[torch.Tensor]:

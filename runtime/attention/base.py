@@ -10,6 +10,7 @@ Shape legend: T tokens, R requests, H query heads, Hk kv heads, D query/key head
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,34 @@ class AttentionLayer:
     v_head_dim: int
     params: PerLayerParameters
     sinks: torch.Tensor | None = None  # [H] float: a logit per head that takes part in the softmax and has no value
+
+
+@dataclass(frozen=True)
+class Unrotated:
+    """Queries, keys and values of a step's tokens before their norms, their rotation and the write into the cache.
+
+    Attributes:
+        q: [1, T, H, D]; k: [1, T, Hk, D]; v: [T, Hk, D]; tokens may have any stride.
+        cos, sin: [1, T, D], contiguous.
+        q_weight, k_weight: [D] of the RMS norms before the rotation, or neither.
+        eps: theirs.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], v: torch.Tensor, eps: float) -> Unrotated:
+        """Of q, k, cos and sin, and the norms' weights where there are some, as ops take them."""
+        q, k, cos, sin, *weights = tensors
+        q_weight, k_weight = weights or (None, None)
+        return cls(q, k, v, cos, sin, q_weight, k_weight, eps)
 
 
 class AttentionBackend(ABC):
@@ -88,6 +117,16 @@ class AttentionBackend(ABC):
         """Dispatch by the batch's mode. With save_kv_cache, k and v are first written at batch.out_cache_loc."""
         run = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend
         return run(q, k, v, layer, batch, save_kv_cache, out)
+
+    def rotates(self, layer: AttentionLayer) -> bool:
+        """Whether the batch that was planned is given to forward_unrotated."""
+        return False
+
+    def forward_unrotated(
+        self, unrotated: Unrotated, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """DECODE by a kernel that norms and rotates q and k and writes k and v into the cache; out [R, H, D]."""
+        raise NotImplementedError(f"{type(self).__name__} is given queries that are rotated")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The sequence length that padding rows of a captured batch carry."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters, Unrotated
 from mllm_compile.runtime.attention.flashinfer_decode import (
     DecodeRows,
     GraphBuffers,
@@ -43,7 +43,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
-from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace
+from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
@@ -328,6 +328,20 @@ class FlashInferAttnBackend(AttentionBackend):
             else:
                 wrapper.run(q[new], pages, out=out[new])
         return out
+
+    def rotates(self, layer: AttentionLayer) -> bool:
+        if self.decode_metadata is None or self.prefill_metadata is not None:
+            return False
+        wrapper = self.decode_metadata.decode_wrappers[self._group_index(layer)]
+        return isinstance(wrapper, SplitDecode) and wrapper.rotates
+
+    def forward_unrotated(
+        self, unrotated: Unrotated, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        if self.decode_metadata is None:
+            raise RuntimeError("call init_forward_metadata with the batch before forward")
+        wrapper = self.decode_metadata.decode_wrappers[self._group_index(layer)]
+        wrapper.run_unrotated(unrotated, batch.token_to_kv_pool.get_pages(layer.layer_id), out)
 
     # CUDA graphs ------------------------------------------------------------------------------------------------------
 

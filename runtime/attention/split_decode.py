@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.split_decode_shapes import Splits
 
-# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments
-DecodePiece = Callable[[list[torch.Tensor]], Any]
+# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments; kernels that rotate
+# may be given Unrotated behind them.
+DecodePiece = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Decoder:
         piece: of the program, or kernels in its place.
         most_sequences: requests x KV heads that it serves; None: any number.
         splits: of a piece that needs scratch for them.
+        rotates: given queries that are not rotated, it does that, and writes keys and values into the cache.
     """
 
     piece: DecodePiece
     most_sequences: int | None = None
     splits: Splits | None = None
+    rotates: bool = False
 
 
 Decoders = Sequence[Decoder]  # of a layer: the smallest batches' first, the last for any number
@@ -107,24 +111,37 @@ class SplitDecodeSpace:
             self._totals[: math.prod(heads)].view(heads),
             self._done[:num_sequences].view(num_requests, group.num_kv_heads),
         ]
-        return SplitDecode(chosen.piece, self._page_table[:num_requests], seq_lens, scratch)
+        return SplitDecode(chosen, self._page_table[:num_requests], seq_lens, scratch)
 
 
 class SplitDecode:
     """Runs as FlashInfer's decode wrappers do, without their plan."""
 
     def __init__(
-        self, piece: DecodePiece, page_table: torch.Tensor, seq_lens: torch.Tensor, scratch: list[torch.Tensor]
+        self, decoder: Decoder, page_table: torch.Tensor, seq_lens: torch.Tensor, scratch: list[torch.Tensor]
     ) -> None:
-        self._piece = piece
+        self._decoder = decoder
         self._batch = [page_table, seq_lens]
         self._scratch = scratch
 
+    @property
+    def rotates(self) -> bool:
+        """Whether `run_unrotated` may be called."""
+        return self._decoder.rotates
+
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]. Writes and returns out."""
-        keys, values = (page.flatten(0, 1) for page in pages)
-        self._piece([q.contiguous(), keys, values, *self._batch, out, *self._scratch])
+        self._decoder.piece([q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch])
         return out
+
+    def run_unrotated(self, unrotated: Unrotated, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        """As `run`, of q that is not rotated, with keys and values that are not in the cache yet."""
+        self._decoder.piece([unrotated.q, *_by_slot(pages), *self._batch, out], unrotated)
+
+
+def _by_slot(pages: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = pages
+    return keys.flatten(0, 1), values.flatten(0, 1)
 
 
 def _num_splits(decoder: Decoder, num_sequences: int) -> int:

@@ -112,7 +112,7 @@ def address_of(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-Argument = TensorMap | ctypes.c_void_p | ctypes.c_float | ctypes.c_int | ctypes.Array[ctypes.c_int]
+Argument = TensorMap | ctypes.c_void_p | ctypes.c_float | ctypes.c_int | ctypes.Array[ctypes.c_int] | ctypes.Structure
 
 
 def load_kernel(kernel: CudaKernel, binaries: Mapping[str, bytes]) -> Kernel:

@@ -14,11 +14,13 @@ class CudaKernel(ABC):
 
     Attributes:
         source: its file, seen from the folder runtime/.
+        headers: files in front of it.
         function: its name in the binary, which profilers show.
         switch: the setting that does without it.
     """
 
     source: ClassVar[str]
+    headers: ClassVar[tuple[str, ...]] = ()
     function: ClassVar[str]
     switch: ClassVar[str]
 

@@ -38,7 +38,8 @@ struct Shared {
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
-                   const int* page_table, const int* seq_lens, unsigned short* out, int width, float scale) {
+                   const int* page_table, const int* seq_lens, unsigned short* out, int width, float scale,
+                   const __grid_constant__ Rotation rotation) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * TILE_BYTES);
@@ -72,25 +73,49 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     }
   };
   const int first = min(mine, STAGES);
+  const bool waits_for_key = has_new_key && mine <= STAGES && !rotation.k;
   if (threadIdx.x == 0)
-    for (int i = 0; i < first - (has_new_key && mine <= STAGES); i++) ask(i);
+    for (int i = 0; i < first - waits_for_key; i++) ask(i);
+  const int new_row = (num_keys - 1) % TILE;
+  const bool puts_new_key = rotation.k && has_new_key && new_row / 16 == warp;
+  Factors factors[4][2];
+  if (rotation.k)
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) factors[k][j] = load_query_factors(rotation, request, k, j);
+  u64 new_slot = 0;
+  Factors key_factors;
+  if (puts_new_key) {
+    new_slot = (u64)page_table[request * width + (num_keys - 1) / PAGE] * PAGE + (num_keys - 1) % PAGE;
+    key_factors = load_key_factors(rotation, request);
+  }
   wait_for_prerequisites();
   if (threadIdx.x == 0) {
     asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what TMA reads
-    if (has_new_key && mine <= STAGES) ask(mine - 1);
+    if (waits_for_key) ask(mine - 1);
   }
   start_dependents();
 
   u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
-#pragma unroll
-  for (int k = 0; k < D / 16; k++)
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-      query[k][j] = member < GROUP ? q[((sequence * GROUP + member) * D + k * 16 + j * 8) / 2 + quad] : 0;
+  const u32* heads = q + (u64)request * rotation.q_stride + (head * GROUP + member) * HEAD_PAIRS;
+  load_query(query, heads, member < GROUP, rotation, [&](int k, int j) { return factors[k][j]; });
+  NewToken newest;
+  if (puts_new_key) newest = load_new_token(rotation, request, head, key_factors);
   float sums[D / 8][4] = {}, top = NOTHING, total = 0.f;
   for (int i = 0; i < mine; i++) {
     const u32 tile = ring + i % STAGES * TILE_BYTES;
     wait_for(full + 8 * (i % STAGES), i / STAGES & 1);
+    if (puts_new_key && i == mine - 1) {
+      write_to_cache(rotation, newest, new_slot, head);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const u32 place = chunk_address(tile, new_row, half * 8 + lane / 4) + lane % 4 * 4;
+        store_shared(place, newest.key[half]);
+        store_shared(place + 2 * HALF_BYTES, newest.value[half]);
+      }
+      __syncwarp();
+    }
     float logits[2][4] = {};
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {

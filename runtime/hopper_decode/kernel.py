@@ -20,6 +20,7 @@ class DecodeKernel(CudaKernel):
         page_size: tokens of a page.
     """
 
+    headers: ClassVar[tuple[str, ...]] = ("hopper_decode/rotation.cuh",)
     switch: ClassVar[str] = "compile.hopper_decode: false"
 
     kv_heads: int

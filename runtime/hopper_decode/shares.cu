@@ -33,6 +33,7 @@ __device__ __forceinline__ u32 chunk_address(u32 head, int row, int chunk) {
 
 struct Shared {
   u64 full[SLOTS], empty[SLOTS];
+  int rows[SLOTS];  // of the cache, where the tile of a slot of keys begins
   int counts_of_warps[HEADS];
   int first_tiles[MOST_REQUESTS + 1];  // of each request, and their number
 };
@@ -43,8 +44,7 @@ struct Sums {
   float top, total;        // the largest logit; the sum of weights, of this lane's keys
 };
 struct Part {  // of a request's keys, as one block leaves it to another
-  float2 values[D / 8][32];
-  float top[32], total[32];
+  float2 values[D / 8][32], weights[32];  // the largest logit and the sum
 };
 
 // Of all tiles, as they are divided.
@@ -100,9 +100,9 @@ __device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens,
 }
 
 // The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32.
-__device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, u32 ring, u32 full, u32 empty,
+__device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, int* rows, u32 ring, u32 full, u32 empty,
                                            const TensorMap* keys, const TensorMap* values, const int* page_table,
-                                           const int* seq_lens, int width) {
+                                           const int* seq_lens, int width, bool rotates) {
   const int lane = threadIdx.x % 32;
   const u64 once = read_once();
   bool has_waited = false;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
       const int tile = base + lane - group * plan.tiles, r = plan.request_of(tile);
       const int key = (tile - plan.shared.first_tiles[r]) * TILE;
       row = page_table[r * width + key / PAGE] * PAGE + key % PAGE;
-      has_new_key = key + TILE >= seq_lens[r];
+      has_new_key = !rotates && key + TILE >= seq_lens[r];
     }
     const int count = min(32, end - base);
     for (int i = 0; i < count; i++) {
@@ -131,6 +131,7 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
         wait_for(empty + 8 * slot, phase);
         __syncwarp();  // or a lane might look after the slot has been filled and emptied again
         if (lane == 0) {
+          if (!is_value) rows[slot] = its_row;
           expect_bytes(full + 8 * slot, SLOT_BYTES);
           load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, its_row, its_half, full + 8 * slot, once);
         }
@@ -143,8 +144,22 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
 
 // A head's keys or values of a tile, and the barriers of their slot.
 struct Slot {
-  u32 at, full, empty, phase;
+  u32 at, full, empty, phase, index;
 };
+
+// Puts a new key and value into row `row`, of which TMA has brought what was in the cache before.
+__device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, const NewToken& newest) {
+  const int lane = threadIdx.x % 32;
+  wait_for(keys.full, keys.phase);
+  wait_for(values.full, values.phase);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    store_shared(chunk_address(keys.at, row, half * 8 + lane / 4) + lane % 4 * 4, newest.key[half]);
+    store_shared(chunk_address(values.at, row, half * 8 + lane / 4) + lane % 4 * 4, newest.value[half]);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA writes there next
+  __syncwarp();
+}
 
 // One tile, the keys before num_keys.
 __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][2], Slot keys, Slot values, int key,
@@ -197,47 +212,63 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   if (lane == 0) arrive(values.empty);
 }
 
+// What a part holds until numbers stand there. No sum is that: what computes one gives another NaN (0x7fffffff).
+constexpr u32 MISSING = 0xffffffffu;
+__device__ __forceinline__ void put(float2* place, float2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(v.x), "f"(v.y) : "memory");
+}
+__device__ __forceinline__ float2 look_at(const float2* place) {
+  float2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(place) : "memory");
+  return v;
+}
+__device__ __forceinline__ bool is_there(float2 v) {
+  return __float_as_uint(v.x) != MISSING && __float_as_uint(v.y) != MISSING;
+}
+
 // Gives the sums to the block that has the request's first tile.
-__device__ __forceinline__ void leave(const Sums& sums, Part& part, u32* flag) {
+__device__ __forceinline__ void leave(const Sums& sums, Part& part) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < D / 8; n++)
-    if (lane / 4 < GROUP) part.values[n][lane] = float2{sums.values[n][0], sums.values[n][1]};
-  part.top[lane] = sums.top, part.total[lane] = sums.total;
-  __threadfence();
-  __syncwarp();
-  if (lane == 0) asm volatile("st.release.gpu.u32 [%0], 1;" ::"l"(flag) : "memory");
+    if (lane / 4 < GROUP) put(&part.values[n][lane], float2{sums.values[n][0], sums.values[n][1]});
+  put(&part.weights[lane], float2{sums.top, sums.total});
 }
 
 // Adds what the blocks behind this one have left of a request that ends before tile `end`, in their order.
-__device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end, const Part* parts, u32* flags) {
+__device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end, Part* parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int block = blockIdx.x + 1; plan.begin_of(block) < end; block++) {
     if (plan.begin_of(block) == plan.begin_of(block + 1)) continue;  // fewer tiles than blocks
-    u32* flag = flags + block * HEADS + warp;
-    for (u32 is_left = 0; !is_left;)
-      asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(is_left) : "l"(flag) : "memory");
-    const Part& part = parts[block * HEADS + warp];
-    const float its_top = __ldcg(&part.top[lane]), its_total = __ldcg(&part.total[lane]);
-    float2 values[D / 8];
+    Part& part = parts[block * HEADS + warp];
+    float2 weights, values[D / 8];
+    for (bool are_there = false; !are_there;) {
+      weights = look_at(&part.weights[lane]);
+      are_there = is_there(weights);
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) values[n] = lane / 4 < GROUP ? __ldcg(&part.values[n][lane]) : float2{0.f, 0.f};
-    const float most = fmaxf(sums.top, its_top), own = exp2f(sums.top - most), other = exp2f(its_top - most);
-    sums.top = most, sums.total = sums.total * own + its_total * other;
+      for (int n = 0; n < D / 8; n++) {
+        values[n] = lane / 4 < GROUP ? look_at(&part.values[n][lane]) : float2{0.f, 0.f};
+        are_there &= is_there(values[n]);
+      }
+      while (!is_there(weights)) weights = look_at(&part.weights[lane]);  // they are left last: no need to look at all
+    }
+    const float2 missing = {__uint_as_float(MISSING), __uint_as_float(MISSING)};  // for the next launch
+    put(&part.weights[lane], missing);
+    const float most = fmaxf(sums.top, weights.x), own = exp2f(sums.top - most), other = exp2f(weights.x - most);
+    sums.top = most, sums.total = sums.total * own + weights.y * other;
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
+      if (lane / 4 < GROUP) put(&part.values[n][lane], missing);
       sums.values[n][0] = sums.values[n][0] * own + values[n].x * other;
       sums.values[n][1] = sums.values[n][1] * own + values[n].y * other;
     }
-    __syncwarp();
-    if (lane == 0) *flag = 0;  // for the next launch
   }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
-                 const int* page_table, const int* seq_lens, u32* out, Part* parts, u32* flags, int num_requests,
-                 int width, float scale) {
+                 const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
+                 int width, float scale, const __grid_constant__ Rotation rotation) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
@@ -251,45 +282,49 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
   const Plan plan = {shared, num_requests, (u32)shared.first_tiles[num_requests]};
   const int begin = plan.begin_of(blockIdx.x), end = plan.begin_of(blockIdx.x + 1);
   if (warp == HEADS) {
-    read_tiles(plan, begin, end, ring, full, empty, &keys, &values, page_table, seq_lens, width);
+    read_tiles(plan, begin, end, shared.rows, ring, full, empty, &keys, &values, page_table, seq_lens, width, rotation.k);
     return;
   }
   wait_for_prerequisites();
   start_dependents();
   int slot = 0, phase = 0;
   auto next_slot = [&] {
-    const Slot its = {ring + slot * SLOT_BYTES + warp * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase};
+    const Slot its = {ring + slot * SLOT_BYTES + warp * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase, (u32)slot};
     if (++slot == SLOTS) slot = 0, phase ^= 1;
     return its;
   };
   for (int at = begin; at < end;) {
     const int group = at / plan.tiles, group_begin = group * plan.tiles, r = plan.request_of(at - group_begin);
     const int first = group_begin + shared.first_tiles[r], last = group_begin + shared.first_tiles[r + 1];
-    const u64 head = (u64)r * KV_HEADS + group * HEADS + warp;
-    const bool is_first = at == first;
+    const int head = group * HEADS + warp, num_keys = seq_lens[r], stop = min(end, last);
+    const bool is_first = at == first, has_new_key = rotation.k && stop == last;
     u32 query[D / 16][2];  // of rows 0 to 7 of a product
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-        query[k][j] = member < GROUP ? q[((head * GROUP + member) * D + k * 16 + j * 8) / 2 + quad] : 0;
+    const u32* heads = q + (u64)r * rotation.q_stride + (head * GROUP + member) * HEAD_PAIRS;
+    load_query(query, heads, member < GROUP, rotation, [&](int k, int j) { return load_query_factors(rotation, r, k, j); });
+    NewToken newest;
+    if (has_new_key) newest = load_new_token(rotation, r, head, load_key_factors(rotation, r));
     Sums sums = {};
     sums.top = NOTHING;
-    for (const int stop = min(end, last), num_keys = seq_lens[r]; at < stop; at++) {
+    for (; at < stop; at++) {
       const Slot keys_slot = next_slot(), values_slot = next_slot();
+      if (has_new_key && at == last - 1) {
+        const int row = (num_keys - 1) % TILE;
+        put_new_token(keys_slot, values_slot, row, newest);
+        write_to_cache(rotation, newest, shared.rows[keys_slot.index] + row, head);
+      }
       add_tile(sums, query, keys_slot, values_slot, (at - first) * TILE, num_keys, scale);
     }
     sums.total += __shfl_xor_sync(~0u, sums.total, 1);
     sums.total += __shfl_xor_sync(~0u, sums.total, 2);
     if (!is_first) {
-      leave(sums, parts[blockIdx.x * HEADS + warp], flags + blockIdx.x * HEADS + warp);
+      leave(sums, parts[blockIdx.x * HEADS + warp]);
       continue;
     }
-    add_parts(sums, plan, last, parts, flags);
+    add_parts(sums, plan, last, parts);
     const float factor = 1.f / sums.total;
     if (member < GROUP)
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
-        out[((head * GROUP + member) * D + n * 8) / 2 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
+        out[(((u64)r * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS + n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
   }
 }

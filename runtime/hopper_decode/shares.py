@@ -12,6 +12,8 @@ HEADS = 8  # KV heads that a block works at together, a warp each
 TILE = 16  # tokens that are copied together
 MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
 
+MISSING = -1  # what a word of a part is until it is left: all bits set
+
 # Of tiles' keys or values. With 3, 4, 6 and 7 the kernel is as fast; with fewer there is room for blocks of the next.
 _SLOTS = 4
 
@@ -37,8 +39,9 @@ class ShareKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """The slots and what their alignment may cost; barriers; what warps have counted; each request's first tile."""
-        numbers = HEADS + MOST_REQUESTS + 1  # and one more where their struct ends at a multiple of 8 bytes
+        """The slots and what their alignment may cost; barriers; where slots' rows are; what warps have counted; each
+        request's first tile."""
+        numbers = _SLOTS + HEADS + MOST_REQUESTS + 1  # and one more where their struct ends at a multiple of 8 bytes
         return _SLOTS * TILE * HEADS * HEAD_DIM * 2 + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2) * 4
 
     @property

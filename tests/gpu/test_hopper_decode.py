@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
+from mllm_compile.kernel_check import _rotated
 from mllm_compile.nvrtc import compile_cuda
 from mllm_compile.progress import NullReporter
+from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.cuda.driver import Kernel, address_of
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
 from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.hopper_decode.shares import ShareKernel
+from mllm_compile.runtime.hopper_decode.shares import MISSING, ShareKernel
 from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32
 
 pytestmark = [
@@ -121,14 +123,94 @@ def test_many_requests_of_any_lengths(decoders, count, heads, kv_heads):
         assert worst_error(decoders(SHARES, heads, kv_heads, 64), cache, heads) < 8e-3
 
 
+class New:
+    """A new token of each request of a cache, which does not hold its key and value yet: there are infinities."""
+
+    def __init__(self, cache: Cache, heads: int, has_norms: bool) -> None:
+        torch.manual_seed(0)
+        count, kv_heads = len(cache.lengths), cache.keys.shape[1]
+        last = cache.lengths.long() - 1
+        page = cache.page_table.gather(1, (last // cache.page_size)[:, None]).squeeze(1).long()
+        self.slots = page * cache.page_size + last % cache.page_size
+        self.packed = torch.randn(1, count, (heads + 2 * kv_heads) * 128, device="cuda").bfloat16()
+        q, k, v = (
+            part.unflatten(-1, (-1, 128))
+            for part in self.packed.split([heads * 128, kv_heads * 128, kv_heads * 128], -1)
+        )
+        angles = 6 * torch.rand(1, count, 128, device="cuda")
+        angles = [angles.cos().bfloat16(), angles.sin().bfloat16()]
+        norms = [(1 + torch.rand(128, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
+        self.unrotated = Unrotated.of([q, k, *angles, *norms], v[0], 1e-6)
+        self.forget(cache)
+
+    def forget(self, cache: Cache) -> None:
+        cache.keys.index_fill_(0, self.slots, torch.inf)
+        cache.values.index_fill_(0, self.slots, torch.inf)
+
+    def in_float32(self, cache: Cache) -> torch.Tensor:
+        """With the new keys as the kernel has written them."""
+        return in_float32(cache, _rotated(self.unrotated)[0])
+
+    def errors_of_cache(self, cache: Cache) -> tuple[float, bool]:
+        """‖keys written − float32's‖ / ‖float32's‖ of the worst request, and whether values are as they were."""
+        want = _rotated(self.unrotated)[1]
+        error = ((cache.keys[self.slots].float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max().item()
+        return error, torch.equal(cache.values[self.slots], self.unrotated.v)
+
+
+def decode_new(decoder: Decode, cache: Cache, new: New) -> torch.Tensor:
+    q = new.unrotated.q[0]
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda")
+    decoder([new.unrotated.q, cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
+    return out
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "page_size"),
+    [(16, 8, 64), (32, 8, 16), (8, 8, 128), (64, 8, 32), (50, 10, 64), (32, 16, 64), (40, 8, 64)],
+)
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_heads, page_size, has_norms):
+    if kind == SHARES and kv_heads % 8:
+        pytest.skip("shares are of eight heads")
+    for lengths in ([1], [577], LENGTHS, LENGTHS[::-1] * 2, [640, 641] * 9, [15, 16, 17] * 40):
+        cache = Cache(lengths, kv_heads, 128, page_size, torch.bfloat16)
+        poison(cache)
+        new = New(cache, heads, has_norms)
+        others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots, False)
+        before = cache.keys[others], cache.values[others]
+        got = decode_new(decoders(kind, heads, kv_heads, page_size), cache, new).float()
+        error, has_values = new.errors_of_cache(cache)
+        assert error < 5e-3
+        assert has_values
+        assert torch.equal(cache.keys[others], before[0])
+        assert torch.equal(cache.values[others], before[1])
+        want = new.in_float32(cache)
+        assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_new_tokens_have_the_same_numbers_every_time(decoders, kind):
+    cache = Cache([3000, 64, 577, 1] * 8, 8, 128, 64, torch.bfloat16)
+    new = New(cache, 32, has_norms=True)
+    decoder = decoders(kind, 32, 8, 64)
+    first = decode_new(decoder, cache, new)
+    keys = cache.keys.clone()
+    for _ in range(20):
+        new.forget(cache)
+        assert torch.equal(decode_new(decoder, cache, new), first)
+        assert torch.equal(cache.keys, keys)
+
+
 def test_every_launch_leaves_shares_as_it_found_them(decoders):
-    """Blocks tell each other of what they left by flags."""
+    """Blocks see that others have left them something by what stands there."""
     decoder = decoders(SHARES, 32, 8, 64)
     for lengths in ([3000], [577] * 40, [1] * 200, [16, 2000, 16]):
         cache = Cache(lengths, 8, 128, 64, torch.bfloat16)
         q = torch.randn(len(lengths), 32, 128, device="cuda").bfloat16()
         first = decode(decoder, cache, q)
-        assert not decoder._flags.any()
+        assert (decoder._parts == MISSING).all()
         for _ in range(20):
             assert torch.equal(decode(decoder, cache, q), first)
 
@@ -184,6 +266,36 @@ def decode_behind_a_late_write(decoder: Decode, cache: Cache, q: torch.Tensor) -
     return out
 
 
+def decode_behind_a_late_projection(decoder: Decode, cache: Cache, new: New) -> torch.Tensor:
+    """In a graph: what is to be rotated, and values, are infinite until a kernel writes them that has let the next one
+    begin before."""
+    count, width = new.packed.shape[1:]
+    late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
+    projected, rows, none = new.packed.clone(), torch.arange(count, device="cuda"), torch.empty_like(new.packed)
+    arguments = [address_of(tensor) for tensor in (new.packed, none, projected, projected, rows)]
+    decode_new(decoder, cache, new)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        new.forget(cache)
+        new.packed.fill_(torch.inf)
+        out = torch.full((count, *new.unrotated.q.shape[2:]), torch.nan, dtype=torch.bfloat16, device="cuda")
+        late.launch(count, width // 8, arguments)
+        decoder([new.unrotated.q, cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
+    for _ in range(3):
+        graph.replay()
+    return out
+
+
+@pytest.mark.parametrize(("kind", "num_requests"), [(CLUSTERS, 1), (CLUSTERS, 8), (SHARES, 3), (SHARES, 100)])
+def test_what_the_kernel_ahead_projects_is_rotated_when_that_has_ended(decoders, kind, num_requests):
+    cache = Cache((LENGTHS * 13)[-num_requests:], 8, 128, 64, torch.bfloat16)
+    new = New(cache, 16, has_norms=True)
+    got = decode_behind_a_late_projection(decoders(kind, 16, 8, 64), cache, new).float()
+    want = new.in_float32(cache)
+    assert new.errors_of_cache(cache)[0] < 5e-3
+    assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
 @pytest.mark.parametrize(("kind", "num_requests"), [(CLUSTERS, 1), (CLUSTERS, 8), (SHARES, 3), (SHARES, 100)])
 def test_what_the_kernel_ahead_writes_is_read_when_that_has_ended(decoders, kind, num_requests):
     cache = Cache((LENGTHS * 13)[-num_requests:], 8, 128, 64, torch.bfloat16)
@@ -195,7 +307,7 @@ def test_what_the_kernel_ahead_writes_is_read_when_that_has_ended(decoders, kind
 
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_a_kernel_that_does_not_wait_is_found_out(tmp_path_factory, monkeypatch, kind):
-    """By the test before this one."""
+    """By the tests before this one."""
 
     def source(kernel: CudaKernel) -> str:
         return kernel_source(kernel).replace("griddepcontrol.wait;", "")
@@ -205,3 +317,5 @@ def test_a_kernel_that_does_not_wait_is_found_out(tmp_path_factory, monkeypatch,
     q = torch.randn(len(LENGTHS), 16, 128, device="cuda").bfloat16()
     decoder = compiled_decoder(tmp_path_factory.mktemp("hasty"), kind, 16, 8, 64)
     assert not decode_behind_a_late_write(decoder, cache, q).isfinite().all()
+    new = New(cache, 16, has_norms=True)
+    assert not decode_behind_a_late_projection(decoder, cache, new).isfinite().all()

@@ -44,7 +44,7 @@ def inputs() -> list[PieceInput]:
     angles, cache = of(1, "T", HEAD_DIM), of("P", KV_HEADS, HEAD_DIM)
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     norm = of(HEAD_DIM)
-    slots = of("T", dtype="int64")
+    slots = of("L", dtype="int64")
     return [of(1, "T", HIDDEN), of(width, HIDDEN), angles, angles, norm, norm, slots, cache, cache]
 
 
@@ -52,7 +52,7 @@ def inputs() -> list[PieceInput]:
 def piece(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("piece")
     (folder / "piece.py").write_text(SOURCE)
-    sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
+    sizes = {"T": 8192, "S": 8192, "L": 8192, "P": 2**31 - 1}
     compile_piece(folder / "piece.py", inputs(), "cuda:0", sizes, folder / "piece.pt2")
     return load_piece("piece.pt2", (folder / "piece.pt2").read_bytes())
 
@@ -64,14 +64,18 @@ def normed_and_rotated(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor,
     return x * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 300])
-def test_numbers_are_those_of_float32_and_only_the_slots_change(piece, num_tokens):
+def random_inputs(num_tokens: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    known = {"T": num_tokens, "P": SLOTS}
-    values = [
+    known = {"T": num_tokens, "L": num_tokens, "P": SLOTS}
+    return [
         torch.randn([known.get(size, size) for size in spec.shape], device="cuda").to(getattr(torch, spec.dtype))
         for spec in inputs()
     ]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_numbers_are_those_of_float32_and_only_the_slots_change(piece, num_tokens):
+    values = random_inputs(num_tokens)
     x, weight, cos, sin, q_weight, k_weight, _, keys, cached_values = values
     values[6] = slots = torch.randperm(SLOTS, device="cuda")[:num_tokens]
     before = keys.clone(), cached_values.clone()
@@ -88,3 +92,17 @@ def test_numbers_are_those_of_float32_and_only_the_slots_change(piece, num_token
     untouched = torch.ones(SLOTS, dtype=torch.bool, device="cuda").index_fill_(0, slots, False)
     assert torch.equal(keys[untouched], before[0][untouched])
     assert torch.equal(cached_values[untouched], before[1][untouched])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_without_slots_the_kernel_is_not_launched(piece, num_tokens):
+    values = random_inputs(num_tokens)
+    values[6] = torch.empty(0, dtype=torch.int64, device="cuda")
+    before = values[7].clone(), values[8].clone()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        q, k, v = piece(list(values))
+        torch.cuda.synchronize()
+    assert [tuple(x.shape[:2]) for x in (q, k, v)] == [(num_tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    assert torch.equal(values[7], before[0])
+    assert torch.equal(values[8], before[1])
+    assert not [event.name for event in profile.events() if "rope" in event.name]

@@ -17,6 +17,7 @@ import torch
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.artifact import open_artifact
 from mllm_compile.cuda_kernels import can_compile_kernels
+from mllm_compile.runtime.program import AttentionStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -175,6 +176,54 @@ def test_linears_with_biases_and_an_odd_number_of_panels_are_streamed(tmp_path):
         theirs = torch.log_softmax(exact(torch.tensor([ids], device="cuda"), use_cache=False).logits[0].float(), -1)
         chosen = theirs[29:-1].gather(1, torch.tensor(ids[30:], device="cuda")[:, None])[:, 0]
         assert (theirs[29:-1].max(-1).values - chosen).max() < 0.1, "greedy, but for what rounding decides"
+
+
+def random_qwen3(folder: Path) -> None:
+    """With norms before the rotation; of other weights than ones."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**ROTATED_SHAPE, head_dim=128)).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+
+
+def random_llama(folder: Path) -> None:
+    from transformers import LlamaConfig
+
+    save_random("LlamaForCausalLM", LlamaConfig(**ROTATED_SHAPE, head_dim=128), folder)
+
+
+ROTATED_SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.mark.parametrize("make", [random_qwen3, random_llama], ids=["norms", "no norms"])
+def test_decodes_whose_attention_rotates_are_as_near_to_float32_as_transformers_is(tmp_path, make):
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    make(folder)
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, logprobs=0)
+    exact, bf16 = reference(folder, torch.float32), reference(folder, torch.bfloat16)
+    with engine(folder, cache, backend="inductor") as served:
+        if can_compile_kernels("cuda:0"):
+            (program,) = (open_artifact(path.parent).program for path in cache.rglob("program.json"))
+            assert all(step.unrotated for step in program.steps if isinstance(step, AttentionStep))
+        for count in (1, 12, 40):  # clusters, and shares beyond 32
+            prompts = [random_ids(30 + n, 512, n) for n in range(count)]
+            for prompt, output in list(zip(prompts, served.generate(prompts, params), strict=True))[-3:]:
+                made = [scores[token].logprob for scores, token in zip(output.logprobs, output.token_ids, strict=True)]
+                ids = prompt + list(output.token_ids)
+                want, theirs = (reference_scores(model, ids)[-len(made) :] for model in (exact, bf16))
+                assert off_by(torch.tensor(made), want) <= MARGIN * off_by(theirs, want) + 1e-3
 
 
 @torch.no_grad()

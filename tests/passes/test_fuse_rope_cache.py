@@ -1,20 +1,18 @@
 """passes/fuse_rope_cache.py on traced models: what is fused, and that a served model says what it said.
 
-The kernel needs CUDA and Triton; here its op is a stand-in in plain torch.
+The kernel needs CUDA and Triton; here its op is a stand-in in plain torch (conftest.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from mllm_compile import Engine, EngineConfig, SamplingParams, lowering
+from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.compile import load_or_compile
 from mllm_compile.hf_model import build_on_meta
-from mllm_compile.passes import fx_match
 from mllm_compile.passes.base import ATTENTION_LAYERS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
@@ -26,45 +24,6 @@ from mllm_compile.trace import trace_model
 from tests.models.tiny_configs import save_tiny_model
 from tests.models.tiny_configs import tiny_config as shape_of
 from tests.tiny_model import Reference, tiny_config
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return x if weight is None else x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
-
-
-def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values):
-    q, k = (_rotate(_norm(x, weight, eps), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
-    keys[slots] = k
-    values[slots] = v
-    return q.contiguous(), k.contiguous()
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[None]:
-    if torch.cuda.is_available():
-        pytest.skip("the real op is defined where there is a GPU")
-    library = torch.library.Library("mllm", "FRAGMENT")
-    library.define(
-        "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
-        "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> (Tensor, Tensor)"
-    )
-    library.impl("rope_and_cache", rope_and_cache, "CPU")
-    yield
-    del library
-
-
-@pytest.fixture
-def on_cpu(stand_in, monkeypatch):
-    """The pass runs for a CPU, in float32, on pieces that run as traced."""
-    monkeypatch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(fx_match, "KERNEL_DTYPES", (torch.float32,))
-    others = [name for name in lowering.KERNEL_PASSES if name != FuseRopeCache.name]
-    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)
 
 
 def compiled_program(folder: Path, model_type: str, **changes: object) -> Program:
@@ -83,7 +42,7 @@ def layers_fused(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-def test_every_layer_writes_its_cache_in_the_piece_before_attention(on_cpu, tmp_path, model_type):
+def test_every_layer_writes_its_cache_in_the_piece_before_attention(rope_on_cpu, tmp_path, model_type):
     program = compiled_program(tmp_path, model_type)  # its self-check compares the logits with Transformers'
     attentions = [step for step in program.steps if isinstance(step, AttentionStep)]
     assert layers_fused(program) == [step.layer for step in attentions] != []
@@ -92,13 +51,13 @@ def test_every_layer_writes_its_cache_in_the_piece_before_attention(on_cpu, tmp_
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2"])  # a part of each head is rotated; nothing is
-def test_other_rotations_are_left_alone(on_cpu, tmp_path, model_type):
+def test_other_rotations_are_left_alone(rope_on_cpu, tmp_path, model_type):
     program = compiled_program(tmp_path, model_type)
     assert layers_fused(program) == []
     assert all(step.saves_kv for step in program.steps if isinstance(step, AttentionStep))
 
 
-def test_a_served_model_says_what_transformers_says(on_cpu, tmp_path):
+def test_a_served_model_says_what_transformers_says(rope_on_cpu, tmp_path):
     changes = {"compile": {"backend": "eager"}, "runtime": {"max_num_batched_tokens": 16}}  # prompts come in chunks
     reference = Reference()
     prompts = [reference.encode(text) for text in ("The for statement is used to iterate over " * 4, "Return", "x")]
@@ -115,7 +74,7 @@ def test_without_the_pass_the_runtime_writes_the_cache(tmp_path):
     assert layers_fused(program) == []
 
 
-def test_a_query_that_somebody_reads_before_the_values_are_there_is_left_alone(on_cpu, tmp_path):
+def test_a_query_that_somebody_reads_before_the_values_are_there_is_left_alone(rope_on_cpu, tmp_path):
     config = tiny_config(tmp_path)
     trace = trace_model(build_on_meta(Path(config.model.path), torch.float32, False), "cpu", 8192)
     gm = trace.graph_module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import shutil
 import subprocess
@@ -13,12 +14,14 @@ import torch
 
 from mllm_compile.artifact_source import load_decoders
 from mllm_compile.errors import ArtifactError
+from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.hopper_decode import decoder
 from mllm_compile.runtime.hopper_decode.clusters import SPLITS, choose_split, cluster_kernels
+from mllm_compile.runtime.hopper_decode.rotation import Rotation, _Argument
 from mllm_compile.runtime.hopper_decode.shapes import are_served, kernel_from_json
-from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS, ShareKernel
+from mllm_compile.runtime.hopper_decode.shares import MISSING, MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.program import DecodeForm, LayerSpec, Program
 from mllm_compile.runtime.split_decode_shapes import OF_FEW, OF_MANY
 from mllm_compile.runtime.stream_linear.linear import LinearKind
@@ -140,7 +143,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
-        "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 8)]
+        "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 9)]
     }
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 
@@ -154,8 +157,74 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
         decode(inputs_of(MOST_REQUESTS + 1))
     assert decode._maps.asked == [((160, 1024), tensor_maps.panels, 16, 16)] * 4
-    assert decode._flags.shape == (132 * 8,)
-    assert not decode._flags.any()
+    assert decode._parts.shape == (132 * 8 * kernel.part_floats,)
+    assert (decode._parts == MISSING).all()
+
+
+def unrotated(num_requests: int, has_norms: bool = True) -> Unrotated:
+    packed = torch.zeros(1, num_requests, (32 + 2 * 8) * 128, dtype=torch.bfloat16)
+    q, k, v = (part.unflatten(-1, (-1, 128)) for part in packed.split([32 * 128, 8 * 128, 8 * 128], -1))
+    angles = torch.zeros(1, num_requests, 128, dtype=torch.bfloat16)
+    weights = [torch.ones(128, dtype=torch.bfloat16) for _ in range(2)] if has_norms else []
+    return Unrotated.of([q, k, angles, angles + 1, *weights], v[0], 1e-6)
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_a_kernel_is_told_where_the_parts_of_a_projection_are(has_norms):
+    keys = inputs_of(3)[1]
+    told = unrotated(3, has_norms)
+    rotation = Rotation(told.q, keys, keys + 1, told)
+    argument = rotation.argument
+    assert (rotation.q.data_ptr(), argument.k, argument.v) == tuple(x.data_ptr() for x in (told.q, told.k, told.v))
+    assert argument.q_stride == argument.k_stride == argument.v_stride == (32 + 2 * 8) * 128 // 2
+    assert (argument.cos, argument.sin) == (told.cos.data_ptr(), told.sin.data_ptr())
+    assert argument.keys == keys.data_ptr()
+    assert argument.eps == pytest.approx(1e-6)
+    assert (argument.q_weight is None) is (argument.k_weight is None) is not has_norms
+    if has_norms:
+        assert (argument.q_weight, argument.k_weight) == (told.q_weight.data_ptr(), told.k_weight.data_ptr())
+
+
+def test_of_queries_that_are_rotated_it_is_told_that_nothing_is_to_be_done():
+    q, keys, *_ = inputs_of(3)
+    rotation = Rotation(q, keys, keys, None)
+    assert rotation.argument.k is None
+    assert (rotation.q.data_ptr(), rotation.argument.q_stride) == (q.data_ptr(), 32 * 128 // 2)
+
+
+def test_heads_that_are_not_in_one_row_are_copied_into_one():
+    keys = inputs_of(3)[1]
+    told = unrotated(3)
+    apart = replace(told, q=torch.randn(1, 32, 3, 128).bfloat16().transpose(1, 2))
+    rotation = Rotation(apart.q, keys, keys, apart)
+    assert rotation.q.is_contiguous()
+    assert torch.equal(rotation.q, apart.q[0])
+    assert rotation.argument.q_stride == 32 * 128 // 2
+    assert rotation.argument.k == told.k.data_ptr()
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_kernels_argument_is_laid_out_as_the_source_has_it(tmp_path):
+    offsets = "".join(
+        f"static_assert(__builtin_offsetof(Rotation, {name}) == {getattr(_Argument, name).offset});\n"
+        for name, _ in _Argument._fields_
+    )
+    check = offsets + f"static_assert(sizeof(Rotation) == {ctypes.sizeof(_Argument)});\n"
+    (tmp_path / "kernel.cu").write_text(kernel_source(ShareKernel(8, 2, 64)) + check)
+    done = subprocess.run(["nvcc", "-cubin", "-arch=sm_90a", "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
+    kernels = (*cluster_kernels(32, 8, 16), ShareKernel(8, 4, 16))
+    binaries = {kernel.name: b"binary" for kernel in kernels}
+    few = decoder.ClusterDecode(kernels[:-1], binaries, 0.1, torch.device("cpu"))
+    many = decoder.ShareDecode(kernels[-1], binaries, 0.1, torch.device("cpu"))
+    for decode in (few, many):
+        told = unrotated(3)
+        decode([told.q, *inputs_of(3)[1:6]], told)
+    assert made["clusters_8x4_page16_split4"].launches == [(3 * 8 * 4, 128, 9)]
+    assert made["shares_8x4_page16"].launches == [(132, 288, 11)]
 
 
 def test_a_program_decodes_by_what_its_forms_name(made):
@@ -172,13 +241,13 @@ def test_a_program_decodes_by_what_its_forms_name(made):
     cubins = {kernel.name: b"binary" for kernel in program.cuda_kernels()}
     pieces = {"few": list, "many": tuple}
     first, second = load_decoders(program, pieces, cubins, torch.device("cpu")).values()
-    assert [(type(one.piece), one.most_sequences, one.splits) for one in first[1:3]] == [
-        (decoder.ClusterDecode, 256, None),
-        (decoder.ShareDecode, 8192, None),
+    assert [(type(one.piece), one.most_sequences, one.splits, one.rotates) for one in first[1:3]] == [
+        (decoder.ClusterDecode, 256, None, True),
+        (decoder.ShareDecode, 8192, None, True),
     ]
-    assert [(one.piece, one.most_sequences, one.splits) for one in (first[0], first[3])] == [
-        (list, 15, OF_FEW),
-        (tuple, None, OF_MANY),
+    assert [(one.piece, one.most_sequences, one.splits, one.rotates) for one in (first[0], first[3])] == [
+        (list, 15, OF_FEW, False),
+        (tuple, None, OF_MANY, False),
     ]
     assert all(ours is theirs for ours, theirs in zip(first, second, strict=True)), "layers that are alike share them"
     assert set(made) == set(cubins)

@@ -5,14 +5,17 @@ import pytest
 import torch
 
 from mllm_compile.runtime import ops
+from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.forward_context import set_forward_context
 from tests.runtime.attention_cases import make_case, make_layer
 
 LAYER = make_layer()
 
 
-def context_of(case, num_tokens=None):
+def context_of(case, num_tokens=None, mode=CUDAGraphMode.NONE):
     case.batch.attn_backend.init_forward_metadata(case.batch)
     builder = AttentionMetadataBuilder(KVCacheSpec((LAYER,), page_size=4), None, torch.device("cpu"))
     return set_forward_context(
@@ -20,6 +23,7 @@ def context_of(case, num_tokens=None):
         no_compile_layers={LAYER.name: LAYER},
         slot_mapping={LAYER.name: case.batch.out_cache_loc},
         num_tokens=num_tokens or case.batch.num_tokens,
+        cudagraph_runtime_mode=mode,
     )
 
 
@@ -52,6 +56,64 @@ def test_padding_rows_are_neither_computed_nor_written_to_the_cache():
     assert (out[2:] == 7.0).all()
     k_pages, _ = case.batch.token_to_kv_pool.get_pages(0)
     assert (k_pages[0] == 1e4).all(), "page 0 held this value before"
+
+
+class Rotating(TorchAttnBackend):
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Unrotated] = []
+
+    def rotates(self, layer):
+        return True
+
+    def forward_unrotated(self, unrotated, layer, batch, out):
+        self.given.append(unrotated)
+        out.fill_(3.0)
+
+
+def rotating_case():
+    case = make_case(LAYER, [3, 5], [1, 1])
+    backend = Rotating()
+    case.batch.attn_backend = backend
+    pieces = [torch.randn(1, 8, 4, 16), torch.randn(1, 8, 2, 16), *torch.randn(2, 1, 8, 16), *torch.randn(2, 16)]
+    return case, backend, pieces
+
+
+def test_attention_that_rotates_is_given_what_q_and_k_are_made_of():
+    case, backend, pieces = rotating_case()
+    out = torch.full((8, 4, 16), 7.0)
+    with context_of(case, num_tokens=8):
+        slots, *cache = ops.cache_inputs(LAYER.name, may_be_left=True)
+        assert len(slots) == 0, "the piece leaves it"
+        assert [x.data_ptr() for x in cache] == [x.data_ptr() for x in case.batch.token_to_kv_pool.get_kv_buffer(0)]
+        nan = torch.full((8, 4, 16), torch.nan)
+        v = padded(case.v, 8)
+        ops.attention_with_output(nan, nan[:, :2], v, out, LAYER.name, False, pieces, 1e-5)
+    (given,) = backend.given
+    assert (given.q, given.k, given.cos, given.sin, given.q_weight, given.k_weight) == tuple(pieces)
+    assert given.v is v
+    assert given.eps == 1e-5
+    assert (out[:2] == 3.0).all()
+    assert (out[2:] == 7.0).all()
+
+
+@pytest.mark.parametrize("why", ["the attention is not told", "piecewise", "the backend does not"])
+def test_else_the_piece_rotates(why, monkeypatch):
+    case, backend, pieces = rotating_case()
+    if why == "the backend does not":
+        monkeypatch.setattr(Rotating, "rotates", lambda self, layer: False)
+    mode = CUDAGraphMode.PIECEWISE if why == "piecewise" else CUDAGraphMode.NONE
+    is_told = why != "the attention is not told"
+    out = torch.empty_like(case.q)
+    with context_of(case, mode=mode):
+        slots = ops.cache_inputs(LAYER.name, may_be_left=is_told)[0]
+        assert slots.data_ptr() == case.batch.out_cache_loc.data_ptr()
+        assert len(slots) == len(case.q)
+        ops.attention_with_output(case.q, case.k, case.v, out, LAYER.name, True, pieces if is_told else None)
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
+    assert backend.given == []
 
 
 def test_opcheck_agrees_with_schema_and_fake():

@@ -23,6 +23,7 @@ from mllm_compile.runtime.program import (
     ProgramExecutor,
     SamplingForms,
     SmallForm,
+    UnrotatedStep,
 )
 from mllm_compile.runtime.split_decode_shapes import OF_FEW, OF_MANY
 
@@ -175,6 +176,53 @@ def test_json_and_back_is_the_same_program():
     assert Program.from_json(json.loads(json.dumps(PROGRAM.to_json()))) == PROGRAM
 
 
+def told(*values: str) -> Program:
+    """Its attention is told what q and k are made of."""
+    attention = replace(PROGRAM.steps[1], saves_kv=False, unrotated=UnrotatedStep(values, 1e-6))
+    return changed(steps=(replace(PROGRAM.steps[0], writes_kv_of=LAYER.name), attention, *PROGRAM.steps[2:]))
+
+
+def test_what_attention_is_told_comes_back_from_json():
+    program = told("x", "k", "q", "v", "embed", "embed")
+    assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+
+
+def test_attention_that_rotates_is_given_what_it_is_told_and_the_piece_no_slots():
+    given = []
+
+    def forward_unrotated(unrotated, layer, batch, out):
+        given.append(unrotated)
+        out.fill_(1.0)
+
+    batch = SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda layer_id: ("keys", "values")),
+        attn_backend=SimpleNamespace(rotates=lambda layer: True, forward_unrotated=forward_unrotated),
+    )
+    pieces = Pieces()
+    cache = []
+
+    def first(inputs):
+        cache.append(inputs[2:])
+        return Pieces.first(pieces, inputs[:2])
+
+    functions = pieces.functions | {"first": first}
+    with set_forward_context(
+        {LAYER.name: SimpleNamespace(batch=batch, num_actual_tokens=3)},
+        no_compile_layers={LAYER.name: SimpleNamespace(layer_id=0)},
+        slot_mapping={LAYER.name: torch.zeros(3, dtype=torch.int64)},
+        num_tokens=3,
+    ):
+        ProgramExecutor(told("x", "k", "q", "spare", "embed", "embed"), functions, {"embed": EMBED})(INPUTS)
+        ProgramExecutor(told("x", "k", "q", "spare"), functions, {"embed": EMBED})(INPUTS)
+    assert [(len(slots), keys, values) for slots, keys, values in cache] == [(0, "keys", "values")] * 2
+    with_norms, without = given
+    assert with_norms.q_weight is with_norms.k_weight is EMBED
+    assert without.q_weight is without.k_weight is None
+    for unrotated in given:
+        assert [tuple(x.shape) for x in (unrotated.q, unrotated.k, unrotated.v)] == [(3, 4), (3, 1, 4), (3, 1, 3)]
+        assert unrotated.eps == 1e-6
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -222,6 +270,8 @@ def test_a_form_for_few_tokens_is_called_up_to_its_size(context):
         lambda data: data["steps"][0].update(op="jump"),
         lambda data: data["steps"][0].update(unknown=1),
         lambda data: data["steps"][1].pop("layer"),
+        lambda data: data["steps"][1].pop("unrotated"),
+        lambda data: data["steps"][1].update(unrotated={"eps": 1e-6}),
         lambda data: data["layers"][0].pop("sm_scale"),
         lambda data: data.update(layers=[3]),
     ],
@@ -248,6 +298,7 @@ def test_json_of_another_kind_is_refused():
         (changed(steps=PROGRAM.steps[1:]), "q, k, v, x"),
         (changed(steps=PROGRAM.steps[:-1]), "logits"),
         (changed(layers=()), r"layers\.0\.attn"),
+        (told("x", "angles"), "angles"),
         (changed(sampling=SamplingForms("bfloat16", "first", "first", "scores")), "scores"),
         (changed(small_forms={"close": (SmallForm("close_one", 0, 0, 1),)}), "close_one"),
     ],

@@ -1,0 +1,82 @@
+"""Attention is told what its q and k are made of, so that kernels of decodes can norm and rotate them on the way."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
+from mllm_compile.passes.fx_match import is_attention_with_output, is_call
+from mllm_compile.runtime.hopper_decode.shapes import rotates_heads
+
+
+class RotateInAttention:
+    """Decodes without a kernel between the projections and attention.
+
+    Why: with one token a request that kernel is launches and waiting. A kernel of attention that norms and rotates a
+        query when it reads it, and writes the new key and value of the requests whose last keys it reads, takes the
+        same time, and its keys are on their way while the projections still run (figures in docs/performance.md).
+
+    Before::
+
+        q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys, values)
+        attention_with_output(q, k, v, out, "l0", False)
+
+    After::
+
+        q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys, values)
+        attention_with_output(q, k, v, out, "l0", False, [q0, k0, cos, sin, q_norm, k_norm], eps)
+
+    Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/hopper_decode/ take. There
+        may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
+        nothing then (runtime/ops.py). The compiler's driver leaves this pass out where no such kernel decodes.
+    Preserves: the meaning of both; a kernel rounds where the op does.
+    """
+
+    name: ClassVar[str] = "rotate_in_attention"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        layers = {layer.name: layer for layer in gm.meta.get(ATTENTION_LAYERS, [])}
+        found = [
+            (node, call)
+            for node in gm.graph.nodes
+            if is_attention_with_output(node) and len(node.args) == 6
+            for call in [_made_by(node)]
+            if call is not None and _is_served(layers[str(node.args[4])], call)
+        ]
+        for node, call in found:
+            q, k, _, cos, sin, q_norm, k_norm, eps = call.args[:8]
+            norms = [] if q_norm is None else [q_norm, k_norm]
+            node.args = (*node.args, [q, k, cos, sin, *norms], eps)  # type: ignore[assignment]
+        if found:
+            _let_slots_be_fewer(found[0][1].args[8])
+        return PassResult(gm, len(found), before, len(gm.graph.nodes))
+
+
+def _made_by(attention: fx.Node) -> fx.Node | None:
+    """The call of rope_and_cache that makes its q."""
+    q = attention.args[0]
+    call = q.args[0] if is_call(q, operator.getitem) else None
+    is_fused = hasattr(torch.ops.mllm, "rope_and_cache")
+    return call if is_fused and is_call(call, torch.ops.mllm.rope_and_cache.default) else None
+
+
+def _is_served(layer: AttentionSpec, call: fx.Node) -> bool:
+    """Whether a kernel decodes such a layer, and reads all operands in the type of q."""
+    is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0 and layer.sinks is None
+    q, k, v, cos, sin, *norms = call.args[:7]
+    operands = [node for node in (q, k, v, cos, sin, *norms) if isinstance(node, fx.Node)]
+    is_of_one_type = len({node.meta["val"].dtype for node in operands}) == 1
+    return is_plain and is_of_one_type and rotates_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+
+
+def _let_slots_be_fewer(slots: Any) -> None:
+    """Gives the input a size of its own."""
+    val = slots.meta["val"]
+    size = val.fake_mode.shape_env.create_unbacked_symint()
+    torch._check(size >= 0)
+    slots.meta["val"] = val.new_empty((size,))

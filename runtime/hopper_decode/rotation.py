@@ -1,0 +1,70 @@
+"""What rotation.cuh is told: where queries, new keys and values are, and what they are normed and rotated by."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from mllm_compile.runtime.attention.base import Unrotated
+
+_POINTERS = ("k", "v", "q_weight", "k_weight", "cos", "sin", "keys", "values")
+_STRIDES = ("q_stride", "k_stride", "v_stride")
+
+
+class _Argument(ctypes.Structure):
+    """`struct Rotation` of rotation.cuh. Strides are from token to token, in pairs of columns."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int) for name in _STRIDES),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Rotation:
+    """
+    Attributes:
+        q: [T, H, D], where the kernel reads queries; tokens may have any stride.
+        argument: of the launch. It holds addresses: the tensors live on with whoever gave them.
+    """
+
+    def __init__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, unrotated: Unrotated | None) -> None:
+        """
+        Args:
+            q: [T, H, D], contiguous, used where nothing is `unrotated`.
+            keys, values: [P, Hk, D], the cache.
+        """
+        if unrotated is None:
+            self.q = q
+            self.argument = _Argument(q_stride=_token_stride(q))
+            return
+        self.q, self._k, self._v = map(_with_whole_heads, (unrotated.q[0], unrotated.k[0], unrotated.v))
+        tensors = (
+            self._k,
+            self._v,
+            unrotated.q_weight,
+            unrotated.k_weight,
+            unrotated.cos,
+            unrotated.sin,
+            keys,
+            values,
+        )
+        self.argument = _Argument(
+            **{
+                name: None if tensor is None else tensor.data_ptr()
+                for name, tensor in zip(_POINTERS, tensors, strict=True)
+            },
+            **{name: _token_stride(x) for name, x in zip(_STRIDES, (self.q, self._k, self._v), strict=True)},
+            eps=unrotated.eps,
+        )
+
+
+def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] with a token's heads in one row, which they are in what a projection gives."""
+    has_rows = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 2 == 0
+    return x if has_rows else x.contiguous()
+
+
+def _token_stride(x: torch.Tensor) -> int:
+    return x.stride(0) // 2

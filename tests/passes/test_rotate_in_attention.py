@@ -1,0 +1,150 @@
+"""passes/rotate_in_attention.py on traced models: what attention is told, and that a served model says what it said.
+
+The op and attention that rotates itself are stand-ins in plain torch (conftest.py, and here).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.hf_model import build_on_meta
+from mllm_compile.passes import rotate_in_attention
+from mllm_compile.passes.base import ATTENTION_LAYERS
+from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
+from mllm_compile.passes.fx_match import input_node, is_attention_with_output
+from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.program_builder import build_program, size_symbols
+from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.hopper_decode.shapes import rotates_heads
+from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
+from mllm_compile.trace import trace_model
+from tests.passes.conftest import rope_and_cache
+from tests.tiny_model import Reference, tiny_config
+
+
+@pytest.fixture
+def any_heads(rope_on_cpu, monkeypatch):
+    """The tiny model's heads are not those that the kernels take."""
+    monkeypatch.setattr(rotate_in_attention, "rotates_heads", lambda *heads: True)
+
+
+@pytest.fixture
+def rotating(monkeypatch) -> list[int]:
+    """Attention that rotates in batches of decodes alone; how many requests each had, once a layer."""
+    seen: list[int] = []
+
+    def forward_unrotated(self, unrotated: Unrotated, layer, batch, out):
+        keys, values = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        x = unrotated
+        q, k = rope_and_cache(
+            x.q, x.k, x.v, x.cos, x.sin, x.q_weight, x.k_weight, x.eps, batch.out_cache_loc, keys, values
+        )
+        self.forward(q, k, x.v, layer, batch, save_kv_cache=False, out=out)
+        seen.append(len(q))
+
+    def rotates(self, layer) -> bool:
+        return self._plan.num_decodes == len(self._plan.seq_lens)
+
+    monkeypatch.setattr(TorchAttnBackend, "rotates", rotates)
+    monkeypatch.setattr(TorchAttnBackend, "forward_unrotated", forward_unrotated)
+    return seen
+
+
+def rewritten(tmp_path, change_layers=lambda layers: layers):
+    config = tiny_config(tmp_path)
+    gm = trace_model(build_on_meta(Path(config.model.path), torch.float32, False), "cpu", 8192).graph_module
+    for graph_pass in (Canonicalise(), PackProjections(), LowerAttention(), FuseRopeCache()):
+        gm = graph_pass(gm).gm
+    gm.meta[ATTENTION_LAYERS] = change_layers(gm.meta[ATTENTION_LAYERS])
+    return RotateInAttention()(gm)
+
+
+def test_attention_is_told_what_its_q_and_k_are_made_of(any_heads, tmp_path):
+    result = rewritten(tmp_path)
+    gm = SplitAtAttention()(result.gm).gm
+    program = build_program(gm)
+    attentions = [step for step in program.steps if isinstance(step, AttentionStep)]
+    assert result.matches == len(attentions) > 0
+    makers = [step for step in program.steps if isinstance(step, PieceStep) and step.writes_kv_of]
+    for attention, maker in zip(attentions, makers, strict=True):
+        q, k, cos, sin, *norms = attention.unrotated.values
+        assert {q, k} < set(maker.outputs)
+        assert {q, k}.isdisjoint({attention.q, attention.k})
+        assert {cos, sin} < {*makers[0].outputs}, "made once"
+        assert set(norms) <= set(program.weights)
+        assert set(attention.unrotated.values) < set(attention.reads)
+    assert Program.from_json(program.to_json()) == program
+
+
+def test_the_slots_get_a_size_of_their_own(any_heads, tmp_path):
+    gm = rewritten(tmp_path).gm
+    assert sorted(size_symbols(gm).values()) == ["L", "P", "S", "T"]
+    size = input_node(gm, "slots").meta["val"].shape[0]
+    assert str(size.node.expr) not in {str(input_node(gm, name).meta["val"].shape[0]) for name in ("input_ids", "keys")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_left": 63}, {"logits_soft_cap": 30.0}, {"sinks": "sinks"}],
+    ids=["window", "soft cap", "sinks"],
+)
+def test_layers_that_no_kernel_serves_are_left_alone(any_heads, tmp_path, changes):
+    result = rewritten(tmp_path, lambda layers: [replace(layers[0], **changes), *layers[1:]])
+    told = [len(node.args) > 6 for node in result.gm.graph.nodes if is_attention_with_output(node)]
+    assert told == [False] + [True] * (len(told) - 1)
+
+
+def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, tmp_path):
+    gm = rewritten(tmp_path).gm
+    assert all(len(node.args) == 6 for node in gm.graph.nodes if is_attention_with_output(node))
+    assert "L" not in size_symbols(gm).values(), "there are as many slots as tokens"
+
+
+@pytest.mark.parametrize(
+    ("heads", "taken"), [((16, 8, 128), True), ((32, 8, 128), True), ((16, 4, 128), False), ((16, 8, 64), False)]
+)
+def test_which_heads_kernels_take(heads, taken):
+    assert rotates_heads(*heads) is taken
+
+
+def test_angles_of_another_type_are_left_alone(any_heads, tmp_path, monkeypatch):
+    fused = FuseRopeCache.__call__
+
+    def with_other_angles(self, gm):
+        result = fused(self, gm)
+        for node in gm.graph.nodes:
+            if node.target is torch.ops.mllm.rope_and_cache.default:
+                node.args[3].meta["val"] = node.args[3].meta["val"].double()
+        return result
+
+    monkeypatch.setattr(FuseRopeCache, "__call__", with_other_angles)
+    assert rewritten(tmp_path).matches == 0
+
+
+def test_a_served_model_says_what_transformers_says(any_heads, rotating, tmp_path):
+    changes = {"compile": {"backend": "eager"}, "runtime": {"max_num_batched_tokens": 16}}  # prompts come in chunks
+    reference = Reference()
+    prompts = [reference.encode(text) for text in ("The for statement is used to iterate over " * 4, "Return", "x")]
+    with Engine(tiny_config(tmp_path, **changes)) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert list(output.token_ids) == reference.greedy(prompt, 40)
+    assert max(rotating) == len(prompts)
+
+
+def test_without_such_attention_the_op_rotates(any_heads, tmp_path):
+    reference = Reference()
+    prompt = reference.encode("Return")
+    with Engine(tiny_config(tmp_path, compile={"backend": "eager"})) as engine:
+        (output,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
+    assert list(output.token_ids) == reference.greedy(prompt, 10)
