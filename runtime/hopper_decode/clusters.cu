@@ -2,7 +2,8 @@
 //
 // A cluster takes a KV head of a request, its blocks take tiles of 64 keys in turns. All tiles that a block's shared
 // memory holds are asked for at once (by TMA), before the kernel ahead has ended but for the one with the new token's
-// key, which that kernel writes: lengths, the page table and what stands before that key are of earlier kernels. A
+// key, which that kernel writes: lengths, the page table and what stands before that key are of earlier kernels. Where
+// blocks rotate (rotation.cuh) that tile comes too, and the warp whose keys it ends puts the new token there itself. A
 // warp has 16 keys of a tile and sums of its own; sums are added up in a block, then over distributed shared memory.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
@@ -34,6 +35,7 @@ struct Sums {  // of some keys: weighted values, the largest logit, the weights'
 struct Shared {
   Sums of_warp[WARPS], of_block;
   u64 full[STAGES], empty[STAGES];
+  Queries queries[WARPS];
 };
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
@@ -78,18 +80,10 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     for (int i = 0; i < first - waits_for_key; i++) ask(i);
   const int new_row = (num_keys - 1) % TILE;
   const bool puts_new_key = rotation.k && has_new_key && new_row / 16 == warp;
-  Factors factors[4][2];
-  if (rotation.k)
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) factors[k][j] = load_query_factors(rotation, request, k, j);
+  Factors factors;
+  if (rotation.k) factors = load_factors(rotation, request);
   u64 new_slot = 0;
-  Factors key_factors;
-  if (puts_new_key) {
-    new_slot = (u64)page_table[request * width + (num_keys - 1) / PAGE] * PAGE + (num_keys - 1) % PAGE;
-    key_factors = load_key_factors(rotation, request);
-  }
+  if (puts_new_key) new_slot = slot_in(page_table[request * width + (num_keys - 1) / PAGE], num_keys - 1);
   wait_for_prerequisites();
   if (threadIdx.x == 0) {
     asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what TMA reads
@@ -97,23 +91,20 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   }
   start_dependents();
 
-  u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
-  const u32* heads = q + (u64)request * rotation.q_stride + (head * GROUP + member) * HEAD_PAIRS;
-  load_query(query, heads, member < GROUP, rotation, [&](int k, int j) { return factors[k][j]; });
   NewToken newest;
-  if (puts_new_key) newest = load_new_token(rotation, request, head, key_factors);
+  if (puts_new_key) newest = load_new_token(rotation, request, head);
+  u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
+  const u32* heads = q + (u64)request * rotation.q_stride + head * GROUP * HEAD_PAIRS;
+  load_queries(query, heads, rotation, factors, shared.queries[warp]);
+  if (puts_new_key) rotate_key(newest, rotation, factors);
   float sums[D / 8][4] = {}, top = NOTHING, total = 0.f;
   for (int i = 0; i < mine; i++) {
     const u32 tile = ring + i % STAGES * TILE_BYTES;
     wait_for(full + 8 * (i % STAGES), i / STAGES & 1);
     if (puts_new_key && i == mine - 1) {
       write_to_cache(rotation, newest, new_slot, head);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 place = chunk_address(tile, new_row, half * 8 + lane / 4) + lane % 4 * 4;
-        store_shared(place, newest.key[half]);
-        store_shared(place + 2 * HALF_BYTES, newest.value[half]);
-      }
+      put_into_tile(newest.key, [&](int chunk) { return chunk_address(tile, new_row, chunk); });
+      put_into_tile(newest.value, [&](int chunk) { return chunk_address(tile + 2 * HALF_BYTES, new_row, chunk); });
       __syncwarp();
     }
     float logits[2][4] = {};

@@ -1,92 +1,126 @@
 // Norm, rotation and KV write of a decode's new tokens, where the piece before has left them to attention.
 //
-// Sums and products are in float32 and rounded once, as in runtime/rope_cache_ops.py. What does not depend on the kernel
-// ahead (weights, angles, places) is read before the wait for it.
+// A warp takes a head: a lane has pair `lane` of its columns and the pair that is rotated with it, HALF_PAIRS behind. Sums
+// and products are in float32 and rounded once, as in runtime/rope_cache_ops.py.
 
 struct Rotation {
-  const u32 *k, *v;                // new keys and values; null: queries are rotated, keys and values are in the cache
-  const u32 *q_weight, *k_weight;  // of the norms before the rotation; null: there are none
-  const u32 *cos, *sin;            // of each request's new token
-  u32 *keys, *values;              // the cache
-  int q_stride, k_stride, v_stride;  // from one token to the next, in pairs of columns, as all that follows
+  const u32 *k, *v;                  // new keys and values; null: queries are rotated, keys and values are in the cache
+  const u32 *q_weight, *k_weight;    // of the norms before the rotation; null: there are none
+  const u32 *cos, *sin;              // of each request's new token
+  u32 *keys, *values;                // the cache
+  int q_stride, k_stride, v_stride;  // from one token to the next, in pairs
   float eps;
 };
 
-constexpr int HEAD_PAIRS = 64, HALF_PAIRS = HEAD_PAIRS / 2;  // what is rotated with a pair is HALF_PAIRS behind it
-constexpr u32 ONES = 0x3f803f80;                             // a norm's weight where there is none
+constexpr int HEAD_PAIRS = 64, HALF_PAIRS = HEAD_PAIRS / 2;
+constexpr u32 ONES = 0x3f803f80;  // a norm's weight where there is none
+// Of queries on their way from the lanes that rotate them to those that multiply: rows of other banks.
+constexpr int QUERY_ROW = HEAD_PAIRS + 4;
+typedef u32 Queries[GROUP > 1 ? GROUP : 2][QUERY_ROW];
 
-// What a pair and its other half are multiplied by.
+struct Head {
+  u32 pairs[2];
+};
+__device__ __forceinline__ Head load_head(const u32* head) {
+  const int lane = threadIdx.x % 32;
+  return {{head[lane], head[HALF_PAIRS + lane]}};
+}
+__device__ __forceinline__ Head load_weight(const u32* weight) { return weight ? load_head(weight) : Head{{ONES, ONES}}; }
+
+// What a token's heads are multiplied by. No kernel ahead writes it.
 struct Factors {
-  u32 cos[2], sin[2], weight[2];
+  Head cos, sin, q_weight, k_weight;
 };
-__device__ __forceinline__ Factors load_factors(const Rotation& rotation, const u32* weight, int token, int pair) {
-  Factors its;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int place = pair + half * HALF_PAIRS;
-    its.cos[half] = rotation.cos[token * HEAD_PAIRS + place];
-    its.sin[half] = rotation.sin[token * HEAD_PAIRS + place];
-    its.weight[half] = weight ? weight[place] : ONES;
-  }
-  return its;
+__device__ __forceinline__ Factors load_factors(const Rotation& rotation, int token) {
+  const u64 angles = (u64)token * HEAD_PAIRS;
+  return {load_head(rotation.cos + angles), load_head(rotation.sin + angles), load_weight(rotation.q_weight),
+          load_weight(rotation.k_weight)};
 }
-__device__ __forceinline__ float norm_factor(float squares, const u32* weight, float eps) {
-  return weight ? rsqrtf(squares / (2 * HEAD_PAIRS) + eps) : 1.f;
-}
-__device__ __forceinline__ void rotate(u32& first, u32& second, const Factors& by, float norm) {
-  const float ax = first_of(first) * norm * first_of(by.weight[0]), ay = second_of(first) * norm * second_of(by.weight[0]);
-  const float bx = first_of(second) * norm * first_of(by.weight[1]), by_ = second_of(second) * norm * second_of(by.weight[1]);
-  first = pack(ax * first_of(by.cos[0]) - bx * first_of(by.sin[0]), ay * second_of(by.cos[0]) - by_ * second_of(by.sin[0]));
-  second = pack(bx * first_of(by.cos[1]) + ax * first_of(by.sin[1]), by_ * second_of(by.cos[1]) + ay * second_of(by.sin[1]));
+__device__ __forceinline__ void rotate(Head& head, const Head& weight, bool has_norm, const Factors& by, float eps) {
+  u32(&x)[2] = head.pairs;
+  const float squares = sum_of_lanes(sum_of_squares(x[0]) + sum_of_squares(x[1]), 32);
+  const float norm = has_norm ? rsqrtf(squares / (2 * HEAD_PAIRS) + eps) : 1.f;
+  const float a = first_of(x[0]) * norm * first_of(weight.pairs[0]), b = second_of(x[0]) * norm * second_of(weight.pairs[0]);
+  const float c = first_of(x[1]) * norm * first_of(weight.pairs[1]), d = second_of(x[1]) * norm * second_of(weight.pairs[1]);
+  const u32(&cos)[2] = by.cos.pairs, (&sin)[2] = by.sin.pairs;
+  x[0] = pack(a * first_of(cos[0]) - c * first_of(sin[0]), b * second_of(cos[0]) - d * second_of(sin[0]));
+  x[1] = pack(c * first_of(cos[1]) + a * first_of(sin[1]), d * second_of(cos[1]) + b * second_of(sin[1]));
 }
 
-// Of pair (k, j) that a lane has of a query head, as of an operand of a product: quad of each four.
-__device__ __forceinline__ Factors load_query_factors(const Rotation& rotation, int token, int k, int j) {
-  return load_factors(rotation, rotation.q_weight, token, k * 8 + j * 4 + threadIdx.x % 4);
-}
-// A query head a lane's row; by whole warps. `factors_of(k, j)` are those of the pairs.
-template <typename FactorsOf>
-__device__ __forceinline__ void load_query(u32 (&query)[8][2], const u32* head, bool is_there, const Rotation& rotation,
-                                           const FactorsOf& factors_of) {
-  float squares = 0.f;
+// The GROUP query heads of a KV head, which follow one another at `heads`, as rows of a product's operand; by one warp.
+__device__ __forceinline__ void load_queries(u32 (&query)[8][2], const u32* heads, const Rotation& rotation,
+                                             const Factors& factors, Queries& on_the_way) {
+  const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
+  const bool is_there = member < GROUP;
+  if (rotation.k) {
+    Head of[GROUP];
 #pragma unroll
-  for (int k = 0; k < 8; k++)
+    for (int g = 0; g < GROUP; g++) of[g] = load_head(heads + g * HEAD_PAIRS);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      query[k][j] = is_there ? head[k * 8 + j * 4 + threadIdx.x % 4] : 0;
-      squares += sum_of_squares(query[k][j]);
+    for (int g = 0; g < GROUP; g++) {
+      rotate(of[g], factors.q_weight, rotation.q_weight, factors, rotation.eps);
+      on_the_way[g][lane] = of[g].pairs[0], on_the_way[g][HALF_PAIRS + lane] = of[g].pairs[1];
     }
-  if (!rotation.k) return;
-  const float norm = norm_factor(sum_of_lanes(squares, 4), rotation.q_weight, rotation.eps);
+    __syncwarp();
 #pragma unroll
-  for (int k = 0; k < 4; k++)
+    for (int k = 0; k < 8; k++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) rotate(query[k][j], query[k + 4][j], factors_of(k, j), norm);
-}
-
-// A head's new key and value, of which a lane has pair `lane` and its other half.
-struct NewToken {
-  u32 key[2], value[2];
-};
-__device__ __forceinline__ Factors load_key_factors(const Rotation& rotation, int token) {
-  return load_factors(rotation, rotation.k_weight, token, threadIdx.x % 32);
-}
-__device__ __forceinline__ NewToken load_new_token(const Rotation& rotation, int token, int head, const Factors& factors) {
-  const u32* k = rotation.k + (u64)token * rotation.k_stride + head * HEAD_PAIRS + threadIdx.x % 32;
-  const u32* v = rotation.v + (u64)token * rotation.v_stride + head * HEAD_PAIRS + threadIdx.x % 32;
-  NewToken its = {{k[0], k[HALF_PAIRS]}, {v[0], v[HALF_PAIRS]}};
-  const float squares = sum_of_lanes(sum_of_squares(its.key[0]) + sum_of_squares(its.key[1]), 32);
-  rotate(its.key[0], its.key[1], factors, norm_factor(squares, rotation.k_weight, rotation.eps));
-  return its;
-}
-__device__ __forceinline__ void write_to_cache(const Rotation& rotation, const NewToken& its, u64 slot, int head) {
-  const u64 place = (slot * KV_HEADS + head) * HEAD_PAIRS + threadIdx.x % 32;
+      for (int j = 0; j < 2; j++) query[k][j] = is_there ? on_the_way[member][k * 8 + j * 4 + quad] : 0;
+    __syncwarp();  // or a lane might put the next ones there
+  } else {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    rotation.keys[place + half * HALF_PAIRS] = its.key[half];
-    rotation.values[place + half * HALF_PAIRS] = its.value[half];
+    for (int k = 0; k < 8; k++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) query[k][j] = is_there ? heads[member * HEAD_PAIRS + k * 8 + j * 4 + quad] : 0;
   }
 }
-__device__ __forceinline__ void store_shared(u32 address, u32 v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+
+// A KV head's new key and value.
+struct NewToken {
+  Head key, value;
+};
+__device__ __forceinline__ NewToken load_new_token(const Rotation& rotation, int token, int head) {
+  return {load_head(rotation.k + (u64)token * rotation.k_stride + head * HEAD_PAIRS),
+          load_head(rotation.v + (u64)token * rotation.v_stride + head * HEAD_PAIRS)};
+}
+__device__ __forceinline__ void rotate_key(NewToken& its, const Rotation& rotation, const Factors& factors) {
+  rotate(its.key, factors.k_weight, rotation.k_weight, factors, rotation.eps);
+}
+// The lane, asked for anew: so that what follows from it is not kept in registers all the loop that has it once at its end.
+__device__ __forceinline__ int lane_now() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+// Where the queries were, which are in registers by then: for later, when all other registers are needed.
+__device__ __forceinline__ void keep(const NewToken& its, u32 page, Queries& rows) {
+  const int lane = threadIdx.x % 32;
+  rows[0][HEAD_PAIRS] = page;  // every lane puts it there, and finds it
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    rows[0][half * HALF_PAIRS + lane] = its.key.pairs[half], rows[1][half * HALF_PAIRS + lane] = its.value.pairs[half];
+}
+__device__ __forceinline__ NewToken kept(const Queries& rows) {
+  const int lane = lane_now();
+  return {{rows[0][lane], rows[0][HALF_PAIRS + lane]}, {rows[1][lane], rows[1][HALF_PAIRS + lane]}};
+}
+__device__ __forceinline__ u32 kept_page(const Queries& rows) { return rows[0][HEAD_PAIRS]; }
+// Of the cache, where the token at `position` of a request is.
+__device__ __forceinline__ u64 slot_in(u32 page, int position) { return (u64)page * PAGE + position % PAGE; }
+__device__ __forceinline__ void write_to_cache(const Rotation& rotation, const NewToken& its, u64 slot, int head) {
+  const u64 place = (slot * KV_HEADS + head) * HEAD_PAIRS + lane_now();
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    rotation.keys[place + half * HALF_PAIRS] = its.key.pairs[half];
+    rotation.values[place + half * HALF_PAIRS] = its.value.pairs[half];
+  }
+}
+// Into the rows of a tile: `chunk_of(c)` is where chunk c (16 bytes) of the row begins.
+template <typename ChunkOf>
+__device__ __forceinline__ void put_into_tile(const Head& head, const ChunkOf& chunk_of) {
+  const int lane = lane_now();
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(half * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[half])
+                 : "memory");
 }

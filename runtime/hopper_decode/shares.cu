@@ -1,15 +1,17 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
 // All keys, request after request in tiles of 16, are divided among the blocks in equal shares: a block for each
-// multiprocessor. Keys, or values, of a tile are 32 KB of eight heads, in a row where there are no more, which one copy takes (by TMA, which puts
-// them where eight keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for
-// them, before the kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and
-// the page table are of earlier kernels. Eight warps compute, a head each.
+// multiprocessor. Keys, or values, of a tile are 32 KB of eight heads, in a row where there are no more, which one copy
+// takes (by TMA, which puts them where eight keys' chunks lie in different banks; rows padded for that would be read 5 %
+// slower). One warp asks for them, before the kernel ahead has ended but for a tile with a new token's key, which that
+// kernel writes; lengths and the page table are of earlier kernels. Eight warps compute, a head each. Where they rotate
+// (rotation.cuh) no tile waits: the warps of a request's last tile put its new token there themselves.
 //
-// Where a share ends within a request, the block with the request's first tile adds up what the others leave of it.
-// They come to that part first and it comes to its own last, so that it hardly waits. Where another kernel holds
-// multiprocessors, a block may wait for one that has not started. Blocks start in their order, and who leaves something
-// waits for nobody: so one block at most waits so, and the others end and make room.
+// Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
+// come to that part first and it comes to its own last, so that it hardly waits. It sees by the numbers themselves that
+// they are there: a flag would have to wait for them. Where another kernel holds multiprocessors, a block may wait for one
+// that has not started. Blocks start in their order, and who leaves something waits for nobody: so one block at most waits
+// so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
 // of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory).
@@ -33,9 +35,9 @@ __device__ __forceinline__ u32 chunk_address(u32 head, int row, int chunk) {
 
 struct Shared {
   u64 full[SLOTS], empty[SLOTS];
-  int rows[SLOTS];  // of the cache, where the tile of a slot of keys begins
   int counts_of_warps[HEADS];
   int first_tiles[MOST_REQUESTS + 1];  // of each request, and their number
+  Queries queries[HEADS];
 };
 
 // What a warp has of a head: a lane of two columns of each eight, for the query head lane / 4.
@@ -100,7 +102,7 @@ __device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens,
 }
 
 // The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32.
-__device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, int* rows, u32 ring, u32 full, u32 empty,
+__device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, u32 ring, u32 full, u32 empty,
                                            const TensorMap* keys, const TensorMap* values, const int* page_table,
                                            const int* seq_lens, int width, bool rotates) {
   const int lane = threadIdx.x % 32;
@@ -131,7 +133,6 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
         wait_for(empty + 8 * slot, phase);
         __syncwarp();  // or a lane might look after the slot has been filled and emptied again
         if (lane == 0) {
-          if (!is_value) rows[slot] = its_row;
           expect_bytes(full + 8 * slot, SLOT_BYTES);
           load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, its_row, its_half, full + 8 * slot, once);
         }
@@ -144,19 +145,15 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
 
 // A head's keys or values of a tile, and the barriers of their slot.
 struct Slot {
-  u32 at, full, empty, phase, index;
+  u32 at, full, empty, phase;
 };
 
 // Puts a new key and value into row `row`, of which TMA has brought what was in the cache before.
 __device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, const NewToken& newest) {
-  const int lane = threadIdx.x % 32;
   wait_for(keys.full, keys.phase);
   wait_for(values.full, values.phase);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    store_shared(chunk_address(keys.at, row, half * 8 + lane / 4) + lane % 4 * 4, newest.key[half]);
-    store_shared(chunk_address(values.at, row, half * 8 + lane / 4) + lane % 4 * 4, newest.value[half]);
-  }
+  put_into_tile(newest.key, [&](int chunk) { return chunk_address(keys.at, row, chunk); });
+  put_into_tile(newest.value, [&](int chunk) { return chunk_address(values.at, row, chunk); });
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA writes there next
   __syncwarp();
 }
@@ -282,14 +279,14 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
   const Plan plan = {shared, num_requests, (u32)shared.first_tiles[num_requests]};
   const int begin = plan.begin_of(blockIdx.x), end = plan.begin_of(blockIdx.x + 1);
   if (warp == HEADS) {
-    read_tiles(plan, begin, end, shared.rows, ring, full, empty, &keys, &values, page_table, seq_lens, width, rotation.k);
+    read_tiles(plan, begin, end, ring, full, empty, &keys, &values, page_table, seq_lens, width, rotation.k);
     return;
   }
   wait_for_prerequisites();
   start_dependents();
   int slot = 0, phase = 0;
   auto next_slot = [&] {
-    const Slot its = {ring + slot * SLOT_BYTES + warp * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase, (u32)slot};
+    const Slot its = {ring + slot * SLOT_BYTES + warp * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase};
     if (++slot == SLOTS) slot = 0, phase ^= 1;
     return its;
   };
@@ -297,34 +294,40 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
     const int group = at / plan.tiles, group_begin = group * plan.tiles, r = plan.request_of(at - group_begin);
     const int first = group_begin + shared.first_tiles[r], last = group_begin + shared.first_tiles[r + 1];
     const int head = group * HEADS + warp, num_keys = seq_lens[r], stop = min(end, last);
-    const bool is_first = at == first, has_new_key = rotation.k && stop == last;
+    const bool has_new_key = rotation.k && stop == last;
+    Factors factors;
+    if (rotation.k) factors = load_factors(rotation, r);
     u32 query[D / 16][2];  // of rows 0 to 7 of a product
-    const u32* heads = q + (u64)r * rotation.q_stride + (head * GROUP + member) * HEAD_PAIRS;
-    load_query(query, heads, member < GROUP, rotation, [&](int k, int j) { return load_query_factors(rotation, r, k, j); });
-    NewToken newest;
-    if (has_new_key) newest = load_new_token(rotation, r, head, load_key_factors(rotation, r));
+    const u32* heads = q + (u64)r * rotation.q_stride + head * GROUP * HEAD_PAIRS;
+    load_queries(query, heads, rotation, factors, shared.queries[warp]);
+    if (has_new_key) {
+      const int page = page_table[r * width + (num_keys - 1) / PAGE];
+      NewToken newest = load_new_token(rotation, r, head);
+      rotate_key(newest, rotation, factors);
+      keep(newest, page, shared.queries[warp]);
+    }
     Sums sums = {};
     sums.top = NOTHING;
     for (; at < stop; at++) {
       const Slot keys_slot = next_slot(), values_slot = next_slot();
-      if (has_new_key && at == last - 1) {
-        const int row = (num_keys - 1) % TILE;
-        put_new_token(keys_slot, values_slot, row, newest);
-        write_to_cache(rotation, newest, shared.rows[keys_slot.index] + row, head);
-      }
+      if (has_new_key && (at - first) * TILE + TILE >= num_keys)
+        put_new_token(keys_slot, values_slot, (num_keys - 1) % TILE, kept(shared.queries[warp]));
       add_tile(sums, query, keys_slot, values_slot, (at - first) * TILE, num_keys, scale);
     }
+    if (has_new_key)
+      write_to_cache(rotation, kept(shared.queries[warp]), slot_in(kept_page(shared.queries[warp]), num_keys - 1), head);
     sums.total += __shfl_xor_sync(~0u, sums.total, 1);
     sums.total += __shfl_xor_sync(~0u, sums.total, 2);
-    if (!is_first) {
+    if (first < begin) {
       leave(sums, parts[blockIdx.x * HEADS + warp]);
       continue;
     }
-    add_parts(sums, plan, last, parts);
+    add_parts(sums, plan, first + (num_keys + TILE - 1) / TILE, parts);  // `last`, without a register for it till here
     const float factor = 1.f / sums.total;
+    u32* its_out = out + (((u64)r * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS;
     if (member < GROUP)
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
-        out[(((u64)r * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS + n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
+        its_out[n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
   }
 }

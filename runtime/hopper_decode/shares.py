@@ -39,10 +39,11 @@ class ShareKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """The slots and what their alignment may cost; barriers; where slots' rows are; what warps have counted; each
-        request's first tile."""
-        numbers = _SLOTS + HEADS + MOST_REQUESTS + 1  # and one more where their struct ends at a multiple of 8 bytes
-        return _SLOTS * TILE * HEADS * HEAD_DIM * 2 + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2) * 4
+        """The slots and what their alignment may cost; barriers; what warps have counted; each request's first tile;
+        queries of warps."""
+        ring = _SLOTS * TILE * HEADS * HEAD_DIM * 2
+        numbers = HEADS + MOST_REQUESTS + 1  # and one more where their struct ends at a multiple of 8 bytes
+        return ring + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2) * 4 + HEADS * self.query_bytes
 
     @property
     def box_panels(self) -> int:
