@@ -195,7 +195,9 @@ def step_line(step: Mapping[str, Any]) -> str:
     """A step of program.json for people."""
     if step["op"] == "piece":
         return f"{', '.join(step['outputs'])} = {step['piece']}({', '.join(step['inputs'])})"
-    return f"{step['out']} = attention[{step['layer']}]({step['q']}, {step['k']}, {step['v']})"
+    unrotated = step["unrotated"]
+    told = "" if unrotated is None else f", or, rotating itself, {', '.join(unrotated['values'])}"
+    return f"{step['out']} = attention[{step['layer']}]({step['q']}, {step['k']}, {step['v']}{told})"
 
 
 # Finding --------------------------------------------------------------------------------------------------------------

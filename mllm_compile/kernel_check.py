@@ -64,10 +64,11 @@ def check_written_pieces(
     decoders = load_decoders(program, pieces, cubins, logits.device)
     unrotated = {step.layer: step.unrotated for step in program.steps if isinstance(step, AttentionStep)}
     for layer in program.layers:
-        forms = program.decode_attention.get(layer.name)
-        if forms is not None and (forms, layer.sm_scale) not in checked:
-            checked.add((forms, layer.sm_scale))
-            check = _DecodeCheck(layer, page_size, dtype, logits.device, unrotated.get(layer.name))
+        forms, step = program.decode_attention.get(layer.name), unrotated.get(layer.name)
+        kind = (forms, layer.sm_scale, None if step is None else (len(step.values), step.eps))
+        if forms is not None and kind not in checked:
+            checked.add(kind)
+            check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, decoders[layer.name])
     if program.sampling is not None:
@@ -137,14 +138,16 @@ class _DecodeCheck:
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
         decode = space.prepare(group, decoders, seq_lens)
 
-        def compare(ours: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        def compare(
+            ours: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, what: str = ""
+        ) -> None:
             for row, length in enumerate(lengths):
                 theirs = self._in_float32(q[row], keys, values, slots[row, :length])
                 error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
                 if not error <= _TOLERANCE:
                     num_sequences = num_requests * layer.num_kv_heads
                     form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
-                    raise CompileError(_refusal(form, num_sequences, layer, error, length))
+                    raise CompileError(_refusal(form, num_sequences, layer, error, length, what))
 
         q = self._random((num_requests, layer.num_heads, layer.head_dim), keys.dtype)
         if layer.logits_soft_cap > 0:  # products that it is felt by
@@ -162,8 +165,8 @@ class _DecodeCheck:
             cache.flatten(0, 1).index_copy(0, newest, new.float()).view(cache.shape)
             for cache, new in ((keys, k), (values, unrotated.v))
         )
-        compare(ours, q, theirs_keys, theirs_values)
-        compare(ours, q, keys, values)
+        compare(ours, q, theirs_keys, theirs_values, what="where it rotates")
+        compare(ours, q, keys, values, what="by the keys and values that it has written")
 
     def _random_unrotated(self, step: UnrotatedStep, num_requests: int) -> Unrotated:
         layer, dtype = self._layer, self._keys.dtype
@@ -205,12 +208,14 @@ def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
     return rotated(unrotated.q, unrotated.q_weight), rotated(unrotated.k, unrotated.k_weight)
 
 
-def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: float, length: int) -> str:
+def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: float, length: int, what: str) -> str:
     name, switch = _who_decodes(form, num_sequences)
+    if what:
+        what, switch = f" {what}", "compile.disable_passes: [rotate_in_attention]"
     return (
-        f"the decode attention {name} of {layer.name} is off by {error:.2g} at {length} tokens (limit {_TOLERANCE:g}): "
-        f"its kernel does not serve these heads on this machine. Set {switch} to have another in its place, and report "
-        "this."
+        f"the decode attention {name} of {layer.name} is off by {error:.2g}{what} at {length} tokens (limit "
+        f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set {switch} to have another in its "
+        "place, and report this."
     )
 
 

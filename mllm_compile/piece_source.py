@@ -77,12 +77,14 @@ def shape_text(val: torch.Tensor, symbols: Mapping[str, str]) -> str:
 
 
 def size_of(value: int | torch.SymInt, symbols: Mapping[str, str]) -> int | str:
-    """A number, or an expression of T, S and P as text: 1024, "T", "1024*T"."""
+    """A number, or an expression of T, S, P and L as text: 1024, "T", "1024*T"."""
     if not is_symbolic(value):
         return int(value)
     text = str(value.node.expr)  # type: ignore[union-attr]
     for symbol, name in symbols.items():
-        text = re.sub(rf"\b{symbol}\b", name, text).replace(f"Max(1, {name})", name)  # sizes are at least 1
+        text = re.sub(rf"\b{symbol}\b", name, text).replace(
+            f"Max(1, {name})", name
+        )  # of none of them is there a stride
     return text
 
 

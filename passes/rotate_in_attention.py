@@ -32,7 +32,8 @@ class RotateInAttention:
 
     Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/hopper_decode/ take. There
         may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
-        nothing then (runtime/ops.py). The compiler's driver leaves this pass out where no such kernel decodes.
+        nothing then (runtime/ops.py). The compiler's driver leaves this pass out where no such kernel can be compiled
+        or compile.hopper_decode is off.
     Preserves: the meaning of both; a kernel rounds where the op does.
     """
 

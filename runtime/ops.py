@@ -80,12 +80,12 @@ torch.library.register_fake("mllm::attention_with_output", lambda *args: None, l
 
 
 def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
-    """What a piece that writes a layer's KV itself is given: slots [T] int64, padded like the piece's tokens, and the
-    layer's keys [P, Hk, D] and values [P, Hk, Dv], by slot.
+    """What a piece that writes a layer's KV itself is given: slots [T] int64, padded like the piece's tokens, or [0]
+    where it is to leave that to attention, with the rotation; and the layer's keys [P, Hk, D] and values [P, Hk, Dv],
+    by slot.
 
     Args:
-        may_be_left: the layer's attention is told what q and k are made of. Without any slots the piece leaves it to
-            attention to rotate and to write them.
+        may_be_left: the layer's attention is told what q and k are made of.
 
     Raises:
         RuntimeError: no forward context is set, or it does not know the layer.

@@ -52,7 +52,8 @@ class LayerSpec:
 @dataclass(frozen=True)
 class PieceStep:
     """outputs = piece(inputs); inputs name values or weights. With `writes_kv_of` the piece writes that layer's keys
-    and values, and is given slots and cache behind its inputs (ops.cache_inputs)."""
+    and values, and is given slots and cache behind its inputs; or no slots, and leaves it to attention
+    (ops.cache_inputs)."""
 
     piece: str
     inputs: tuple[str, ...]
@@ -84,7 +85,8 @@ class UnrotatedStep:
 @dataclass(frozen=True)
 class AttentionStep:
     """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache, to which k
-    and v are written unless the piece before has done so."""
+    and v are written unless the piece before has done so. With `unrotated` the piece may have left both to attention:
+    then it has not made q and k either."""
 
     layer: str
     q: str

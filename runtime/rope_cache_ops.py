@@ -131,11 +131,11 @@ def rope_and_cache(
         cos, sin: [1, T, D], contiguous.
         q_weight, k_weight: [D] of the RMS norms before the rotation, both or neither.
         eps: theirs.
-        slots: [T] int64; keys, values: [P, Hk, D], contiguous, written at those slots. Of none nothing is written or
-            computed: attention does it (runtime/ops.py).
+        slots: [T] int64; or [0]: then nothing is computed or written, since attention does it (runtime/ops.py).
+        keys, values: [P, Hk, D], contiguous, written at those slots.
 
     Returns:
-        q [T, H, D] and k [T, Hk, D], contiguous.
+        q [T, H, D] and k [T, Hk, D], contiguous; without slots of any numbers.
     """
     _, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]

@@ -147,7 +147,7 @@ class WritesKeysOnly(RotatingAttention):
 
 @pytest.mark.parametrize("wrong", [WithoutNorms, OtherWay, OnlyQueries, WritesNothing, WritesKeysOnly])
 def test_a_wrong_rotation_is_refused(wrong):
-    with pytest.raises(CompileError, match=r"shares_8x4_page64 of .* is off by .*hopper_decode: false"):
+    with pytest.raises(CompileError, match=r"shares_8x4_page64 of .* is off by .*\[rotate_in_attention\]"):
         check_rotation(wrong(LAYER), ("q_norm", "k_norm"))
 
 

@@ -150,12 +150,22 @@ class _PieceRecorder:
             # and counts with its attention.
             own = zip(inputs[: len(is_activation)], is_activation, strict=True)
             in_bytes = sum(tensor.nbytes for tensor, counts in own if counts)
+            unread = self._unread(index, leaves_rotation=any(tensor.numel() == 0 for tensor in inputs))
             with torch.profiler.record_function(f"{PIECE_RANGE}{index}"):
                 outputs = function(inputs)
-            self._activation_bytes[index] = (in_bytes, sum(tensor.nbytes for tensor in outputs))
+            read = (tensor for name, tensor in zip(step.writes, outputs, strict=True) if name not in unread)
+            self._activation_bytes[index] = (in_bytes, sum(tensor.nbytes for tensor in read))
             return outputs
 
         return run
+
+    def _unread(self, index: int, leaves_rotation: bool) -> set[str]:
+        """Outputs of the piece at `index` that attention does not read in this step: q and k that it makes itself, or
+        what they are made of."""
+        behind = self._program.steps[index + 1] if index + 1 < len(self._program.steps) else None
+        if not isinstance(behind, AttentionStep) or behind.unrotated is None:
+            return set()
+        return {behind.q, behind.k} if leaves_rotation else set(behind.unrotated.values[:2])
 
     def facts(self, batch: int, context: int) -> StepFacts:
         """Of the steps that ran."""

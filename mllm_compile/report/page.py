@@ -115,7 +115,7 @@ def _cuda_kernels(artifact: Artifact) -> list[str]:
     return [
         parts.folded(
             kernel.name,
-            f"of runtime/{kernel.source}",
+            f"of runtime/{' and runtime/'.join((*kernel.headers, kernel.source))}",
             format_bytes(len(artifact.cubins[kernel.name])),
             parts.source("\n".join(f"#define {name} {value}" for name, value in kernel.constants().items())),
         )

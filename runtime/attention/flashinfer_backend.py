@@ -288,14 +288,11 @@ class FlashInferAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        pool = batch.token_to_kv_pool
-        if self.decode_metadata is None:
-            raise RuntimeError("call init_forward_metadata with the batch before forward")
+        pool, wrapper = batch.token_to_kv_pool, self._decode_wrapper(layer)
         if save_kv_cache:
             pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
         if out is None:
             out = q.new_empty(q.shape)
-        wrapper = self.decode_metadata.decode_wrappers[self._group_index(layer)]
         wrapper.run(q, pool.get_pages(layer.layer_id), out=out)
         return out
 
@@ -332,16 +329,18 @@ class FlashInferAttnBackend(AttentionBackend):
     def rotates(self, layer: AttentionLayer) -> bool:
         if self.decode_metadata is None or self.prefill_metadata is not None:
             return False
-        wrapper = self.decode_metadata.decode_wrappers[self._group_index(layer)]
+        wrapper = self._decode_wrapper(layer)
         return isinstance(wrapper, SplitDecode) and wrapper.rotates
 
     def forward_unrotated(
         self, unrotated: Unrotated, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
+        self._decode_wrapper(layer).run_unrotated(unrotated, batch.token_to_kv_pool.get_pages(layer.layer_id), out)
+
+    def _decode_wrapper(self, layer: AttentionLayer) -> Any:
         if self.decode_metadata is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
-        wrapper = self.decode_metadata.decode_wrappers[self._group_index(layer)]
-        wrapper.run_unrotated(unrotated, batch.token_to_kv_pool.get_pages(layer.layer_id), out)
+        return self.decode_metadata.decode_wrappers[self._group_index(layer)]
 
     # CUDA graphs ------------------------------------------------------------------------------------------------------
 

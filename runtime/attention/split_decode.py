@@ -136,7 +136,7 @@ class SplitDecode:
 
     def run_unrotated(self, unrotated: Unrotated, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         """As `run`, of q that is not rotated, with keys and values that are not in the cache yet."""
-        self._decoder.piece([unrotated.q, *_by_slot(pages), *self._batch, out], unrotated)
+        self._decoder.piece([unrotated.q[0], *_by_slot(pages), *self._batch, out], unrotated)
 
 
 def _by_slot(pages: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,9 +7,10 @@
 // warp has 16 keys of a tile and sums of its own; sums are added up in a block, then over distributed shared memory.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
-// STAGES (tiles in shared memory).
+// STAGES (tiles in shared memory), SHARED_BYTES.
 
 constexpr int D = 128, TILE = 64, WARPS = 4;
+static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
 constexpr int BOX_COLUMNS = 64, BOX_ROWS = PAGE < TILE ? PAGE : TILE;  // rows of 128 bytes, swizzled
 constexpr int HALF_BYTES = TILE * BOX_COLUMNS * 2, TILE_BYTES = 4 * HALF_BYTES;  // two halves of keys, two of values
 constexpr float NOTHING = -1e30f;  // a logit that no key has
@@ -35,8 +36,9 @@ struct Sums {  // of some keys: weighted values, the largest logit, the weights'
 struct Shared {
   Sums of_warp[WARPS], of_block;
   u64 full[STAGES], empty[STAGES];
-  Queries queries[WARPS];
 };
+static_assert(GROUP * sizeof(QueryRow) <= sizeof(Sums), "queries are where a warp's sums will be");
+static_assert(1024 + STAGES * TILE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
@@ -80,8 +82,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     for (int i = 0; i < first - waits_for_key; i++) ask(i);
   const int new_row = (num_keys - 1) % TILE;
   const bool puts_new_key = rotation.k && has_new_key && new_row / 16 == warp;
-  Factors factors;
-  if (rotation.k) factors = load_factors(rotation, request);
+  Weights norm_weights;
+  if (rotation.k) norm_weights = load_weights(rotation);
   u64 new_slot = 0;
   if (puts_new_key) new_slot = slot_in(page_table[request * width + (num_keys - 1) / PAGE], num_keys - 1);
   wait_for_prerequisites();
@@ -91,12 +93,14 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   }
   start_dependents();
 
+  Angle angle;
+  if (rotation.k) angle = load_angle(rotation, request);
   NewToken newest;
   if (puts_new_key) newest = load_new_token(rotation, request, head);
   u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
   const u32* heads = q + (u64)request * rotation.q_stride + head * GROUP * HEAD_PAIRS;
-  load_queries(query, heads, rotation, factors, shared.queries[warp]);
-  if (puts_new_key) rotate_key(newest, rotation, factors);
+  load_queries(query, heads, rotation, norm_weights, angle, (QueryRow*)&shared.of_warp[warp]);  // its sums come later
+  if (puts_new_key) rotate(newest.key, norm_weights.k, angle, rotation);
   float sums[D / 8][4] = {}, top = NOTHING, total = 0.f;
   for (int i = 0; i < mine; i++) {
     const u32 tile = ring + i % STAGES * TILE_BYTES;

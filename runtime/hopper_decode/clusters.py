@@ -48,10 +48,10 @@ class ClusterKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """The ring and what its alignment may cost; sums of warps and of the block; barriers; queries of warps."""
+        """The ring and what its alignment may cost; sums of warps and of the block; barriers."""
         ring = _RING_TILES * TILE * HEAD_DIM * 2 * 2
         sums = (_WARPS + 1) * self.group * (HEAD_DIM + 2) * 4
-        return ring + 1024 + sums + 2 * _RING_TILES * 8 + _WARPS * self.query_bytes
+        return ring + 1024 + sums + 2 * _RING_TILES * 8
 
     @property
     def box_rows(self) -> int:

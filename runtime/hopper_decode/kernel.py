@@ -28,14 +28,14 @@ class DecodeKernel(CudaKernel):
     page_size: int
 
     @property
-    def query_bytes(self) -> int:
-        """Of a KV head's queries on their way between lanes (rotation.cuh, Queries)."""
-        return max(2, self.group) * (HEAD_DIM // 2 + 4) * 4
-
-    @property
     def heads_name(self) -> str:
         return f"{self.kv_heads}x{self.group}_page{self.page_size}"
 
     @abstractmethod
     def constants(self) -> dict[str, int]:
-        return {"KV_HEADS": self.kv_heads, "GROUP": self.group, "PAGE": self.page_size}
+        return {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "PAGE": self.page_size,
+            "SHARED_BYTES": self.shared_bytes,
+        }

@@ -13,10 +13,9 @@ struct Rotation {
 };
 
 constexpr int HEAD_PAIRS = 64, HALF_PAIRS = HEAD_PAIRS / 2;
-constexpr u32 ONES = 0x3f803f80;  // a norm's weight where there is none
 // Of queries on their way from the lanes that rotate them to those that multiply: rows of other banks.
 constexpr int QUERY_ROW = HEAD_PAIRS + 4;
-typedef u32 Queries[GROUP > 1 ? GROUP : 2][QUERY_ROW];
+typedef u32 QueryRow[QUERY_ROW];
 
 struct Head {
   u32 pairs[2];
@@ -25,23 +24,31 @@ __device__ __forceinline__ Head load_head(const u32* head) {
   const int lane = threadIdx.x % 32;
   return {{head[lane], head[HALF_PAIRS + lane]}};
 }
-__device__ __forceinline__ Head load_weight(const u32* weight) { return weight ? load_head(weight) : Head{{ONES, ONES}}; }
 
-// What a token's heads are multiplied by. No kernel ahead writes it.
-struct Factors {
-  Head cos, sin, q_weight, k_weight;
+struct Weights {  // of the norms: nobody has to be waited for to read them
+  Head q, k;
 };
-__device__ __forceinline__ Factors load_factors(const Rotation& rotation, int token) {
-  const u64 angles = (u64)token * HEAD_PAIRS;
-  return {load_head(rotation.cos + angles), load_head(rotation.sin + angles), load_weight(rotation.q_weight),
-          load_weight(rotation.k_weight)};
+__device__ __forceinline__ Weights load_weights(const Rotation& rotation) {
+  Weights its = {};
+  if (rotation.q_weight) its = {load_head(rotation.q_weight), load_head(rotation.k_weight)};
+  return its;
 }
-__device__ __forceinline__ void rotate(Head& head, const Head& weight, bool has_norm, const Factors& by, float eps) {
+struct Angle {  // of a token; in the first layer the kernel ahead may be the one that computes it
+  Head cos, sin;
+};
+__device__ __forceinline__ Angle load_angle(const Rotation& rotation, int token) {
+  const u64 place = (u64)token * HEAD_PAIRS;
+  return {load_head(rotation.cos + place), load_head(rotation.sin + place)};
+}
+__device__ __forceinline__ void rotate(Head& head, const Head& weight, const Angle& by, const Rotation& rotation) {
   u32(&x)[2] = head.pairs;
-  const float squares = sum_of_lanes(sum_of_squares(x[0]) + sum_of_squares(x[1]), 32);
-  const float norm = has_norm ? rsqrtf(squares / (2 * HEAD_PAIRS) + eps) : 1.f;
-  const float a = first_of(x[0]) * norm * first_of(weight.pairs[0]), b = second_of(x[0]) * norm * second_of(weight.pairs[0]);
-  const float c = first_of(x[1]) * norm * first_of(weight.pairs[1]), d = second_of(x[1]) * norm * second_of(weight.pairs[1]);
+  float a = first_of(x[0]), b = second_of(x[0]), c = first_of(x[1]), d = second_of(x[1]);
+  if (rotation.q_weight) {
+    const float squares = sum_of_lanes(sum_of_squares(x[0]) + sum_of_squares(x[1]), 32);
+    const float norm = rsqrtf(squares / (2 * HEAD_PAIRS) + rotation.eps);
+    a *= norm * first_of(weight.pairs[0]), b *= norm * second_of(weight.pairs[0]);
+    c *= norm * first_of(weight.pairs[1]), d *= norm * second_of(weight.pairs[1]);
+  }
   const u32(&cos)[2] = by.cos.pairs, (&sin)[2] = by.sin.pairs;
   x[0] = pack(a * first_of(cos[0]) - c * first_of(sin[0]), b * second_of(cos[0]) - d * second_of(sin[0]));
   x[1] = pack(c * first_of(cos[1]) + a * first_of(sin[1]), d * second_of(cos[1]) + b * second_of(sin[1]));
@@ -49,7 +56,7 @@ __device__ __forceinline__ void rotate(Head& head, const Head& weight, bool has_
 
 // The GROUP query heads of a KV head, which follow one another at `heads`, as rows of a product's operand; by one warp.
 __device__ __forceinline__ void load_queries(u32 (&query)[8][2], const u32* heads, const Rotation& rotation,
-                                             const Factors& factors, Queries& on_the_way) {
+                                             const Weights& weights, const Angle& angle, QueryRow* on_the_way) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
   const bool is_there = member < GROUP;
   if (rotation.k) {
@@ -58,7 +65,7 @@ __device__ __forceinline__ void load_queries(u32 (&query)[8][2], const u32* head
     for (int g = 0; g < GROUP; g++) of[g] = load_head(heads + g * HEAD_PAIRS);
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
-      rotate(of[g], factors.q_weight, rotation.q_weight, factors, rotation.eps);
+      rotate(of[g], weights.q, angle, rotation);
       on_the_way[g][lane] = of[g].pairs[0], on_the_way[g][HALF_PAIRS + lane] = of[g].pairs[1];
     }
     __syncwarp();
@@ -83,28 +90,25 @@ __device__ __forceinline__ NewToken load_new_token(const Rotation& rotation, int
   return {load_head(rotation.k + (u64)token * rotation.k_stride + head * HEAD_PAIRS),
           load_head(rotation.v + (u64)token * rotation.v_stride + head * HEAD_PAIRS)};
 }
-__device__ __forceinline__ void rotate_key(NewToken& its, const Rotation& rotation, const Factors& factors) {
-  rotate(its.key, factors.k_weight, rotation.k_weight, factors, rotation.eps);
-}
 // The lane, asked for anew: so that what follows from it is not kept in registers all the loop that has it once at its end.
 __device__ __forceinline__ int lane_now() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
-// Where the queries were, which are in registers by then: for later, when all other registers are needed.
-__device__ __forceinline__ void keep(const NewToken& its, u32 page, Queries& rows) {
+// Where the queries were, which are in registers by then, in two rows: for later, when all other registers are needed.
+__device__ __forceinline__ void keep(const NewToken& its, u32 page, QueryRow* rows) {
   const int lane = threadIdx.x % 32;
   rows[0][HEAD_PAIRS] = page;  // every lane puts it there, and finds it
 #pragma unroll
   for (int half = 0; half < 2; half++)
     rows[0][half * HALF_PAIRS + lane] = its.key.pairs[half], rows[1][half * HALF_PAIRS + lane] = its.value.pairs[half];
 }
-__device__ __forceinline__ NewToken kept(const Queries& rows) {
+__device__ __forceinline__ NewToken kept(const QueryRow* rows) {
   const int lane = lane_now();
   return {{rows[0][lane], rows[0][HALF_PAIRS + lane]}, {rows[1][lane], rows[1][HALF_PAIRS + lane]}};
 }
-__device__ __forceinline__ u32 kept_page(const Queries& rows) { return rows[0][HEAD_PAIRS]; }
+__device__ __forceinline__ u32 kept_page(const QueryRow* rows) { return rows[0][HEAD_PAIRS]; }
 // Of the cache, where the token at `position` of a request is.
 __device__ __forceinline__ u64 slot_in(u32 page, int position) { return (u64)page * PAGE + position % PAGE; }
 __device__ __forceinline__ void write_to_cache(const Rotation& rotation, const NewToken& its, u64 slot, int head) {

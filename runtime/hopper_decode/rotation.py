@@ -25,21 +25,21 @@ class _Argument(ctypes.Structure):
 class Rotation:
     """
     Attributes:
-        q: [T, H, D], where the kernel reads queries; tokens may have any stride.
+        q: [T, H, D], where the kernel reads queries: heads are in one row, tokens may have any stride.
         argument: of the launch. It holds addresses: the tensors live on with whoever gave them.
     """
 
     def __init__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, unrotated: Unrotated | None) -> None:
         """
         Args:
-            q: [T, H, D], contiguous, used where nothing is `unrotated`.
+            q: [T, H, D]; contiguous, or what is to be rotated.
             keys, values: [P, Hk, D], the cache.
         """
+        self.q = _with_whole_heads(q)
         if unrotated is None:
-            self.q = q
-            self.argument = _Argument(q_stride=_token_stride(q))
+            self.argument = _Argument(q_stride=_token_stride(self.q))
             return
-        self.q, self._k, self._v = map(_with_whole_heads, (unrotated.q[0], unrotated.k[0], unrotated.v))
+        self._k, self._v = map(_with_whole_heads, (unrotated.k[0], unrotated.v))
         tensors = (
             self._k,
             self._v,

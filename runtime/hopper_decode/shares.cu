@@ -14,9 +14,10 @@
 // so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
-// of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory).
+// of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, MISSING (all bits set).
 
 constexpr int D = 128, HEADS = 8, TILE = 16;
+static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
 constexpr int BOX_COLUMNS = 64, HALF_BYTES = TILE * BOX_COLUMNS * 2;  // half a head: rows of 128 bytes, swizzled
 constexpr int HEAD_BYTES = 2 * HALF_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
 constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);  // requests that it counts
@@ -37,7 +38,7 @@ struct Shared {
   u64 full[SLOTS], empty[SLOTS];
   int counts_of_warps[HEADS];
   int first_tiles[MOST_REQUESTS + 1];  // of each request, and their number
-  Queries queries[HEADS];
+  QueryRow queries[HEADS][GROUP > 1 ? GROUP : 2];
 };
 
 // What a warp has of a head: a lane of two columns of each eight, for the query head lane / 4.
@@ -209,10 +210,12 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   if (lane == 0) arrive(values.empty);
 }
 
-// What a part holds until numbers stand there. No sum is that: what computes one gives another NaN (0x7fffffff).
-constexpr u32 MISSING = 0xffffffffu;
-__device__ __forceinline__ void put(float2* place, float2 v) {
-  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(v.x), "f"(v.y) : "memory");
+// A part holds MISSING until numbers stand there: a NaN, of which a sum is made another one.
+__device__ __forceinline__ void put(float2* place, u32 first, u32 second) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(first), "r"(second) : "memory");
+}
+__device__ __forceinline__ u32 sayable(float v) {
+  return __float_as_uint(v) == MISSING ? 0x7fffffffu : __float_as_uint(v);
 }
 __device__ __forceinline__ float2 look_at(const float2* place) {
   float2 v;
@@ -228,8 +231,8 @@ __device__ __forceinline__ void leave(const Sums& sums, Part& part) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < D / 8; n++)
-    if (lane / 4 < GROUP) put(&part.values[n][lane], float2{sums.values[n][0], sums.values[n][1]});
-  put(&part.weights[lane], float2{sums.top, sums.total});
+    if (lane / 4 < GROUP) put(&part.values[n][lane], sayable(sums.values[n][0]), sayable(sums.values[n][1]));
+  put(&part.weights[lane], sayable(sums.top), sayable(sums.total));
 }
 
 // Adds what the blocks behind this one have left of a request that ends before tile `end`, in their order.
@@ -249,18 +252,19 @@ __device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end,
       }
       while (!is_there(weights)) weights = look_at(&part.weights[lane]);  // they are left last: no need to look at all
     }
-    const float2 missing = {__uint_as_float(MISSING), __uint_as_float(MISSING)};  // for the next launch
-    put(&part.weights[lane], missing);
+    put(&part.weights[lane], MISSING, MISSING);  // for the next launch
     const float most = fmaxf(sums.top, weights.x), own = exp2f(sums.top - most), other = exp2f(weights.x - most);
     sums.top = most, sums.total = sums.total * own + weights.y * other;
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
-      if (lane / 4 < GROUP) put(&part.values[n][lane], missing);
+      if (lane / 4 < GROUP) put(&part.values[n][lane], MISSING, MISSING);
       sums.values[n][0] = sums.values[n][0] * own + values[n].x * other;
       sums.values[n][1] = sums.values[n][1] * own + values[n].y * other;
     }
   }
 }
+
+static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
 extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
@@ -295,15 +299,17 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
     const int first = group_begin + shared.first_tiles[r], last = group_begin + shared.first_tiles[r + 1];
     const int head = group * HEADS + warp, num_keys = seq_lens[r], stop = min(end, last);
     const bool has_new_key = rotation.k && stop == last;
-    Factors factors;
-    if (rotation.k) factors = load_factors(rotation, r);
+    Weights weights;
+    Angle angle;
+    __syncwarp();  // what some lanes stored of the request before: see store_if
+    if (rotation.k) weights = load_weights(rotation), angle = load_angle(rotation, r);
     u32 query[D / 16][2];  // of rows 0 to 7 of a product
     const u32* heads = q + (u64)r * rotation.q_stride + head * GROUP * HEAD_PAIRS;
-    load_queries(query, heads, rotation, factors, shared.queries[warp]);
+    load_queries(query, heads, rotation, weights, angle, shared.queries[warp]);
     if (has_new_key) {
       const int page = page_table[r * width + (num_keys - 1) / PAGE];
       NewToken newest = load_new_token(rotation, r, head);
-      rotate_key(newest, rotation, factors);
+      rotate(newest.key, weights.k, angle, rotation);
       keep(newest, page, shared.queries[warp]);
     }
     Sums sums = {};

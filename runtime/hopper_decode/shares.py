@@ -13,6 +13,7 @@ TILE = 16  # tokens that are copied together
 MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
 
 MISSING = -1  # what a word of a part is until it is left: all bits set
+_QUERY_ROW = HEAD_DIM // 2 + 4  # words (rotation.cuh)
 
 # Of tiles' keys or values. With 3, 4, 6 and 7 the kernel is as fast; with fewer there is room for blocks of the next.
 _SLOTS = 4
@@ -43,7 +44,8 @@ class ShareKernel(DecodeKernel):
         queries of warps."""
         ring = _SLOTS * TILE * HEADS * HEAD_DIM * 2
         numbers = HEADS + MOST_REQUESTS + 1  # and one more where their struct ends at a multiple of 8 bytes
-        return ring + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2) * 4 + HEADS * self.query_bytes
+        queries = HEADS * max(2, self.group) * _QUERY_ROW
+        return ring + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2 + queries) * 4
 
     @property
     def box_panels(self) -> int:
@@ -56,7 +58,7 @@ class ShareKernel(DecodeKernel):
         return 32 * (HEAD_DIM // 8 * 2 + 2)
 
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), "MOST_REQUESTS": MOST_REQUESTS, "SLOTS": _SLOTS}
+        return {**super().constants(), "MOST_REQUESTS": MOST_REQUESTS, "SLOTS": _SLOTS, "MISSING": MISSING & 0xFFFFFFFF}
 
 
 def takes(num_kv_heads: int) -> bool:

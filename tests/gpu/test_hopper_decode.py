@@ -132,15 +132,19 @@ class New:
         last = cache.lengths.long() - 1
         page = cache.page_table.gather(1, (last // cache.page_size)[:, None]).squeeze(1).long()
         self.slots = page * cache.page_size + last % cache.page_size
-        self.packed = torch.randn(1, count, (heads + 2 * kv_heads) * 128, device="cuda").bfloat16()
+        # Projections, then cosines and sines of each token: all that a kernel ahead may write, in one piece of memory.
+        width = (heads + 2 * kv_heads) * 128
+        self.memory = torch.randn(count, width + 2 * 128, device="cuda").bfloat16().flatten()
+        self.packed = self.memory[: count * width].view(1, count, width)
         q, k, v = (
             part.unflatten(-1, (-1, 128))
             for part in self.packed.split([heads * 128, kv_heads * 128, kv_heads * 128], -1)
         )
-        angles = 6 * torch.rand(1, count, 128, device="cuda")
-        angles = [angles.cos().bfloat16(), angles.sin().bfloat16()]
+        angles = self.memory[count * width :].view(2, 1, count, 128)
+        turns = 6 * torch.rand(1, count, 128, device="cuda")
+        angles.copy_(torch.stack((turns.cos(), turns.sin())))
         norms = [(1 + torch.rand(128, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
-        self.unrotated = Unrotated.of([q, k, *angles, *norms], v[0], 1e-6)
+        self.unrotated = Unrotated.of([q, k, *angles.unbind(), *norms], v[0], 1e-6)
         self.forget(cache)
 
     def forget(self, cache: Cache) -> None:
@@ -161,7 +165,7 @@ class New:
 def decode_new(decoder: Decode, cache: Cache, new: New) -> torch.Tensor:
     q = new.unrotated.q[0]
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda")
-    decoder([new.unrotated.q, cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
+    decoder([new.unrotated.q[0], cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
     return out
 
 
@@ -201,6 +205,35 @@ def test_new_tokens_have_the_same_numbers_every_time(decoders, kind):
         new.forget(cache)
         assert torch.equal(decode_new(decoder, cache, new), first)
         assert torch.equal(cache.keys, keys)
+
+
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
+    """Rows behind the batch's, as a graph has them: of one token, all on the same page."""
+    cache = Cache([577, 64, 1, 1, 1], 8, 128, 64, torch.bfloat16)
+    cache.page_table[2:] = cache.page_table[2, 0]
+    new = New(cache, 16, has_norms=True)
+    others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots, False)
+    before = cache.keys[others], cache.values[others]
+    got = decode_new(decoders(kind, 16, 8, 64), cache, new)[:2].float()
+    assert torch.equal(cache.keys[others], before[0])
+    assert torch.equal(cache.values[others], before[1])
+    want = new.in_float32(cache)[:2]
+    assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("word", [-1, 0x7FFF, 0x7F80], ids=["all bits", "NaN", "infinity"])
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_values_that_are_no_numbers_stay_their_requests_own(decoders, kind, word):
+    """In requests of several blocks, which say that they have left something by what they leave."""
+    cache = Cache([3000, 577, 3000], 8, 128, 64, torch.bfloat16)
+    slots = cache.page_table[::2].long()[:, :, None] * 64 + torch.arange(64, device="cuda")
+    cache.values.view(torch.int16)[slots.flatten()] = word
+    q = torch.randn(3, 16, 128, device="cuda").bfloat16()
+    for _ in range(3):
+        got = decode(decoders(kind, 16, 8, 64), cache, q)
+        assert not got[::2].isfinite().any()
+        assert got[1].isfinite().all()
 
 
 def test_every_launch_leaves_shares_as_it_found_them(decoders):
@@ -267,20 +300,21 @@ def decode_behind_a_late_write(decoder: Decode, cache: Cache, q: torch.Tensor) -
 
 
 def decode_behind_a_late_projection(decoder: Decode, cache: Cache, new: New) -> torch.Tensor:
-    """In a graph: what is to be rotated, and values, are infinite until a kernel writes them that has let the next one
-    begin before."""
-    count, width = new.packed.shape[1:]
+    """In a graph: what is to be rotated, by what, and values, are infinite until a kernel writes them that has let the
+    next one begin before."""
+    count, num_threads = len(cache.lengths), 32
     late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
-    projected, rows, none = new.packed.clone(), torch.arange(count, device="cuda"), torch.empty_like(new.packed)
-    arguments = [address_of(tensor) for tensor in (new.packed, none, projected, projected, rows)]
+    written, none = new.memory.clone(), torch.empty_like(new.memory)
+    rows = torch.arange(len(written) // (8 * num_threads), device="cuda")
+    arguments = [address_of(tensor) for tensor in (new.memory, none, written, written, rows)]
     decode_new(decoder, cache, new)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         new.forget(cache)
-        new.packed.fill_(torch.inf)
+        new.memory.fill_(torch.inf)
         out = torch.full((count, *new.unrotated.q.shape[2:]), torch.nan, dtype=torch.bfloat16, device="cuda")
-        late.launch(count, width // 8, arguments)
-        decoder([new.unrotated.q, cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
+        late.launch(len(rows), num_threads, arguments)
+        decoder([new.unrotated.q[0], cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
     for _ in range(3):
         graph.replay()
     return out

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.base import PerLayerParameters
-from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, should_use_tensor_core
+from mllm_compile.runtime.attention.flashinfer_backend import (
+    DecodeMetadata,
+    FlashInferAttnBackend,
+    PrefillMetadata,
+    should_use_tensor_core,
+)
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     check_never_split,
@@ -15,11 +20,38 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import make_paged_view
+from mllm_compile.runtime.attention.split_decode import Decoder, SplitDecode
 from mllm_compile.runtime.errors import ConfigError, DeviceError, UnsupportedModelError
 from tests.runtime.attention_cases import make_case, make_layer
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = PlanGroup(32, 8, 128, PerLayerParameters(-1, 0.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("decode", "has_prefills", "rotates"),
+    [
+        ("kernels", False, True),
+        ("kernels", True, False),
+        ("piece", False, False),
+        ("planned", False, False),
+        (None, False, False),
+        (None, True, False),
+    ],
+)
+def test_attention_rotates_decodes_alone_and_by_kernels_that_do(decode, has_prefills, rotates):
+    tables = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    wrappers = {
+        "kernels": SplitDecode(Decoder(list, rotates=True), *tables, []),
+        "piece": SplitDecode(Decoder(list), *tables, []),
+        "planned": object(),
+    }
+    backend = FlashInferAttnBackend.__new__(FlashInferAttnBackend)  # as planned; making one needs FlashInfer
+    layer = make_layer()
+    backend._group_of = {layer.name: 0}
+    backend.decode_metadata = None if decode is None else DecodeMetadata([wrappers[decode]])
+    backend.prefill_metadata = PrefillMetadata([object()], False, True) if has_prefills else None
+    assert backend.rotates(layer) is rotates
 
 
 @pytest.mark.parametrize(

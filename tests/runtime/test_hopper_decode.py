@@ -46,7 +46,7 @@ def test_a_tile_is_of_whole_pages_or_a_page_of_whole_tiles(page_size, is_right):
     assert are_served(32, 8, 128, page_size) is is_right
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 6])
 def test_two_blocks_fit_on_a_multiprocessor(group):
     for kernel in cluster_kernels(8 * group, 8, 64):
         assert 2 * (kernel.shared_bytes + _RESERVED_BYTES) <= _MULTIPROCESSOR_BYTES
@@ -101,9 +101,11 @@ class FakeKernel:
     def __init__(self, name: str) -> None:
         self.name = name
         self.launches: list[tuple[int, int, int]] = []
+        self.rotations: list[_Argument] = []
 
     def launch(self, num_blocks, num_threads, arguments) -> None:
         self.launches.append((num_blocks, num_threads, len(arguments)))
+        self.rotations.append(arguments[-1])
 
 
 class FakeMaps:
@@ -162,8 +164,9 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
 
 
 def unrotated(num_requests: int, has_norms: bool = True) -> Unrotated:
-    packed = torch.zeros(1, num_requests, (32 + 2 * 8) * 128, dtype=torch.bfloat16)
-    q, k, v = (part.unflatten(-1, (-1, 128)) for part in packed.split([32 * 128, 8 * 128, 8 * 128], -1))
+    packed = torch.zeros(1, num_requests, (32 + 8) * 128, dtype=torch.bfloat16)
+    q, k = (part.unflatten(-1, (-1, 128)) for part in packed.split([32 * 128, 8 * 128], -1))
+    v = torch.zeros(1, num_requests, 9, 128, dtype=torch.bfloat16)[:, :, :8]
     angles = torch.zeros(1, num_requests, 128, dtype=torch.bfloat16)
     weights = [torch.ones(128, dtype=torch.bfloat16) for _ in range(2)] if has_norms else []
     return Unrotated.of([q, k, angles, angles + 1, *weights], v[0], 1e-6)
@@ -173,12 +176,14 @@ def unrotated(num_requests: int, has_norms: bool = True) -> Unrotated:
 def test_a_kernel_is_told_where_the_parts_of_a_projection_are(has_norms):
     keys = inputs_of(3)[1]
     told = unrotated(3, has_norms)
-    rotation = Rotation(told.q, keys, keys + 1, told)
+    values, k_apart = keys + 1, torch.zeros(1, 3, 10, 128, dtype=torch.bfloat16)[:, :, :8]
+    told = replace(told, k=k_apart)
+    rotation = Rotation(told.q[0], keys, values, told)
     argument = rotation.argument
     assert (rotation.q.data_ptr(), argument.k, argument.v) == tuple(x.data_ptr() for x in (told.q, told.k, told.v))
-    assert argument.q_stride == argument.k_stride == argument.v_stride == (32 + 2 * 8) * 128 // 2
+    assert (argument.q_stride, argument.k_stride, argument.v_stride) == (40 * 64, 10 * 64, 9 * 64)
     assert (argument.cos, argument.sin) == (told.cos.data_ptr(), told.sin.data_ptr())
-    assert argument.keys == keys.data_ptr()
+    assert (argument.keys, argument.values) == (keys.data_ptr(), values.data_ptr())
     assert argument.eps == pytest.approx(1e-6)
     assert (argument.q_weight is None) is (argument.k_weight is None) is not has_norms
     if has_norms:
@@ -196,7 +201,7 @@ def test_heads_that_are_not_in_one_row_are_copied_into_one():
     keys = inputs_of(3)[1]
     told = unrotated(3)
     apart = replace(told, q=torch.randn(1, 32, 3, 128).bfloat16().transpose(1, 2))
-    rotation = Rotation(apart.q, keys, keys, apart)
+    rotation = Rotation(apart.q[0], keys, keys, apart)
     assert rotation.q.is_contiguous()
     assert torch.equal(rotation.q, apart.q[0])
     assert rotation.argument.q_stride == 32 * 128 // 2
@@ -222,9 +227,11 @@ def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
     many = decoder.ShareDecode(kernels[-1], binaries, 0.1, torch.device("cpu"))
     for decode in (few, many):
         told = unrotated(3)
-        decode([told.q, *inputs_of(3)[1:6]], told)
-    assert made["clusters_8x4_page16_split4"].launches == [(3 * 8 * 4, 128, 9)]
-    assert made["shares_8x4_page16"].launches == [(132, 288, 11)]
+        decode([told.q[0], *inputs_of(3)[1:6]], told)
+        decode(inputs_of(3))
+        kernel = made["clusters_8x4_page16_split4" if decode is few else "shares_8x4_page16"]
+        assert kernel.launches == [(3 * 8 * 4, 128, 9) if decode is few else (132, 288, 11)] * 2
+        assert [rotation.k for rotation in kernel.rotations] == [told.k.data_ptr(), None]
 
 
 def test_a_program_decodes_by_what_its_forms_name(made):
