@@ -82,9 +82,8 @@ def size_of(value: int | torch.SymInt, symbols: Mapping[str, str]) -> int | str:
         return int(value)
     text = str(value.node.expr)  # type: ignore[union-attr]
     for symbol, name in symbols.items():
-        text = re.sub(rf"\b{symbol}\b", name, text).replace(
-            f"Max(1, {name})", name
-        )  # of none of them is there a stride
+        # Strides say Max(1, …): of L, which may be 0, there are none.
+        text = re.sub(rf"\b{symbol}\b", name, text).replace(f"Max(1, {name})", name)
     return text
 
 

@@ -148,24 +148,29 @@ class _PieceRecorder:
         def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             # Before the call: a piece may empty the list. What a piece gets to write the KV cache comes last in it
             # and counts with its attention.
-            own = zip(inputs[: len(is_activation)], is_activation, strict=True)
-            in_bytes = sum(tensor.nbytes for tensor, counts in own if counts)
-            unread = self._unread(index, leaves_rotation=any(tensor.numel() == 0 for tensor in inputs))
+            leaves_rotation = any(tensor.numel() == 0 for tensor in inputs[len(is_activation) :])
+            idle = self._idle_values(index, leaves_rotation)
+            own = zip(step.reads, inputs[: len(is_activation)], is_activation, strict=True)
+            in_bytes = sum(tensor.nbytes for name, tensor, counts in own if counts and name not in idle)
             with torch.profiler.record_function(f"{PIECE_RANGE}{index}"):
                 outputs = function(inputs)
-            read = (tensor for name, tensor in zip(step.writes, outputs, strict=True) if name not in unread)
-            self._activation_bytes[index] = (in_bytes, sum(tensor.nbytes for tensor in read))
+            written = (tensor for name, tensor in zip(step.writes, outputs, strict=True) if name not in idle)
+            self._activation_bytes[index] = (in_bytes, sum(tensor.nbytes for tensor in written))
             return outputs
 
         return run
 
-    def _unread(self, index: int, leaves_rotation: bool) -> set[str]:
-        """Outputs of the piece at `index` that attention does not read in this step: q and k that it makes itself, or
-        what they are made of."""
-        behind = self._program.steps[index + 1] if index + 1 < len(self._program.steps) else None
-        if not isinstance(behind, AttentionStep) or behind.unrotated is None:
+    def _idle_values(self, index: int, leaves_rotation: bool) -> set[str]:
+        """Values that the piece at `index` neither reads nor writes for anybody in this step: where it leaves the
+        rotation to attention q and k, and the angles that it is given; otherwise what q and k are made of."""
+        step, behind = self._program.steps[index], self._program.steps[index + 1 : index + 2]
+        unrotated = behind[0].unrotated if behind and isinstance(behind[0], AttentionStep) else None
+        if unrotated is None:
             return set()
-        return {behind.q, behind.k} if leaves_rotation else set(behind.unrotated.values[:2])
+        q, k, *angles = unrotated.values[:4]
+        if not leaves_rotation:
+            return {q, k}
+        return {*behind[0].reads[:2], *(name for name in angles if name in step.reads)}
 
     def facts(self, batch: int, context: int) -> StepFacts:
         """Of the steps that ran."""

@@ -48,7 +48,7 @@ def test_what_a_piece_gets_to_write_the_cache_is_not_among_its_own_bytes():
 def test_of_q_and_k_and_what_they_are_made_of_one_counts(num_slots):
     told = UnrotatedStep(("q0", "k0", "cos", "sin"), 1e-6)
     steps = (
-        PieceStep("p", ("input_ids",), ("q", "k", "v", "q0", "k0"), writes_kv_of="layers.0"),
+        PieceStep("p", ("input_ids", "cos", "sin"), ("q", "k", "v", "q0", "k0"), writes_kv_of="layers.0"),
         AttentionStep("layers.0", "q", "k", "v", "out", saves_kv=False, unrotated=told),
     )
     layer = LayerSpec("layers.0", 0, 2, 1, 4, 4, 0.5, 0.0, -1, None)
@@ -61,6 +61,8 @@ def test_of_q_and_k_and_what_they_are_made_of_one_counts(num_slots):
     recorder = _PieceRecorder(executor)
     outputs = [torch.zeros(count) for count in (1, 10, 100, 1000, 10000)]
     slots, cache = torch.zeros(num_slots, dtype=torch.int64), torch.zeros(64, 1, 4)
-    wraps[0]("p", 0, lambda inputs: outputs)([torch.zeros(3, dtype=torch.int64), slots, cache, cache])
+    ids, angles = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4)
+    wraps[0]("p", 0, lambda inputs: outputs)([ids, angles, angles, slots, cache, cache])
     (piece,) = recorder.facts(batch=3, context=20).pieces
     assert piece.out_bytes == 4 * (111 if num_slots else 11100)
+    assert piece.in_bytes == ids.nbytes + (2 * angles.nbytes if num_slots else 0)

@@ -218,6 +218,8 @@ def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
     got = decode_new(decoders(kind, 16, 8, 64), cache, new)[:2].float()
     assert torch.equal(cache.keys[others], before[0])
     assert torch.equal(cache.values[others], before[1])
+    assert cache.keys[new.slots].isfinite().all()
+    assert cache.values[new.slots].isfinite().all()
     want = new.in_float32(cache)[:2]
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
 
@@ -225,7 +227,7 @@ def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
 @pytest.mark.parametrize("word", [-1, 0x7FFF, 0x7F80], ids=["all bits", "NaN", "infinity"])
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_values_that_are_no_numbers_stay_their_requests_own(decoders, kind, word):
-    """In requests of several blocks, which say that they have left something by what they leave."""
+    """Also in requests of several blocks, which see by what others leave that it is there."""
     cache = Cache([3000, 577, 3000], 8, 128, 64, torch.bfloat16)
     slots = cache.page_table[::2].long()[:, :, None] * 64 + torch.arange(64, device="cuda")
     cache.values.view(torch.int16)[slots.flatten()] = word
