@@ -24,7 +24,7 @@ from mllm_compile.assemble import runner_config
 from mllm_compile.compile import load_or_compile
 from mllm_compile.config import EngineConfig
 from mllm_compile.progress import NullReporter
-from mllm_compile.runtime import program
+from mllm_compile.runtime import executor
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
 from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
@@ -84,7 +84,7 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
     segments: list[Callable[[], object]] = []
     recording: list[torch.cuda.CUDAGraph] = []
     keep: list[torch.Tensor] = []  # the pool must not hand out what a later segment reads
-    attend = program.attention_with_output
+    attend = executor.attention_with_output
 
     def start() -> None:
         recording.append(torch.cuda.CUDAGraph())
@@ -95,9 +95,11 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
         graph.capture_end()
         segments.append(graph.replay)
 
-    def interrupted(*arguments: torch.Tensor | str) -> None:
+    def interrupted(*arguments: object) -> None:
         stop()
-        keep.extend(argument for argument in arguments if isinstance(argument, torch.Tensor))
+        for argument in arguments:  # one is a list: what q and k are made of
+            given = argument if isinstance(argument, list) else [argument]
+            keep.extend(one for one in given if isinstance(one, torch.Tensor))
         segments.append(lambda: attend(*arguments))  # type: ignore[arg-type]
         attend(*arguments)  # type: ignore[arg-type]
         start()
@@ -108,14 +110,14 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
         *(field[:size] for field in (graphs.inputs.input_ids, graphs.inputs.positions)),
         graphs.inputs.out_cache_loc[:size],
     )
-    program.attention_with_output = interrupted  # type: ignore[assignment]
+    executor.attention_with_output = interrupted  # type: ignore[assignment]
     try:
         with capturer.session():
             start()
             output = runner.run_program(batch, tokens, torch.arange(batch.batch_size, device=runner.device))
             stop()
     finally:
-        program.attention_with_output = attend
+        executor.attention_with_output = attend
     keep.append(output.next_token_logits)
     metadata = runner._metadata_builder.build(0, batch.common)
     context = set_forward_context(

@@ -18,6 +18,7 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.split_decode import DecodePiece, Decoder, Decoders
+from mllm_compile.runtime.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.gated_linear.ops import load_gated_kernels
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel
 from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
@@ -27,9 +28,7 @@ from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
 from mllm_compile.runtime.program import (
     DecodeForm,
     LayerSpec,
-    PieceFunction,
     Program,
-    ProgramExecutor,
     SamplingForms,
 )
 from mllm_compile.runtime.sampler import SamplingPieces

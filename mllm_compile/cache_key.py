@@ -74,6 +74,7 @@ _SHAPING_SOURCES = (
     "runtime/split_decode_shapes.py",
     "runtime/trace_ops.py",
     "runtime/weight_loader.py",
+    "runtime/executor.py",
     "runtime/program.py",
 )
 # What a runtime's binaries need of the machine that loads them.

@@ -19,6 +19,7 @@ from mllm_compile.runtime.attention.base import PerLayerParameters, Unrotated
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
+from mllm_compile.runtime.executor import PieceFunction
 from mllm_compile.runtime.gated_linear.kernel import MOST_UNITS, UNIT_TOKENS, GatedKernel, choose, divided
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
@@ -26,7 +27,6 @@ from mllm_compile.runtime.program import (
     AttentionStep,
     DecodeForm,
     LayerSpec,
-    PieceFunction,
     Program,
     SamplingForms,
     UnrotatedStep,

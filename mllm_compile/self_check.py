@@ -25,11 +25,12 @@ from mllm_compile.model_errors import refusing
 from mllm_compile.models.attention_choice import attention_implementation
 from mllm_compile.passes.base import PackedPart
 from mllm_compile.runtime.attention.base import AttentionLayer
+from mllm_compile.runtime.executor import ProgramExecutor
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.gated_linear.ops import load_gated_kernels
 from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.pieces import load_piece
-from mllm_compile.runtime.program import Program, ProgramExecutor
+from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.trace_ops import attention_reference

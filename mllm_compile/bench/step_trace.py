@@ -27,7 +27,8 @@ from mllm_compile.bench.setting import Setting
 from mllm_compile.bench.workloads import random_prompts
 from mllm_compile.engine import EngineParts
 from mllm_compile.progress import reporter_for
-from mllm_compile.runtime.program import AttentionStep, PieceFunction, PieceStep, ProgramExecutor, Step
+from mllm_compile.runtime.executor import PieceFunction, ProgramExecutor
+from mllm_compile.runtime.program import AttentionStep, PieceStep, Step
 from mllm_compile.runtime.request import Request
 from mllm_compile.runtime.sampling_params import SamplingParams
 

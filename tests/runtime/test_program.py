@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.executor import ProgramExecutor
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
@@ -20,7 +21,6 @@ from mllm_compile.runtime.program import (
     LayerSpec,
     PieceStep,
     Program,
-    ProgramExecutor,
     SamplingForms,
     SmallForm,
     UnrotatedStep,
