@@ -141,7 +141,7 @@ def _split_decode_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(num_keys - 1 - window_left, 0)
-    share = tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK) * BLOCK
+    share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK
     num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
     if start < num_keys:
@@ -237,7 +237,8 @@ def split_decode(
 
     Args:
         q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype.
-        page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32, at least 1.
+        page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
+            a row is passed over and its output left as it is.
         out: [R, H, D], contiguous, written.
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
         done: [R, Hk] int32, zeros, and zeros again in the end.

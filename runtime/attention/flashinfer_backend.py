@@ -345,7 +345,9 @@ class FlashInferAttnBackend(AttentionBackend):
     # CUDA graphs ------------------------------------------------------------------------------------------------------
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1  # a padding row reads one key of the dummy page; a length of 0 would be taken for a full last page
+        """0 where all decodes are by the program's own kernels, which pass such rows over; else 1, a key of the dummy
+        page, since FlashInfer would take 0 for a full last page."""
+        return 0 if all(isinstance(decode, SplitGroup) for decode in self._group_decodes) else 1
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
@@ -419,7 +421,8 @@ class FlashInferAttnBackend(AttentionBackend):
 
         Args:
             req_pool_indices: [bs] int64, row 0 for padding.
-            seq_lens, seq_lens_cpu: [bs] int32, 1 for padding, on the device and on the host.
+            seq_lens, seq_lens_cpu: [bs] int32, on the device and on the host; of padding see
+                get_cuda_graph_seq_len_fill_value.
         """
         _check_capturable(forward_mode, bs, bs)
         if bs not in self._captured_sizes:

@@ -1,7 +1,8 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
 FULL is one graph for a whole decode, its attention made ready before every replay; PIECEWISE replays the pieces around
-eager attention. Padding rows belong to the dummy row: they write to page 0 and read one key of it.
+eager attention. Padding rows belong to the dummy row: they write to page 0, and read one key of it where attention has
+no other way to pass them over.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """
@@ -53,7 +54,8 @@ class GraphRunner:
         self._capturer = GraphCapturer(runner.device)
         self._max_requests = max(dispatcher.decode_requests, default=0)
         self._max_tokens = max(dispatcher.piecewise_tokens + dispatcher.decode_requests, default=0)
-        self.inputs = StepInputs(self._max_tokens, runner.config.max_rows, runner.device)
+        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value()
+        self.inputs = StepInputs(self._max_tokens, runner.config.max_rows, padding_len, runner.device)
         self._rows = torch.arange(self._max_tokens, device=runner.device)
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -139,7 +141,7 @@ class GraphRunner:
             size,
             inputs.req_pool_indices[:size],
             inputs.seq_lens[:size],
-            batch.seq_lens_sum + size - batch.batch_size,
+            batch.seq_lens_sum + (size - batch.batch_size) * inputs.padding_len,
             ForwardMode.DECODE,
             inputs.seq_lens_cpu[:size],
         )
@@ -152,7 +154,7 @@ class GraphRunner:
             inputs.req_pool_indices[:size],
             inputs.seq_lens[:size],
             inputs.out_cache_loc[:size],
-            seq_lens_cpu=torch.ones(size, dtype=torch.int32),
+            seq_lens_cpu=torch.full((size,), inputs.padding_len, dtype=torch.int32),
             positions=inputs.positions[:size],
         )
 

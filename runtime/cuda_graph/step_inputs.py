@@ -13,8 +13,6 @@ import torch
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.staging import StagingRing
 
-_PADDING = {"seq_lens": 1}  # a request of one token, on the dummy page; everything else is 0
-
 
 class StepInputs:
     """Token 0 at position 0 of the dummy page is what padding tokens are, the dummy row what padding requests are.
@@ -25,9 +23,15 @@ class StepInputs:
         seq_lens: [N] int32; seq_lens_cpu: the same on the host, of the last step.
     """
 
-    def __init__(self, max_tokens: int, max_requests: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, max_requests: int, padding_len: int, device: torch.device) -> None:
+        """
+        Args:
+            padding_len: keys that padding requests have: what attention asks for
+                (AttentionBackend.get_cuda_graph_seq_len_fill_value).
+        """
         self.max_tokens = max_tokens
         self.max_requests = max_requests
+        self.padding_len = padding_len
         int64, int32 = torch.int64, torch.int32
         self._fields = {
             "input_ids": (max_tokens, int64),
@@ -43,8 +47,8 @@ class StepInputs:
             views[name] for name in ("input_ids", "positions", "out_cache_loc")
         )
         self.req_pool_indices, self.seq_lens = views["req_pool_indices"], views["seq_lens"]
-        self.seq_lens.fill_(1)
-        self.seq_lens_cpu = torch.ones(max_requests, dtype=torch.int32)
+        self.seq_lens.fill_(padding_len)
+        self.seq_lens_cpu = torch.full((max_requests,), padding_len, dtype=torch.int32)
         self._staging = StagingRing(device)
         self._host_arrays: dict[int, dict[str, np.ndarray]] = {}  # address of a staging buffer → its fields
         # Of the last step: a steady decode has the same shape as the one before.
@@ -70,7 +74,7 @@ class StepInputs:
         for name, array in arrays.items():
             value = values[name]
             array[: value.size] = value
-            array[value.size :] = _PADDING.get(name, 0)
+            array[value.size :] = self.padding_len if name == "seq_lens" else 0
         self.seq_lens_cpu.numpy()[:] = arrays["seq_lens"]
         self._block.copy_(host, non_blocking=True)
         buffer.record()
@@ -100,9 +104,9 @@ class StepInputs:
             self.req_pool_indices[size:padded].zero_()
         if batch.seq_lens.data_ptr() != self.seq_lens.data_ptr():
             self.seq_lens[:size].copy_(batch.seq_lens)
-            self.seq_lens[size:padded].fill_(1)
+            self.seq_lens[size:padded].fill_(self.padding_len)
             self.seq_lens_cpu[:size] = batch.seq_lens_cpu
-            self.seq_lens_cpu[size:padded] = 1
+            self.seq_lens_cpu[size:padded] = self.padding_len
 
     def _views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         views, start = {}, 0

@@ -37,8 +37,23 @@ struct Shared {
   Sums of_warp[WARPS], of_block;
   u64 full[STAGES], empty[STAGES];
 };
-static_assert(GROUP * sizeof(QueryRow) <= sizeof(Sums), "queries are where a warp's sums will be");
+static_assert(GROUP * sizeof(Row) <= sizeof(Sums), "queries are where a warp's sums will be");
 static_assert(1024 + STAGES * TILE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
+
+// The query heads of a KV head; by way of `rows` where the warp rotates them.
+__device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32* heads, const Rotation& rotation,
+                                             const Weights& weights, const Angle& angle, Row* rows) {
+  if (!rotation.k) return load_operand(query, heads, HEAD_PAIRS);
+  Head of[GROUP];
+#pragma unroll
+  for (int g = 0; g < GROUP; g++) of[g] = load_head(heads + g * HEAD_PAIRS);
+  rotate(of, weights.q, angle, rotation);
+#pragma unroll
+  for (int g = 0; g < GROUP; g++) put_head(rows[g], of[g]);
+  __syncwarp();
+  load_operand(query, rows[0], ROW_PAIRS);
+  __syncwarp();  // or a lane might put a sum there
+}
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
@@ -95,20 +110,20 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
 
   Angle angle;
   if (rotation.k) angle = load_angle(rotation, request);
-  NewToken newest;
-  if (puts_new_key) newest = load_new_token(rotation, request, head);
+  Head new_key[1], new_value;
+  if (puts_new_key) new_key[0] = load_new_key(rotation, request, head), new_value = load_new_value(rotation, request, head);
   u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
   const u32* heads = q + (u64)request * rotation.q_stride + head * GROUP * HEAD_PAIRS;
-  load_queries(query, heads, rotation, norm_weights, angle, (QueryRow*)&shared.of_warp[warp]);  // its sums come later
-  if (puts_new_key) rotate(newest.key, norm_weights.k, angle, rotation);
+  load_queries(query, heads, rotation, norm_weights, angle, (Row*)&shared.of_warp[warp]);  // its sums come there later
+  if (puts_new_key) rotate(new_key, norm_weights.k, angle, rotation);
   float sums[D / 8][4] = {}, top = NOTHING, total = 0.f;
   for (int i = 0; i < mine; i++) {
     const u32 tile = ring + i % STAGES * TILE_BYTES;
     wait_for(full + 8 * (i % STAGES), i / STAGES & 1);
     if (puts_new_key && i == mine - 1) {
-      write_to_cache(rotation, newest, new_slot, head);
-      put_into_tile(newest.key, [&](int chunk) { return chunk_address(tile, new_row, chunk); });
-      put_into_tile(newest.value, [&](int chunk) { return chunk_address(tile + 2 * HALF_BYTES, new_row, chunk); });
+      write_to_cache(rotation, new_key[0], new_value, new_slot, head);
+      put_into_tile(new_key[0], [&](int chunk) { return chunk_address(tile, new_row, chunk); });
+      put_into_tile(new_value, [&](int chunk) { return chunk_address(tile + 2 * HALF_BYTES, new_row, chunk); });
       __syncwarp();
     }
     float logits[2][4] = {};

@@ -34,11 +34,22 @@ __device__ __forceinline__ u32 chunk_address(u32 head, int row, int chunk) {
   return head + chunk / 8 * HALF_BYTES + swizzled(row, chunk);
 }
 
+// A request's tiles, of eight heads.
+struct Request {
+  int row, num_keys, head;  // the first of its heads
+  int first, last;          // the first tile, and the one behind the last
+};
+// A request, or what a share has of it, ready to be computed: its queries and, where they are rotated here and the share
+// has its last tile, its new key and value.
+struct Ready {
+  Request request;
+  Row queries[HEADS][GROUP], keys[HEADS], values[HEADS];
+};
 struct Shared {
-  u64 full[SLOTS], empty[SLOTS];
+  u64 full[SLOTS], empty[SLOTS], ready[READY], free[READY];
   int counts_of_warps[HEADS];
-  int first_tiles[MOST_REQUESTS + 1];  // of each request, and their number
-  QueryRow queries[HEADS][GROUP > 1 ? GROUP : 2];
+  int lengths[MOST_REQUESTS], first_tiles[MOST_REQUESTS + 1];  // of each request; the last is the number of tiles
+  Ready of_requests[READY];
 };
 
 // What a warp has of a head: a lane of two columns of each eight, for the query head lane / 4.
@@ -56,18 +67,19 @@ struct Plan {
   int num_requests;
   u32 tiles;  // of eight heads
   __device__ __forceinline__ int begin_of(u32 block) const { return tiles * (KV_HEADS / HEADS) * block / gridDim.x; }
-  __device__ __forceinline__ int request_of(int tile) const {
+  __device__ __forceinline__ Request request_at(int tile) const {
+    const int group = tile / tiles, begin = group * tiles;
     int low = 0, high = num_requests;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (shared.first_tiles[middle] <= tile) low = middle;
+      if (begin + shared.first_tiles[middle] <= tile) low = middle;
       else high = middle;
     }
-    return low;
+    return {low, shared.lengths[low], group * HEADS, begin + shared.first_tiles[low], begin + shared.first_tiles[low + 1]};
   }
 };
 
-// Counts each request's tiles, by the warps that compute; all threads call it.
+// Counts keys and tiles of each request, by the warps that compute; all threads call it.
 __device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens, int num_requests) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int counts[A_THREAD], sum = 0, up_to = 0;
@@ -75,7 +87,9 @@ __device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens,
 #pragma unroll
     for (int j = 0; j < A_THREAD; j++) {
       const int r = threadIdx.x * A_THREAD + j;
-      sum += counts[j] = r < num_requests ? (seq_lens[r] + TILE - 1) / TILE : 0;
+      const int length = r < num_requests ? seq_lens[r] : 0;
+      if (r < num_requests) shared.lengths[r] = length;
+      sum += counts[j] = (length + TILE - 1) / TILE;
     }
     up_to = sum;
 #pragma unroll
@@ -102,40 +116,48 @@ __device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens,
   __syncthreads();
 }
 
-// The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32.
+// Where a tile is read from.
+struct Place {
+  int row, half;  // of a map of panels
+  bool has_new_key;
+};
+
+// The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32, a round
+// ahead: it would wait for the page table.
 __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, u32 ring, u32 full, u32 empty,
                                            const TensorMap* keys, const TensorMap* values, const int* page_table,
-                                           const int* seq_lens, int width, bool rotates) {
+                                           int width, bool rotates) {
   const int lane = threadIdx.x % 32;
   const u64 once = read_once();
+  auto look_up = [&](int tile) -> Place {
+    if (tile >= end) return {};
+    const Request its = plan.request_at(tile);
+    const int key = (tile - its.first) * TILE;
+    const int row = page_table[its.row * width + key / PAGE] * PAGE + key % PAGE;
+    return {row, 2 * its.head, !rotates && key + TILE >= its.num_keys};
+  };
   bool has_waited = false;
   int slot = 0, phase = 1;
+  Place next = look_up(begin + lane);
   for (int base = begin; base < end; base += 32) {
-    int row = 0, group = 0;
-    bool has_new_key = false;
-    if (base + lane < end) {
-      group = (base + lane) / plan.tiles;
-      const int tile = base + lane - group * plan.tiles, r = plan.request_of(tile);
-      const int key = (tile - plan.shared.first_tiles[r]) * TILE;
-      row = page_table[r * width + key / PAGE] * PAGE + key % PAGE;
-      has_new_key = !rotates && key + TILE >= seq_lens[r];
-    }
+    const Place its = next;
+    next = look_up(base + 32 + lane);
     const int count = min(32, end - base);
     for (int i = 0; i < count; i++) {
-      if (__shfl_sync(~0u, (int)has_new_key, i) && !has_waited) {
+      if (__shfl_sync(~0u, (int)its.has_new_key, i) && !has_waited) {
         wait_for_prerequisites();
         asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what is copied
         start_dependents();
         has_waited = true;
       }
-      const int its_row = __shfl_sync(~0u, row, i), its_half = __shfl_sync(~0u, group, i) * 2 * HEADS;
+      const int row = __shfl_sync(~0u, its.row, i), half = __shfl_sync(~0u, its.half, i);
 #pragma unroll
       for (int is_value = 0; is_value < 2; is_value++) {
         wait_for(empty + 8 * slot, phase);
         __syncwarp();  // or a lane might look after the slot has been filled and emptied again
         if (lane == 0) {
           expect_bytes(full + 8 * slot, SLOT_BYTES);
-          load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, its_row, its_half, full + 8 * slot, once);
+          load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, row, half, full + 8 * slot, once);
         }
         if (++slot == SLOTS) slot = 0, phase ^= 1;
       }
@@ -144,17 +166,103 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
   if (!has_waited) wait_for_prerequisites(), start_dependents();
 }
 
+// What a warp loads to make a request, or a part of it, ready: every PREPARERS-th of its heads.
+constexpr int HEADS_LOADED = (HEADS + PREPARERS - 1) / PREPARERS;
+struct Loaded {
+  Request request;
+  bool has_new_key;
+  Head queries[HEADS_LOADED * GROUP], new_keys[HEADS_LOADED], new_values[HEADS_LOADED];
+  Angle angle;
+  u32 page;  // of the new key
+};
+
+// A warp that makes requests ready, ahead of those that compute.
+struct Preparer {
+  const Plan& plan;
+  const u32* q;
+  const int* page_table;
+  int width;
+  const Rotation& rotation;
+  int end;    // of the share
+  int first;  // of the heads that the warp takes
+
+  __device__ __forceinline__ Loaded load(int tile) const {
+    Loaded its = {};
+    its.request = plan.request_at(tile);
+    const int row = its.request.row;
+    its.has_new_key = rotation.k && its.request.last <= end;
+    if (rotation.k) its.angle = load_angle(rotation, row);
+    if (its.has_new_key) its.page = page_table[row * width + (its.request.num_keys - 1) / PAGE];
+#pragma unroll
+    for (int i = 0; i < HEADS_LOADED; i++) {
+      if (first + i * PREPARERS >= HEADS) break;
+      const int head = its.request.head + first + i * PREPARERS;
+      const u32* heads = q + (u64)row * rotation.q_stride + head * GROUP * HEAD_PAIRS;
+#pragma unroll
+      for (int g = 0; g < GROUP; g++) its.queries[i * GROUP + g] = load_head(heads + g * HEAD_PAIRS);
+      if (!its.has_new_key) continue;
+      its.new_keys[i] = load_new_key(rotation, row, head), its.new_values[i] = load_new_value(rotation, row, head);
+    }
+    return its;
+  }
+
+  __device__ __forceinline__ void rotate_all(Loaded& its, const Weights& weights) const {
+    if (rotation.k) rotate(its.queries, weights.q, its.angle, rotation);
+    if (its.has_new_key) rotate(its.new_keys, weights.k, its.angle, rotation);
+  }
+
+  __device__ __forceinline__ void put(const Loaded& its, Ready& to) const {
+    if (first == 0 && threadIdx.x % 32 == 0) to.request = its.request;
+#pragma unroll
+    for (int i = 0; i < HEADS_LOADED; i++) {
+      const int head = first + i * PREPARERS;
+      if (head >= HEADS) break;
+#pragma unroll
+      for (int g = 0; g < GROUP; g++) put_head(to.queries[head][g], its.queries[i * GROUP + g]);
+      if (its.has_new_key) put_head(to.keys[head], its.new_keys[i]), put_head(to.values[head], its.new_values[i]);
+    }
+  }
+
+  __device__ __forceinline__ void write(const Loaded& its) const {
+    const u64 slot = slot_in(its.page, its.request.num_keys - 1);
+#pragma unroll
+    for (int i = 0; i < HEADS_LOADED; i++) {
+      const int head = first + i * PREPARERS;
+      if (head < HEADS) write_to_cache(rotation, its.new_keys[i], its.new_values[i], slot, its.request.head + head);
+    }
+  }
+};
+
+__device__ __forceinline__ void make_ready(const Preparer& preparer, Shared& shared, int begin) {
+  const Weights weights = load_weights(preparer.rotation);
+  wait_for_prerequisites();
+  start_dependents();
+  int place = 0, phase = 1;
+  for (int at = begin; at < preparer.end;) {
+    Loaded its = preparer.load(at);
+    preparer.rotate_all(its, weights);
+    wait_for(shared_address(&shared.free[place]), phase);
+    __syncwarp();
+    preparer.put(its, shared.of_requests[place]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.ready[place]));
+    if (its.has_new_key) preparer.write(its);
+    if (++place == READY) place = 0, phase ^= 1;
+    at = its.request.last;
+  }
+}
+
 // A head's keys or values of a tile, and the barriers of their slot.
 struct Slot {
   u32 at, full, empty, phase;
 };
 
 // Puts a new key and value into row `row`, of which TMA has brought what was in the cache before.
-__device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, const NewToken& newest) {
+__device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, const Row& key, const Row& value) {
   wait_for(keys.full, keys.phase);
   wait_for(values.full, values.phase);
-  put_into_tile(newest.key, [&](int chunk) { return chunk_address(keys.at, row, chunk); });
-  put_into_tile(newest.value, [&](int chunk) { return chunk_address(values.at, row, chunk); });
+  put_into_tile(load_head(key), [&](int chunk) { return chunk_address(keys.at, row, chunk); });
+  put_into_tile(load_head(value), [&](int chunk) { return chunk_address(values.at, row, chunk); });
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA writes there next
   __syncwarp();
 }
@@ -266,7 +374,7 @@ __device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end,
 
 static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
-extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
+extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                  const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
                  int width, float scale, const __grid_constant__ Rotation rotation) {
@@ -274,66 +382,59 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1), 1)
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const u32 ready = shared_address(shared.ready), free = shared_address(shared.free);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
   if (threadIdx.x == 32 * HEADS) {
     for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, HEADS);
+    for (int i = 0; i < READY; i++) make_barrier(ready + 8 * i, PREPARERS), make_barrier(free + 8 * i, HEADS);
     publish_barriers();
   }
   count_tiles(shared, seq_lens, num_requests);
   const Plan plan = {shared, num_requests, (u32)shared.first_tiles[num_requests]};
   const int begin = plan.begin_of(blockIdx.x), end = plan.begin_of(blockIdx.x + 1);
-  if (warp == HEADS) {
-    read_tiles(plan, begin, end, ring, full, empty, &keys, &values, page_table, seq_lens, width, rotation.k);
-    return;
-  }
+  if (warp == HEADS)
+    return read_tiles(plan, begin, end, ring, full, empty, &keys, &values, page_table, width, rotation.k);
+  if (warp > HEADS) return make_ready({plan, q, page_table, width, rotation, end, warp - HEADS - 1}, shared, begin);
   wait_for_prerequisites();
   start_dependents();
-  int slot = 0, phase = 0;
+  int slot = 0, phase = 0, place = 0, ready_phase = 0;
   auto next_slot = [&] {
     const Slot its = {ring + slot * SLOT_BYTES + warp * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase};
     if (++slot == SLOTS) slot = 0, phase ^= 1;
     return its;
   };
   for (int at = begin; at < end;) {
-    const int group = at / plan.tiles, group_begin = group * plan.tiles, r = plan.request_of(at - group_begin);
-    const int first = group_begin + shared.first_tiles[r], last = group_begin + shared.first_tiles[r + 1];
-    const int head = group * HEADS + warp, num_keys = seq_lens[r], stop = min(end, last);
-    const bool has_new_key = rotation.k && stop == last;
-    Weights weights;
-    Angle angle;
-    __syncwarp();  // what some lanes stored of the request before: see store_if
-    if (rotation.k) weights = load_weights(rotation), angle = load_angle(rotation, r);
+    const Ready& its = shared.of_requests[place];
+    wait_for(ready + 8 * place, ready_phase);
+    const int first = its.request.first, num_keys = its.request.num_keys, stop = min(end, its.request.last);
     u32 query[D / 16][2];  // of rows 0 to 7 of a product
-    const u32* heads = q + (u64)r * rotation.q_stride + head * GROUP * HEAD_PAIRS;
-    load_queries(query, heads, rotation, weights, angle, shared.queries[warp]);
-    if (has_new_key) {
-      const int page = page_table[r * width + (num_keys - 1) / PAGE];
-      NewToken newest = load_new_token(rotation, r, head);
-      rotate(newest.key, weights.k, angle, rotation);
-      keep(newest, page, shared.queries[warp]);
-    }
+    load_operand(query, its.queries[warp][0], ROW_PAIRS);
     Sums sums = {};
     sums.top = NOTHING;
     for (; at < stop; at++) {
       const Slot keys_slot = next_slot(), values_slot = next_slot();
-      if (has_new_key && (at - first) * TILE + TILE >= num_keys)
-        put_new_token(keys_slot, values_slot, (num_keys - 1) % TILE, kept(shared.queries[warp]));
-      add_tile(sums, query, keys_slot, values_slot, (at - first) * TILE, num_keys, scale);
+      const int key = (at - first) * TILE;
+      if (rotation.k && key + TILE >= num_keys)
+        put_new_token(keys_slot, values_slot, num_keys - 1 - key, its.keys[warp], its.values[warp]);
+      add_tile(sums, query, keys_slot, values_slot, key, num_keys, scale);
     }
-    if (has_new_key)
-      write_to_cache(rotation, kept(shared.queries[warp]), slot_in(kept_page(shared.queries[warp]), num_keys - 1), head);
+    const int row = its.request.row, head = its.request.head + warp, last = its.request.last;
+    __syncwarp();
+    if (lane == 0) arrive(free + 8 * place);
+    if (++place == READY) place = 0, ready_phase ^= 1;
     sums.total += __shfl_xor_sync(~0u, sums.total, 1);
     sums.total += __shfl_xor_sync(~0u, sums.total, 2);
     if (first < begin) {
       leave(sums, parts[blockIdx.x * HEADS + warp]);
       continue;
     }
-    add_parts(sums, plan, first + (num_keys + TILE - 1) / TILE, parts);  // `last`, without a register for it till here
+    add_parts(sums, plan, last, parts);
     const float factor = 1.f / sums.total;
-    u32* its_out = out + (((u64)r * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS;
+    u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS;
     if (member < GROUP)
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
         its_out[n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
+    __syncwarp();  // what some lanes stored: see store_if
   }
 }

@@ -13,10 +13,14 @@ TILE = 16  # tokens that are copied together
 MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
 
 MISSING = -1  # what a word of a part is until it is left: all bits set
-_QUERY_ROW = HEAD_DIM // 2 + 4  # words (rotation.cuh)
+_ROW_WORDS = HEAD_DIM // 2 + 4  # of a head on its way (rotation.cuh)
 
 # Of tiles' keys or values. With 3, 4, 6 and 7 the kernel is as fast; with fewer there is room for blocks of the next.
 _SLOTS = 4
+# Warps that make requests ready for those that compute. With these a multiprocessor's quarters have three warps each: a
+# further one would take registers from all.
+_PREPARERS = 3
+_READY = 2  # requests, or parts of them, that are ready at a time
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,18 @@ class ShareKernel(DecodeKernel):
 
     @property
     def num_threads(self) -> int:
-        return 32 * (HEADS + 1)
+        return 32 * (HEADS + 1 + _PREPARERS)
 
     @property
     def shared_bytes(self) -> int:
-        """The slots and what their alignment may cost; barriers; what warps have counted; each request's first tile;
-        queries of warps."""
+        """The slots and what their alignment may cost; barriers; what warps have counted; each request's length and
+        first tile; requests that are ready."""
         ring = _SLOTS * TILE * HEADS * HEAD_DIM * 2
-        numbers = HEADS + MOST_REQUESTS + 1  # and one more where their struct ends at a multiple of 8 bytes
-        queries = HEADS * max(2, self.group) * _QUERY_ROW
-        return ring + 1024 + _SLOTS * 2 * 8 + (numbers + numbers % 2 + queries) * 4
+        barriers = 2 * (_SLOTS + _READY) * 8
+        counts = HEADS + 2 * MOST_REQUESTS + 1
+        request = 5 + HEADS * (self.group + 2) * _ROW_WORDS
+        words = counts + _READY * request
+        return ring + 1024 + barriers + (words + words % 2) * 4  # their struct ends at a multiple of 8 bytes
 
     @property
     def box_panels(self) -> int:
@@ -58,7 +64,14 @@ class ShareKernel(DecodeKernel):
         return 32 * (HEAD_DIM // 8 * 2 + 2)
 
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), "MOST_REQUESTS": MOST_REQUESTS, "SLOTS": _SLOTS, "MISSING": MISSING & 0xFFFFFFFF}
+        return {
+            **super().constants(),
+            "MOST_REQUESTS": MOST_REQUESTS,
+            "SLOTS": _SLOTS,
+            "MISSING": MISSING & 0xFFFFFFFF,
+            "PREPARERS": _PREPARERS,
+            "READY": _READY,
+        }
 
 
 def takes(num_kv_heads: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -31,18 +32,22 @@ pytestmark = [
 
 Decode = ClusterDecode | ShareDecode
 CLUSTERS, SHARES = "clusters", "shares"
-# Lets the next kernel begin and writes the newest keys and values 0.2 ms later.
+# Lets the next kernel begin and writes the newest keys and values 0.2 ms later. From few blocks: where they are, no
+# registers may be left for one of the next kernel.
+LATE_BLOCKS = 32
 WRITES_LATE = """
 extern "C" __global__ void write_late(uint4* keys, uint4* values, const uint4* new_keys, const uint4* new_values,
-                                      const long long* slots) {
+                                      const long long* slots, int num_slots) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   unsigned long long begin, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
   do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   while (now < begin + 200000);
-  const long long to = slots[blockIdx.x] * blockDim.x + threadIdx.x, from = blockIdx.x * blockDim.x + threadIdx.x;
-  keys[to] = new_keys[from], values[to] = new_values[from];
+  for (int i = blockIdx.x; i < num_slots; i += gridDim.x) {
+    const long long to = slots[i] * blockDim.x + threadIdx.x, from = i * blockDim.x + threadIdx.x;
+    keys[to] = new_keys[from], values[to] = new_values[from];
+  }
 }
 """
 
@@ -224,6 +229,38 @@ def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
 
 
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_rows_without_keys_are_passed_over(decoders, kind, rotates):
+    lengths = [577, 0, 64, 1, 0, 0]
+    cache = Cache([max(1, length) for length in lengths], 8, 128, 64, torch.bfloat16)
+    new = New(cache, 16, has_norms=True) if rotates else None
+    cache.lengths.copy_(torch.tensor(lengths))
+    q = torch.randn(len(lengths), 16, 128, device="cuda").bfloat16()
+    is_row = cache.lengths > 0
+    before = cache.keys.clone(), cache.values.clone()
+    decoder = decoders(kind, 16, 8, 64)
+    got = (decode_new(decoder, cache, new) if new else decode(decoder, cache, q))[is_row].float()
+    if new:
+        others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots[is_row], False)
+        assert torch.equal(cache.keys[others], before[0][others])
+        assert torch.equal(cache.values[others], before[1][others])
+    want = (new.in_float32(cache) if new else in_float32(cache, q))[is_row]
+    assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_a_batch_of_rows_without_keys_is_nothing_to_do(decoders, kind):
+    decoder = decoders(kind, 16, 8, 64)
+    cache = Cache([1] * 40, 8, 128, 64, torch.bfloat16)
+    q = torch.randn(40, 16, 128, device="cuda").bfloat16()
+    cache.lengths.zero_()
+    decode(decoder, cache, q)
+    cache.lengths.fill_(1)
+    only_value = cache.values[cache.page_table[:, 0].long() * 64]
+    assert torch.equal(decode(decoder, cache, q), only_value.repeat_interleave(2, 1))
+
+
 @pytest.mark.parametrize("word", [-1, 0x7FFF, 0x7F80], ids=["all bits", "NaN", "infinity"])
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_values_that_are_no_numbers_stay_their_requests_own(decoders, kind, word):
@@ -288,13 +325,14 @@ def decode_behind_a_late_write(decoder: Decode, cache: Cache, q: torch.Tensor) -
     new_keys, new_values = cache.keys[slots], cache.values[slots]
     late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
     arguments = [address_of(tensor) for tensor in (cache.keys, cache.values, new_keys, new_values, slots)]
+    arguments.append(ctypes.c_int(len(slots)))
     decode(decoder, cache, q)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         cache.keys.index_fill_(0, slots, torch.inf)
         cache.values.index_fill_(0, slots, torch.inf)
         out = torch.full_like(q, torch.nan)  # no kernel between the next two: it would wait
-        late.launch(len(slots), new_keys[0].numel() // 8, arguments)
+        late.launch(LATE_BLOCKS, new_keys[0].numel() // 8, arguments)
         decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out])
     for _ in range(3):
         graph.replay()
@@ -309,13 +347,14 @@ def decode_behind_a_late_projection(decoder: Decode, cache: Cache, new: New) -> 
     written, none = new.memory.clone(), torch.empty_like(new.memory)
     rows = torch.arange(len(written) // (8 * num_threads), device="cuda")
     arguments = [address_of(tensor) for tensor in (new.memory, none, written, written, rows)]
+    arguments.append(ctypes.c_int(len(rows)))
     decode_new(decoder, cache, new)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         new.forget(cache)
         new.memory.fill_(torch.inf)
         out = torch.full((count, *new.unrotated.q.shape[2:]), torch.nan, dtype=torch.bfloat16, device="cuda")
-        late.launch(len(rows), num_threads, arguments)
+        late.launch(LATE_BLOCKS, num_threads, arguments)
         decoder([new.unrotated.q[0], cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
     for _ in range(3):
         graph.replay()

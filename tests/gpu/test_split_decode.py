@@ -117,6 +117,19 @@ def test_a_request_has_the_same_numbers_bitwise_among_any_others(fetch_first):
     assert torch.equal(decode(cache, q[order][1:2], 8, fetch_first=fetch_first), together[2:3])
 
 
+@pytest.mark.parametrize("fetch_first", [True, False], ids=["few", "many"])
+@pytest.mark.parametrize("window_left", [-1, 100])
+def test_rows_without_keys_are_passed_over(fetch_first, window_left):
+    lengths = [577, 0, 64, 0]
+    cache = Cache([max(1, length) for length in lengths], 8, 128, 64, torch.bfloat16)
+    cache.lengths.copy_(torch.tensor(lengths))
+    q = torch.randn(len(lengths), 16, 128, device="cuda").bfloat16()
+    got = decode(cache, q, 8, fetch_first=fetch_first, window_left=window_left)
+    assert got[1::2].isnan().all()  # as `decode` has left them
+    want = in_float32(cache, q, window_left=window_left)[::2]
+    assert ((got[::2].float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
 def test_a_long_request_is_split_among_as_many_blocks_as_there_are():
     cache = Cache([70_000], 2, 128, 64, torch.bfloat16)
     q = torch.randn(1, 8, 128, device="cuda").bfloat16()

@@ -17,9 +17,26 @@ def values(num_tokens: int, num_requests: int) -> dict[str, np.ndarray]:
     return {name: np.arange(size) + 10 * i + 2 for i, (name, size) in enumerate(sizes.items())}
 
 
+def inputs_padded_by(padding_len: int) -> StepInputs:
+    return StepInputs(max_tokens=8, max_requests=4, padding_len=padding_len, device=torch.device("cpu"))
+
+
 @pytest.fixture
 def inputs() -> StepInputs:
-    return StepInputs(max_tokens=8, max_requests=4, device=torch.device("cpu"))
+    return inputs_padded_by(1)
+
+
+@pytest.mark.parametrize("padding_len", [0, 1])
+def test_padding_requests_are_as_long_as_attention_asks_for(padding_len):
+    inputs = inputs_padded_by(padding_len)
+    assert set(inputs.seq_lens.tolist()) == set(inputs.seq_lens_cpu.tolist()) == {padding_len}
+    inputs.upload(values(8, 4))
+    inputs.upload(values(5, 2))
+    assert inputs.seq_lens.tolist() == inputs.seq_lens_cpu.tolist() == [42, 43, padding_len, padding_len]
+    inputs.upload(values(8, 4))
+    batch = make_case(make_layer(), [3, 9], [1, 1]).batch
+    inputs.take_requests(batch, padded=3)
+    assert inputs.seq_lens.tolist() == inputs.seq_lens_cpu.tolist() == [4, 10, padding_len, 45]
 
 
 def test_an_upload_fills_the_places_and_pads_behind_them(inputs):
