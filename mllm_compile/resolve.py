@@ -35,6 +35,10 @@ DETERMINISTIC_ATTENTION_BLOCKS = 512
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # Above these a step is long enough that launching its kernels one by one costs nothing.
 PIECEWISE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 257, 32), *range(320, 513, 64))
+# But not of small models: those of which tokens times the square of the width are no more than this are captured too. A
+# step of Qwen3-0.6B with 2000 tokens takes 7 ms on an H200, 14 without a graph; with 4096 10, and 10 to 17 without.
+PIECEWISE_TOKENS_OF_SMALL = (1024, 2048, 4096)
+_MOST_PIECEWISE_WORK = 4096 * 1024**2
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 
 BackendName = Literal["flashinfer", "torch"]
@@ -158,7 +162,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             split_decode=split_decode,
             hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype, device),
         ),
-        cudagraph=_cudagraph(config.cudagraph, runtime, device, choices),
+        cudagraph=_cudagraph(config.cudagraph, runtime, device, model, choices),
         runtime=runtime,
         cache=ResolvedCache(
             dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
@@ -358,7 +362,7 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
 
 
 def _cudagraph(
-    asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, choices: _Choices
+    asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, model: ModelFolder, choices: _Choices
 ) -> ResolvedCudaGraph:
     mode = _graph_mode(asked, runtime, device, choices)
     if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here
@@ -370,7 +374,7 @@ def _cudagraph(
         piecewise_tokens=_graph_sizes(
             "piecewise_tokens",
             asked.piecewise_tokens,
-            PIECEWISE_TOKENS,
+            _piecewise_tokens(model),
             ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens),
             mode if mode in _PIECEWISE_MODES else None,
             choices,
@@ -385,6 +389,14 @@ def _cudagraph(
             choices,
         ),
     )
+
+
+def _piecewise_tokens(model: ModelFolder) -> tuple[int, ...]:
+    width = model.text_config_value("hidden_size")
+    if not isinstance(width, int):
+        return PIECEWISE_TOKENS
+    small = (tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens * width**2 <= _MOST_PIECEWISE_WORK)
+    return (*PIECEWISE_TOKENS, *small)
 
 
 def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> ResolvedCudaGraph:

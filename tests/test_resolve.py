@@ -48,6 +48,16 @@ def test_auto_on_a_gpu_is_the_checkpoints_dtype_flashinfer_and_both_kinds_of_gra
     assert config.cudagraph.decode_requests[-1] == 256
 
 
+@pytest.mark.parametrize(
+    ("width", "largest"), [(64, 4096), (1024, 4096), (1152, 2048), (2048, 1024), (2560, 512), (4096, 512), ("?", 512)]
+)
+def test_the_smaller_a_model_the_longer_are_the_steps_whose_pieces_are_captured(width, largest):
+    config_json = QWEN | {"hidden_size": width}
+    assert resolved(H200, config_json).cudagraph.piecewise_tokens[-1] == largest
+    few = resolved(H200, config_json, runtime={"max_num_batched_tokens": 300})
+    assert few.cudagraph.piecewise_tokens[-1] == 256
+
+
 def test_no_auto_is_left_and_json_keeps_everything():
     config = resolved(H200)
     assert "auto" not in str(config)

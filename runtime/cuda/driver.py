@@ -142,8 +142,8 @@ class Kernel:
 
     def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
         # A thread that has called no CUDA yet has no context. Whoever launches has: its tensors came from somewhere.
-        device = torch.cuda.current_device()
-        _check(_driver().cuCtxSetCurrent(_context(device)), f"using the context of device {device}")
+        self._device = torch.cuda.current_device()
+        _check(_driver().cuCtxSetCurrent(_context(self._device)), f"using the context of device {self._device}")
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._shared_bytes = shared_bytes
         driver = _driver()
@@ -165,10 +165,11 @@ class Kernel:
             argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
             for argument in arguments
         ]
+        stream = torch._C._cuda_getCurrentRawStream(self._device)  # torch.cuda.current_stream() makes an object of it
         attribute = _Attribute(_STARTS_EARLY, 0, 1)
         config = _LaunchConfig(
             num_blocks, 1, 1, num_threads, 1, 1, self._shared_bytes,
-            torch.cuda.current_stream().cuda_stream, ctypes.pointer(attribute), 1,
+            stream, ctypes.pointer(attribute), 1,
         )  # fmt: skip
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         result = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)

@@ -1,8 +1,8 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
 FULL is one graph for a whole decode, its attention made ready before every replay; PIECEWISE replays the pieces around
-eager attention. Padding rows belong to the dummy row: they write to page 0, and read one key of it where attention has
-no other way to pass them over.
+eager attention. Padding rows belong to the dummy row: they write to page 0, and read one key of it unless attention
+passes them over.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """

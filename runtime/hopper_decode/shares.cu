@@ -1,11 +1,11 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
-// All keys, request after request in tiles of 16, are divided among the blocks in equal shares: a block for each
-// multiprocessor. Keys, or values, of a tile are 32 KB of eight heads, in a row where there are no more, which one copy
-// takes (by TMA, which puts them where eight keys' chunks lie in different banks; rows padded for that would be read 5 %
-// slower). One warp asks for them, before the kernel ahead has ended but for a tile with a new token's key, which that
-// kernel writes; lengths and the page table are of earlier kernels. Eight warps compute, a head each. Where they rotate
-// (rotation.cuh) no tile waits: the warps of a request's last tile put its new token there themselves.
+// All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor. Keys, or values, of a
+// tile are 32 KB of eight heads, in a row where there are no more, which one copy takes (by TMA, which puts them where eight
+// keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for them, before the
+// kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page table are of
+// earlier kernels. Three make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens
+// are put into the tiles that have come. Eight compute, a head each.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
 // come to that part first and it comes to its own last, so that it hardly waits. It sees by the numbers themselves that
@@ -14,14 +14,13 @@
 // so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
-// of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, MISSING (all bits set).
+// of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make
+// requests ready), READY (requests that are so at a time), MISSING (all bits set).
 
-constexpr int D = 128, HEADS = 8, TILE = 16;
-static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
+constexpr int D = 2 * HEAD_PAIRS;
 constexpr int BOX_COLUMNS = 64, HALF_BYTES = TILE * BOX_COLUMNS * 2;  // half a head: rows of 128 bytes, swizzled
 constexpr int HEAD_BYTES = 2 * HALF_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
-constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);  // requests that it counts
-constexpr float NOTHING = -1e30f;                                          // a logit that no key has
+constexpr float NOTHING = -1e30f;  // a logit that no key has
 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int row, int half, u32 barrier, u64 policy) {
   asm volatile(
@@ -34,22 +33,10 @@ __device__ __forceinline__ u32 chunk_address(u32 head, int row, int chunk) {
   return head + chunk / 8 * HALF_BYTES + swizzled(row, chunk);
 }
 
-// A request's tiles, of eight heads.
-struct Request {
-  int row, num_keys, head;  // the first of its heads
-  int first, last;          // the first tile, and the one behind the last
-};
-// A request, or what a share has of it, ready to be computed: its queries and, where they are rotated here and the share
-// has its last tile, its new key and value.
-struct Ready {
-  Request request;
-  Row queries[HEADS][GROUP], keys[HEADS], values[HEADS];
-};
 struct Shared {
-  u64 full[SLOTS], empty[SLOTS], ready[READY], free[READY];
-  int counts_of_warps[HEADS];
-  int lengths[MOST_REQUESTS], first_tiles[MOST_REQUESTS + 1];  // of each request; the last is the number of tiles
-  Ready of_requests[READY];
+  u64 full[SLOTS], empty[SLOTS];
+  ReadyRequests requests;
+  Counts counts;
 };
 
 // What a warp has of a head: a lane of two columns of each eight, for the query head lane / 4.
@@ -60,61 +47,6 @@ struct Sums {
 struct Part {  // of a request's keys, as one block leaves it to another
   float2 values[D / 8][32], weights[32];  // the largest logit and the sum
 };
-
-// Of all tiles, as they are divided.
-struct Plan {
-  const Shared& shared;
-  int num_requests;
-  u32 tiles;  // of eight heads
-  __device__ __forceinline__ int begin_of(u32 block) const { return tiles * (KV_HEADS / HEADS) * block / gridDim.x; }
-  __device__ __forceinline__ Request request_at(int tile) const {
-    const int group = tile / tiles, begin = group * tiles;
-    int low = 0, high = num_requests;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (begin + shared.first_tiles[middle] <= tile) low = middle;
-      else high = middle;
-    }
-    return {low, shared.lengths[low], group * HEADS, begin + shared.first_tiles[low], begin + shared.first_tiles[low + 1]};
-  }
-};
-
-// Counts keys and tiles of each request, by the warps that compute; all threads call it.
-__device__ __forceinline__ void count_tiles(Shared& shared, const int* seq_lens, int num_requests) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int counts[A_THREAD], sum = 0, up_to = 0;
-  if (warp < HEADS) {
-#pragma unroll
-    for (int j = 0; j < A_THREAD; j++) {
-      const int r = threadIdx.x * A_THREAD + j;
-      const int length = r < num_requests ? seq_lens[r] : 0;
-      if (r < num_requests) shared.lengths[r] = length;
-      sum += counts[j] = (length + TILE - 1) / TILE;
-    }
-    up_to = sum;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const int left = __shfl_up_sync(~0u, up_to, by);
-      if (lane >= by) up_to += left;
-    }
-    if (lane == 31) shared.counts_of_warps[warp] = up_to;
-  }
-  __syncthreads();
-  if (warp < HEADS) {
-    int first = up_to - sum;
-#pragma unroll
-    for (int w = 0; w < HEADS; w++)
-      if (w < warp) first += shared.counts_of_warps[w];
-#pragma unroll
-    for (int j = 0; j < A_THREAD; j++) {
-      const int r = threadIdx.x * A_THREAD + j;
-      if (r < num_requests) shared.first_tiles[r] = first;
-      first += counts[j];
-      if (r == num_requests - 1) shared.first_tiles[num_requests] = first;
-    }
-  }
-  __syncthreads();
-}
 
 // Where a tile is read from.
 struct Place {
@@ -164,92 +96,6 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
     }
   }
   if (!has_waited) wait_for_prerequisites(), start_dependents();
-}
-
-// What a warp loads to make a request, or a part of it, ready: every PREPARERS-th of its heads.
-constexpr int HEADS_LOADED = (HEADS + PREPARERS - 1) / PREPARERS;
-struct Loaded {
-  Request request;
-  bool has_new_key;
-  Head queries[HEADS_LOADED * GROUP], new_keys[HEADS_LOADED], new_values[HEADS_LOADED];
-  Angle angle;
-  u32 page;  // of the new key
-};
-
-// A warp that makes requests ready, ahead of those that compute.
-struct Preparer {
-  const Plan& plan;
-  const u32* q;
-  const int* page_table;
-  int width;
-  const Rotation& rotation;
-  int end;    // of the share
-  int first;  // of the heads that the warp takes
-
-  __device__ __forceinline__ Loaded load(int tile) const {
-    Loaded its = {};
-    its.request = plan.request_at(tile);
-    const int row = its.request.row;
-    its.has_new_key = rotation.k && its.request.last <= end;
-    if (rotation.k) its.angle = load_angle(rotation, row);
-    if (its.has_new_key) its.page = page_table[row * width + (its.request.num_keys - 1) / PAGE];
-#pragma unroll
-    for (int i = 0; i < HEADS_LOADED; i++) {
-      if (first + i * PREPARERS >= HEADS) break;
-      const int head = its.request.head + first + i * PREPARERS;
-      const u32* heads = q + (u64)row * rotation.q_stride + head * GROUP * HEAD_PAIRS;
-#pragma unroll
-      for (int g = 0; g < GROUP; g++) its.queries[i * GROUP + g] = load_head(heads + g * HEAD_PAIRS);
-      if (!its.has_new_key) continue;
-      its.new_keys[i] = load_new_key(rotation, row, head), its.new_values[i] = load_new_value(rotation, row, head);
-    }
-    return its;
-  }
-
-  __device__ __forceinline__ void rotate_all(Loaded& its, const Weights& weights) const {
-    if (rotation.k) rotate(its.queries, weights.q, its.angle, rotation);
-    if (its.has_new_key) rotate(its.new_keys, weights.k, its.angle, rotation);
-  }
-
-  __device__ __forceinline__ void put(const Loaded& its, Ready& to) const {
-    if (first == 0 && threadIdx.x % 32 == 0) to.request = its.request;
-#pragma unroll
-    for (int i = 0; i < HEADS_LOADED; i++) {
-      const int head = first + i * PREPARERS;
-      if (head >= HEADS) break;
-#pragma unroll
-      for (int g = 0; g < GROUP; g++) put_head(to.queries[head][g], its.queries[i * GROUP + g]);
-      if (its.has_new_key) put_head(to.keys[head], its.new_keys[i]), put_head(to.values[head], its.new_values[i]);
-    }
-  }
-
-  __device__ __forceinline__ void write(const Loaded& its) const {
-    const u64 slot = slot_in(its.page, its.request.num_keys - 1);
-#pragma unroll
-    for (int i = 0; i < HEADS_LOADED; i++) {
-      const int head = first + i * PREPARERS;
-      if (head < HEADS) write_to_cache(rotation, its.new_keys[i], its.new_values[i], slot, its.request.head + head);
-    }
-  }
-};
-
-__device__ __forceinline__ void make_ready(const Preparer& preparer, Shared& shared, int begin) {
-  const Weights weights = load_weights(preparer.rotation);
-  wait_for_prerequisites();
-  start_dependents();
-  int place = 0, phase = 1;
-  for (int at = begin; at < preparer.end;) {
-    Loaded its = preparer.load(at);
-    preparer.rotate_all(its, weights);
-    wait_for(shared_address(&shared.free[place]), phase);
-    __syncwarp();
-    preparer.put(its, shared.of_requests[place]);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.ready[place]));
-    if (its.has_new_key) preparer.write(its);
-    if (++place == READY) place = 0, phase ^= 1;
-    at = its.request.last;
-  }
 }
 
 // A head's keys or values of a tile, and the barriers of their slot.
@@ -382,19 +228,19 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
-  const u32 ready = shared_address(shared.ready), free = shared_address(shared.free);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
   if (threadIdx.x == 32 * HEADS) {
     for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, HEADS);
-    for (int i = 0; i < READY; i++) make_barrier(ready + 8 * i, PREPARERS), make_barrier(free + 8 * i, HEADS);
+    shared.requests.make_barriers();
     publish_barriers();
   }
-  count_tiles(shared, seq_lens, num_requests);
-  const Plan plan = {shared, num_requests, (u32)shared.first_tiles[num_requests]};
+  count_tiles(shared.counts, seq_lens, num_requests);
+  const Plan plan = {shared.counts, num_requests, (u32)shared.counts.first_tiles[num_requests]};
   const int begin = plan.begin_of(blockIdx.x), end = plan.begin_of(blockIdx.x + 1);
   if (warp == HEADS)
     return read_tiles(plan, begin, end, ring, full, empty, &keys, &values, page_table, width, rotation.k);
-  if (warp > HEADS) return make_ready({plan, q, page_table, width, rotation, end, warp - HEADS - 1}, shared, begin);
+  if (warp > HEADS)
+    return make_ready({plan, q, page_table, width, rotation, end, warp - HEADS - 1}, shared.requests, begin);
   wait_for_prerequisites();
   start_dependents();
   int slot = 0, phase = 0, place = 0, ready_phase = 0;
@@ -404,8 +250,8 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     return its;
   };
   for (int at = begin; at < end;) {
-    const Ready& its = shared.of_requests[place];
-    wait_for(ready + 8 * place, ready_phase);
+    const Ready& its = shared.requests.places[place];
+    wait_for(shared_address(&shared.requests.full[place]), ready_phase);
     const int first = its.request.first, num_keys = its.request.num_keys, stop = min(end, its.request.last);
     u32 query[D / 16][2];  // of rows 0 to 7 of a product
     load_operand(query, its.queries[warp][0], ROW_PAIRS);
@@ -420,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     }
     const int row = its.request.row, head = its.request.head + warp, last = its.request.last;
     __syncwarp();
-    if (lane == 0) arrive(free + 8 * place);
+    if (lane == 0) arrive(shared_address(&shared.requests.free[place]));
     if (++place == READY) place = 0, ready_phase ^= 1;
     sums.total += __shfl_xor_sync(~0u, sums.total, 1);
     sums.total += __shfl_xor_sync(~0u, sums.total, 2);

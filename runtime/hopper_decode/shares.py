@@ -27,6 +27,11 @@ _READY = 2  # requests, or parts of them, that are ready at a time
 class ShareKernel(DecodeKernel):
     """The one that serves any batch of a layer."""
 
+    headers: ClassVar[tuple[str, ...]] = (
+        *DecodeKernel.headers,
+        "hopper_decode/plan.cuh",
+        "hopper_decode/ready.cuh",
+    )
     source: ClassVar[str] = "hopper_decode/shares.cu"
     function: ClassVar[str] = "share_decode"
 

@@ -1,0 +1,69 @@
+// How shares.cu divides its work: all keys, request after request in tiles of 16, in equal shares.
+
+constexpr int HEADS = 8, TILE = 16;  // KV heads that a block works at together, and keys
+constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);  // requests that a thread counts
+
+// A request's tiles, of eight heads.
+struct Request {
+  int row, num_keys, head;  // the first of its heads
+  int first, last;          // the first tile, and the one behind the last
+};
+// Of all requests; a length of 0 is padding.
+struct Counts {
+  int of_warps[HEADS], lengths[MOST_REQUESTS];
+  int first_tiles[MOST_REQUESTS + 1];  // and the number of all tiles
+};
+// Of all tiles, as they are divided.
+struct Plan {
+  const Counts& counts;
+  int num_requests;
+  u32 tiles;  // of eight heads
+  __device__ __forceinline__ int begin_of(u32 block) const { return tiles * (KV_HEADS / HEADS) * block / gridDim.x; }
+  __device__ __forceinline__ Request request_at(int tile) const {
+    const int group = tile / tiles, begin = group * tiles;
+    int low = 0, high = num_requests;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (begin + counts.first_tiles[middle] <= tile) low = middle;
+      else high = middle;
+    }
+    return {low, counts.lengths[low], group * HEADS, begin + counts.first_tiles[low], begin + counts.first_tiles[low + 1]};
+  }
+};
+
+// Counts keys and tiles of each request, by the warps that compute; all threads call it.
+__device__ __forceinline__ void count_tiles(Counts& counts, const int* seq_lens, int num_requests) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int tiles[A_THREAD], sum = 0, up_to = 0;
+  if (warp < HEADS) {
+#pragma unroll
+    for (int j = 0; j < A_THREAD; j++) {
+      const int r = threadIdx.x * A_THREAD + j;
+      const int length = r < num_requests ? seq_lens[r] : 0;
+      if (r < num_requests) counts.lengths[r] = length;
+      sum += tiles[j] = (length + TILE - 1) / TILE;
+    }
+    up_to = sum;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int left = __shfl_up_sync(~0u, up_to, by);
+      if (lane >= by) up_to += left;
+    }
+    if (lane == 31) counts.of_warps[warp] = up_to;
+  }
+  __syncthreads();
+  if (warp < HEADS) {
+    int first = up_to - sum;
+#pragma unroll
+    for (int w = 0; w < HEADS; w++)
+      if (w < warp) first += counts.of_warps[w];
+#pragma unroll
+    for (int j = 0; j < A_THREAD; j++) {
+      const int r = threadIdx.x * A_THREAD + j;
+      if (r < num_requests) counts.first_tiles[r] = first;
+      first += tiles[j];
+      if (r == num_requests - 1) counts.first_tiles[num_requests] = first;
+    }
+  }
+  __syncthreads();
+}
