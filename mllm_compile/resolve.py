@@ -33,10 +33,11 @@ DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 DETERMINISTIC_ATTENTION_BLOCKS = 512
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
-# Above these a step is long enough that launching its kernels one by one costs nothing.
-PIECEWISE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 257, 32), *range(320, 513, 64))
-# But not of small models: those of which tokens times the square of the width are no more than this are captured too. A
-# step of Qwen3-0.6B with 2000 tokens takes 7 ms on an H200, 14 without a graph; with 4096 10, and 10 to 17 without.
+# A captured size costs a start 10 to 35 ms. Up to 64 tokens a step takes about as long with twice as many.
+PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
+# Above these a step is long enough that launching its kernels one by one costs nothing, but not of small models. Sizes
+# of which tokens times the square of the width are no more than this are captured too: a step of Qwen3-0.6B with 2000
+# tokens takes 7 ms on an H200 and 14 without a graph, with 4096 11, and 10 to 17 without.
 PIECEWISE_TOKENS_OF_SMALL = (1024, 2048, 4096)
 _MOST_PIECEWISE_WORK = 4096 * 1024**2
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
@@ -374,7 +375,7 @@ def _cudagraph(
         piecewise_tokens=_graph_sizes(
             "piecewise_tokens",
             asked.piecewise_tokens,
-            _piecewise_tokens(model),
+            _piecewise_tokens(model, runtime),
             ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens),
             mode if mode in _PIECEWISE_MODES else None,
             choices,
@@ -391,12 +392,12 @@ def _cudagraph(
     )
 
 
-def _piecewise_tokens(model: ModelFolder) -> tuple[int, ...]:
-    width = model.text_config_value("hidden_size")
-    if not isinstance(width, int):
+def _piecewise_tokens(model: ModelFolder, runtime: ResolvedRuntime) -> tuple[int, ...]:
+    width = model.text_config_value("hidden_size", "n_embd", "d_model")
+    if not isinstance(width, int) or width < 1:
         return PIECEWISE_TOKENS
-    small = (tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens * width**2 <= _MOST_PIECEWISE_WORK)
-    return (*PIECEWISE_TOKENS, *small)
+    largest = min(_MOST_PIECEWISE_WORK // width**2, runtime.max_running_requests * runtime.max_model_len)
+    return (*PIECEWISE_TOKENS, *(tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens <= largest))
 
 
 def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> ResolvedCudaGraph:

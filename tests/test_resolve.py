@@ -58,6 +58,12 @@ def test_the_smaller_a_model_the_longer_are_the_steps_whose_pieces_are_captured(
     assert few.cudagraph.piecewise_tokens[-1] == 256
 
 
+def test_no_piece_is_captured_for_longer_steps_than_all_requests_can_make():
+    narrow = QWEN | {"hidden_size": 64}
+    few = resolved(H200, narrow, runtime={"max_running_requests": 2, "max_model_len": 1100})
+    assert few.cudagraph.piecewise_tokens[-1] == 2048
+
+
 def test_no_auto_is_left_and_json_keeps_everything():
     config = resolved(H200)
     assert "auto" not in str(config)
@@ -98,7 +104,7 @@ def test_small_limits_pull_the_other_automatic_ones_along():
     assert resolved(runtime={"max_running_requests": 4096}).runtime.max_num_batched_tokens == 4096
     config = resolved(H200, runtime={"max_running_requests": 20, "max_num_batched_tokens": 60})
     assert config.cudagraph.decode_requests == (1, 2, 4, 8, 16, 20)
-    assert config.cudagraph.piecewise_tokens[-1] == 48
+    assert config.cudagraph.piecewise_tokens[-1] == 32
 
 
 @pytest.mark.parametrize(

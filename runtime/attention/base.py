@@ -129,7 +129,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} is given queries that are rotated")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The sequence length that padding rows of a captured batch carry."""
+        """The sequence length that padding rows of a captured batch carry; their outputs may be anything."""
         raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
 
     def init_cuda_graph_state(

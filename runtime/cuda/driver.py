@@ -156,7 +156,7 @@ class Kernel:
             )
 
     def launch(self, num_blocks: int, num_threads: int, arguments: Sequence[Argument]) -> None:
-        """Launches on torch's current stream, before the kernel ahead has ended.
+        """Launches on torch's current stream of the device it was loaded on, before the kernel ahead has ended.
 
         Args:
             arguments: values; they are copied.

@@ -1,8 +1,7 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
 FULL is one graph for a whole decode, its attention made ready before every replay; PIECEWISE replays the pieces around
-eager attention. Padding rows belong to the dummy row: they write to page 0, and read one key of it unless attention
-passes them over.
+eager attention. Padding rows belong to the dummy row: at most they write to page 0 and read one key of it.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """
@@ -21,7 +20,7 @@ from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
-from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
+from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs, TokenPlaces
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.executor import ProgramExecutor
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -29,6 +28,10 @@ from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner, TokenInputs
 
 logger = logging.getLogger(__name__)
+
+# The inputs of a step come in one upload, always of all its places. A longer step has the time to copy its tokens to
+# places of their own.
+_MOST_UPLOADED_TOKENS = 512
 
 
 @dataclass(slots=True)
@@ -55,7 +58,9 @@ class GraphRunner:
         self._max_requests = max(dispatcher.decode_requests, default=0)
         self._max_tokens = max(dispatcher.piecewise_tokens + dispatcher.decode_requests, default=0)
         padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value()
-        self.inputs = StepInputs(self._max_tokens, runner.config.max_rows, padding_len, runner.device)
+        num_uploaded = min(self._max_tokens, max(_MOST_UPLOADED_TOKENS, self._max_requests))
+        self.inputs = StepInputs(num_uploaded, runner.config.max_rows, padding_len, runner.device)
+        self._long_inputs = TokenPlaces.zeros(self._max_tokens, runner.device)
         self._rows = torch.arange(self._max_tokens, device=runner.device)
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -100,7 +105,7 @@ class GraphRunner:
         if mode is CUDAGraphMode.FULL:
             return LogitsProcessorOutput(self._replay_decode(batch, descriptor))
         if mode is CUDAGraphMode.PIECEWISE:
-            self.inputs.take_tokens(batch, descriptor.num_tokens)
+            self._places(descriptor.num_tokens).take_tokens(batch, descriptor.num_tokens)
             return self._run_pieces(batch, descriptor)
         return None
 
@@ -158,26 +163,31 @@ class GraphRunner:
             positions=inputs.positions[:size],
         )
 
+    def _places(self, size: int) -> TokenPlaces:
+        return self.inputs if size <= self.inputs.max_tokens else self._long_inputs
+
     def _tokens(self, size: int) -> TokenInputs:
-        inputs = self.inputs
+        inputs = self._places(size)
         return TokenInputs(inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size])
 
     # PIECEWISE --------------------------------------------------------------------------------------------------------
 
     def _capture_pieces(self, descriptor: BatchDescriptor) -> None:
-        """Runs one prompt of padding tokens through the program; its pieces capture themselves on the way."""
-        size, runner, inputs = descriptor.num_tokens, self._runner, self.inputs
-        length = torch.tensor([size], dtype=torch.int32)
+        """Runs prompts of padding tokens through the program; its pieces capture themselves on the way."""
+        size, runner = descriptor.num_tokens, self._runner
+        tokens = self._tokens(size)
+        lengths = torch.tensor(_lengths(size, runner.config.max_model_len), dtype=torch.int32)
+        new, none = lengths.to(runner.device), torch.zeros_like(lengths)
         batch = runner.prepare_forward_batch_extend(
-            inputs.input_ids[:size],
-            torch.zeros(1, dtype=torch.int64, device=runner.device),
-            length.to(runner.device),
-            length.to(runner.device),
-            torch.zeros(1, dtype=torch.int32, device=runner.device),
-            inputs.out_cache_loc[:size],
-            extend_seq_lens_cpu=length,
-            extend_prefix_lens_cpu=torch.zeros(1, dtype=torch.int32),
-            positions=inputs.positions[:size],
+            tokens.input_ids,
+            torch.zeros(len(lengths), dtype=torch.int64, device=runner.device),
+            new,
+            new,
+            none.to(runner.device),
+            tokens.out_cache_loc,
+            extend_seq_lens_cpu=lengths,
+            extend_prefix_lens_cpu=none,
+            positions=tokens.positions,
         )
         batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=runner.device)
         if not any(figure.mode == CUDAGraphMode.PIECEWISE.name for figure in self.figures):
@@ -200,6 +210,11 @@ class GraphRunner:
         if key not in self._outputs:
             self._outputs[key] = q.new_zeros((self._max_tokens, *shape))
         return self._outputs[key][: q.shape[0]]
+
+
+def _lengths(num_tokens: int, longest: int) -> list[int]:
+    """Of as few requests as can have so many tokens."""
+    return [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
 
 
 def estimate_graph_bytes(runner: ModelRunner, dispatcher: GraphDispatcher) -> int:

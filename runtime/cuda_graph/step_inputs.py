@@ -14,11 +14,39 @@ from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.staging import StagingRing
 
 
-class StepInputs:
-    """Token 0 at position 0 of the dummy page is what padding tokens are, the dummy row what padding requests are.
+class TokenPlaces:
+    """What graphs read of each token; token 0 at position 0 of the dummy page is what padding tokens are.
 
     Attributes:
         input_ids, positions, out_cache_loc: [M] int64.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
+        self.input_ids = input_ids
+        self.positions = positions
+        self.out_cache_loc = out_cache_loc
+
+    @classmethod
+    def zeros(cls, max_tokens: int, device: torch.device) -> TokenPlaces:
+        return cls(*torch.zeros(3, max_tokens, dtype=torch.int64, device=device))
+
+    def take_tokens(self, batch: ForwardBatch, padded: int) -> None:
+        """Token inputs of `batch`, and padding up to `padded`, unless they are in their places already."""
+        num_tokens = batch.num_tokens
+        for place, values in (
+            (self.input_ids, batch.input_ids),
+            (self.positions, batch.positions),
+            (self.out_cache_loc, batch.out_cache_loc),
+        ):
+            if values.data_ptr() != place.data_ptr():
+                place[:num_tokens].copy_(values)
+                place[num_tokens:padded].zero_()
+
+
+class StepInputs(TokenPlaces):
+    """All inputs of a step in one block of memory; the dummy row is what padding requests are.
+
+    Attributes:
         req_pool_indices: [N] int64.
         seq_lens: [N] int32; seq_lens_cpu: the same on the host, of the last step.
     """
@@ -43,9 +71,7 @@ class StepInputs:
         num_bytes = sum(size * dtype.itemsize for size, dtype in self._fields.values())
         self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         views = self._views(self._block)
-        self.input_ids, self.positions, self.out_cache_loc = (
-            views[name] for name in ("input_ids", "positions", "out_cache_loc")
-        )
+        super().__init__(views["input_ids"], views["positions"], views["out_cache_loc"])
         self.req_pool_indices, self.seq_lens = views["req_pool_indices"], views["seq_lens"]
         self.seq_lens.fill_(padding_len)
         self.seq_lens_cpu = torch.full((max_requests,), padding_len, dtype=torch.int32)
@@ -84,20 +110,8 @@ class StepInputs:
             self._last_fields = {name: getattr(self, name)[: value.size] for name, value in values.items()}
         return self._last_fields
 
-    def take_tokens(self, batch: ForwardBatch, padded: int) -> None:
-        """Token inputs of `batch`, and padding up to `padded`, unless they are in their places already."""
-        num_tokens = batch.num_tokens
-        for place, values in (
-            (self.input_ids, batch.input_ids),
-            (self.positions, batch.positions),
-            (self.out_cache_loc, batch.out_cache_loc),
-        ):
-            if values.data_ptr() != place.data_ptr():
-                place[:num_tokens].copy_(values)
-                place[num_tokens:padded].zero_()
-
     def take_requests(self, batch: ForwardBatch, padded: int) -> None:
-        """As take_tokens, for a decode's requests."""
+        """As take_tokens, of a decode's requests."""
         size = batch.batch_size
         if batch.req_pool_indices.data_ptr() != self.req_pool_indices.data_ptr():
             self.req_pool_indices[:size].copy_(batch.req_pool_indices)

@@ -98,6 +98,7 @@ __device__ __forceinline__ void make_ready(const Preparer& preparer, ReadyReques
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(shared_address(&requests.full[place]));
     if (its.has_new_key) preparer.write(its);
+    __syncwarp();
     if (++place == READY) place = 0, phase ^= 1;
     at = its.request.last;
   }

@@ -272,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     sums.total += __shfl_xor_sync(~0u, sums.total, 2);
     if (first < begin) {
       leave(sums, parts[blockIdx.x * HEADS + warp]);
+      __syncwarp();
       continue;
     }
     add_parts(sums, plan, last, parts);

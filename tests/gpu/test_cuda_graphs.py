@@ -93,6 +93,24 @@ def test_piecewise_graphs_give_the_logits_of_the_pieces_bit_for_bit(runner, size
         assert torch.equal(captured, uncaptured(runner, batch, descriptor))
 
 
+@torch.inference_mode()
+def test_steps_longer_than_the_upload_have_places_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("mllm_compile.runtime.cuda_graph.graph_runner._MOST_UPLOADED_TOKENS", 16)
+    runner = make_gpu_runner(tmp_path)
+    try:
+        fill_pages(runner)
+        graphs = graphs_of(runner)
+        assert graphs.inputs.max_tokens == 16 < PIECEWISE_TOKENS[-1]
+        for seed, num_tokens in enumerate((12, 40, 33, 64, 12, 50)):
+            batch = mixed_batch(runner, num_tokens, seed)
+            _, descriptor = graphs.dispatcher.dispatch(num_tokens, batch.batch_size, False)
+            captured = runner.forward(batch).next_token_logits.clone()
+            assert captured.isfinite().all()
+            assert torch.equal(captured, uncaptured(runner, batch, descriptor))
+    finally:
+        runner.shutdown()
+
+
 def test_graphs_agree_with_the_unpadded_model(runner):
     for make in (partial(decode_batch, num_requests=5), partial(mixed_batch, num_tokens=37)):
         batch = make(runner)  # not both first: the second is given rows and pages of the first

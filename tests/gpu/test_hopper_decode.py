@@ -214,7 +214,7 @@ def test_new_tokens_have_the_same_numbers_every_time(decoders, kind):
 
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
-    """Rows behind the batch's, as a graph has them: of one token, all on the same page."""
+    """Rows behind the batch's, as a graph has them where other layers need a key: all with the same one."""
     cache = Cache([577, 64, 1, 1, 1], 8, 128, 64, torch.bfloat16)
     cache.page_table[2:] = cache.page_table[2, 0]
     new = New(cache, 16, has_norms=True)
@@ -227,6 +227,41 @@ def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
     assert cache.values[new.slots].isfinite().all()
     want = new.in_float32(cache)[:2]
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 16)])
+def test_rows_without_keys_may_be_anywhere_among_many(decoders, heads, kv_heads, rotates):
+    """Several requests and several rows without keys in a share, by a graph that is replayed on other lengths."""
+    generator = torch.Generator().manual_seed(1)
+    longest = torch.randint(1, 300, (320,), generator=generator)
+    cache = Cache(longest.tolist(), kv_heads, 128, 64, torch.bfloat16)
+    new = New(cache, heads, has_norms=True) if rotates else None
+    q = torch.randn(len(longest), heads, 128, device="cuda").bfloat16()
+    decoder = decoders(SHARES, heads, kv_heads, 64)
+
+    def run() -> torch.Tensor:
+        return decode(decoder, cache, q) if new is None else decode_new(decoder, cache, new)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    want = in_float32(cache, q) if new is None else new.in_float32(cache)
+    for share_of_none in (0.0, 0.3, 0.9):
+        has_keys = torch.rand(len(longest), generator=generator) >= share_of_none
+        has_keys[:3] = share_of_none == 0  # the first and the last ones too
+        has_keys[-20:] = share_of_none == 0
+        cache.lengths.copy_(longest * has_keys)
+        if new is not None:
+            new.forget(cache)
+        graph.replay()
+        rows = has_keys.cuda()
+        error = (out[rows].float() - want[rows]).norm(dim=(1, 2)) / want[rows].norm(dim=(1, 2))
+        assert error.max() < 8e-3
+        if new is not None:
+            assert torch.equal(cache.keys[new.slots].isfinite().all(dim=(1, 2)), rows)
+        assert (decoder._parts == MISSING).all()
 
 
 @pytest.mark.parametrize("rotates", [False, True])
@@ -378,6 +413,30 @@ def test_what_the_kernel_ahead_writes_is_read_when_that_has_ended(decoders, kind
     want = in_float32(cache, q)
     got = decode_behind_a_late_write(decoders(kind, 16, 8, 64), cache, q).float()
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize(
+    ("wait", "late"),
+    [
+        ("weights = load_weights(preparer.rotation);\n  wait_for_prerequisites();", "projection"),
+        ("has_new_key, i) && !has_waited) {\n        wait_for_prerequisites();", "write"),
+    ],
+    ids=["who makes requests ready", "who reads tiles"],
+)
+def test_each_warp_of_shares_that_does_not_wait_is_found_out(tmp_path_factory, monkeypatch, wait, late):
+    def source(kernel: CudaKernel) -> str:
+        whole = kernel_source(kernel)
+        assert whole.count(wait) == 1
+        return whole.replace(wait, wait.removesuffix("wait_for_prerequisites();"))
+
+    monkeypatch.setattr("mllm_compile.cuda_kernels.kernel_source", source)
+    cache = Cache(LENGTHS, 8, 128, 64, torch.bfloat16)
+    decoder = compiled_decoder(tmp_path_factory.mktemp("hasty"), SHARES, 16, 8, 64)
+    if late == "projection":
+        got = decode_behind_a_late_projection(decoder, cache, New(cache, 16, has_norms=True))
+    else:
+        got = decode_behind_a_late_write(decoder, cache, torch.randn(len(LENGTHS), 16, 128, device="cuda").bfloat16())
+    assert not got.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])

@@ -10,6 +10,7 @@ from mllm_compile.runtime.attention.flashinfer_backend import (
     PrefillMetadata,
     should_use_tensor_core,
 )
+from mllm_compile.runtime.attention.flashinfer_decode import PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     check_never_split,
@@ -26,6 +27,22 @@ from tests.runtime.attention_cases import make_case, make_layer
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = PlanGroup(32, 8, 128, PerLayerParameters(-1, 0.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("groups", "padding_len"),
+    [
+        ([SplitGroup], 0),
+        ([SplitGroup, SplitGroup], 0),
+        ([SplitGroup, PlannedGroup], 1),
+        ([PlannedGroup, SplitGroup], 1),
+        ([PlannedGroup], 1),
+    ],
+)
+def test_padding_has_no_keys_where_no_decode_is_planned_by_flashinfer(groups, padding_len):
+    backend = object.__new__(FlashInferAttnBackend)
+    backend._group_decodes = [object.__new__(group) for group in groups]
+    assert backend.get_cuda_graph_seq_len_fill_value() == padding_len
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,9 @@ def test_the_source_compiles_without_spilling(tmp_path, kernel):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_shared_memory_is_what_the_source_lays_out(tmp_path):
-    kernel = ShareKernel(8, 2, 64)
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+def test_shared_memory_is_what_the_source_lays_out(tmp_path, group):
+    kernel = ShareKernel(8, group, 64)
     check = f"static_assert(SLOTS * SLOT_BYTES + 1024 + sizeof(Shared) == {kernel.shared_bytes});\n"
     check += f"static_assert(32 * (HEADS + 1 + PREPARERS) == {kernel.num_threads});\n"
     check += f"static_assert(sizeof(Part) == {4 * kernel.part_floats});\n"
