@@ -26,6 +26,7 @@ from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.piece_workers import PieceJob, PieceWorkers
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.uncollected import uncollected
 
 if TYPE_CHECKING:
     from mllm_compile.cuda_kernels import KernelCompiler
@@ -83,7 +84,7 @@ def start_early_pieces(
     try:
         if hf_model.text_config.num_hidden_layers < _MIN_LAYERS or (os.cpu_count() or 1) < _MIN_CORES:
             return {}
-        with reporter.stage(f"trace {_LAYERS} layers"):
+        with reporter.stage(f"trace {_LAYERS} layers"), uncollected():
             shallow = _shallow_copy(hf_model, config)
             trace = trace_model(shallow, config.runtime.device, max_traced_tokens(config))
             lowered = rewrite(config, shallow, trace)

@@ -108,12 +108,13 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
     from mllm_compile.gate import check_trace
     from mllm_compile.trace import trace_model
 
-    with reporter.stage("trace"):
+    with reporter.stage("trace"), uncollected():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)
     dump = _GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
-    with reporter.stage("passes"), refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten"):
+    rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
+    with reporter.stage("passes"), uncollected(), rewriting:
         return rewrite(
             config,
             hf_model,

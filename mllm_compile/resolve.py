@@ -394,8 +394,8 @@ def _cudagraph(
 
 def _piecewise_tokens(model: ModelFolder, runtime: ResolvedRuntime) -> tuple[int, ...]:
     width = model.text_config_value("hidden_size", "n_embd", "d_model")
-    if not isinstance(width, int) or width < 1:
-        return PIECEWISE_TOKENS
+    if runtime.attention_backend != "flashinfer" or not isinstance(width, int) or width < 1:
+        return PIECEWISE_TOKENS  # a capture runs attention of its prompts, which by torch takes their square in memory
     largest = min(_MOST_PIECEWISE_WORK // width**2, runtime.max_running_requests * runtime.max_model_len)
     return (*PIECEWISE_TOKENS, *(tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens <= largest))
 

@@ -64,6 +64,12 @@ def test_no_piece_is_captured_for_longer_steps_than_all_requests_can_make():
     assert few.cudagraph.piecewise_tokens[-1] == 2048
 
 
+def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
+    narrow = QWEN | {"hidden_size": 64}
+    config = resolved(H200, narrow, runtime={"attention_backend": "torch"})
+    assert (config.cudagraph.mode, config.cudagraph.piecewise_tokens[-1]) == ("piecewise", 512)
+
+
 def test_no_auto_is_left_and_json_keeps_everything():
     config = resolved(H200)
     assert "auto" not in str(config)
