@@ -27,7 +27,7 @@ from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
