@@ -27,6 +27,8 @@ from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS
 from mllm_compile.tokenizer import tokenizer_files
 from mllm_compile.weight_files import WeightFiles
 
+# Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
+# are launched (threads, shared memory, arguments).
 FORMAT_VERSION = 14
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (

@@ -154,6 +154,7 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     decode = decoder.ShareDecode(kernel, {kernel.name: b"binary"}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
     decode(inputs_of(MOST_REQUESTS))
+    # Binaries of older runtimes were compiled for such a launch: FORMAT_VERSION goes up with any change of it.
     assert made["shares_8x4_page16"].launches == [(132, 384, 11)] * 2
     with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
         decode(inputs_of(MOST_REQUESTS + 1))
