@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mllm_compile.async_engine import AsyncEngine
     from mllm_compile.config import EngineConfig
     from mllm_compile.engine import Engine
+    from mllm_compile.errors import ConfigError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
     from mllm_compile.outputs import CompletionOutput, Logprob, RequestOutput
     from mllm_compile.runtime.sampling_params import SamplingParams
     from mllm_compile.stats import EngineStats
@@ -21,16 +22,23 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncEngine",
     "CompletionOutput",
+    "ConfigError",
+    "DeviceMemoryError",
     "Engine",
     "EngineConfig",
+    "EngineDeadError",
     "EngineStats",
     "Logprob",
+    "MllmError",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "__version__",
 ]
 
+_ERRORS = ("ConfigError", "DeviceMemoryError", "EngineDeadError", "MllmError", "RequestError")
 _HOMES = {
+    **dict.fromkeys(_ERRORS, "mllm_compile.errors"),
     "AsyncEngine": "mllm_compile.async_engine",
     "CompletionOutput": "mllm_compile.outputs",
     "Engine": "mllm_compile.engine",

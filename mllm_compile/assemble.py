@@ -23,6 +23,7 @@ from mllm_compile.measured import device_key, read_measured, write_measured
 from mllm_compile.memory_plan import MemoryPlan, situation
 from mllm_compile.progress import Reporter
 from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.runtime.idle_threads import end_idle_threads
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.model_source import ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -62,6 +63,8 @@ def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = 
             runner.shutdown()
             raise
     _remember(compiled, runner, plan, timeline)
+    if runner.device.type == "cpu":
+        end_idle_threads()  # the engine has a thread of its own
     return EngineParts(
         scheduler=scheduler,
         step_runner=step_runner,

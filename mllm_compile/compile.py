@@ -175,13 +175,19 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
 
     Returns:
         One report a pass.
+
+    Raises:
+        ConfigError: the folder cannot be made; and as find_target.
     """
     from mllm_compile.lowering import build_model, lower, remove_graph_texts
 
     timeline = timeline_of(reporter)
     with timeline.stage("resolve"):
         target = find_target(config)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out_dir} cannot be made ({error.strerror}). Give another folder.") from error
     remove_graph_texts(out_dir)
     program_text = out_dir / "program.txt"
     program_text.unlink(missing_ok=True)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from mllm_compile.compile import inspect_model
+from mllm_compile.errors import ConfigError
 from tests.tiny_model import tiny_config
 
 
@@ -20,3 +25,9 @@ def test_a_second_pipeline_leaves_no_graphs_of_the_first_and_no_file_of_the_user
         assert {path.name for path in folder.iterdir()} == written | own.keys()
         assert (folder / "program.txt").read_text().splitlines()[-1].startswith("logits = ")
     assert {name: (folder / name).read_text() for name in own} == own
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that is writable and takes nothing")
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"/proc/graphs cannot be made \(.+\)\. Give another folder"):
+        inspect_model(tiny_config(tmp_path), Path("/proc/graphs"))

@@ -129,8 +129,15 @@ class BenchResult:
             ceilings = data.pop("ceilings")
             runs = tuple(run_from_json(run) for run in data.pop("runs"))
             return cls(**data, ceilings=None if ceilings is None else Ceilings(**ceilings), runs=runs)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is no result of `mllm-compile bench … --json`: {error}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}. Expected a file that `mllm-compile bench … --json` wrote."
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(
+                f"{path} is no result of `mllm-compile bench … --json`: {reason}. Measure again, or leave it out."
+            ) from None
 
 
 def run_from_json(data: dict[str, Any]) -> EngineRun:

@@ -26,6 +26,13 @@ def test_another_file_is_refused_by_name(tmp_path, text):
         BenchResult.read(path)
 
 
+def test_a_file_that_cannot_be_read_is_refused_by_name_and_with_the_reason(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file.* Expected a file that .* wrote"):
+        BenchResult.read(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        BenchResult.read(tmp_path)
+
+
 def test_the_share_of_the_limit_of_a_time_and_of_a_rate():
     assert tpot(1, 4.0, limit=3.0).share_of_limit == 0.75
     assert Measurement.of("mixed256", "tok/s out", [75.0]).with_limit(100.0).share_of_limit == 0.75
