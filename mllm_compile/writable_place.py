@@ -43,9 +43,11 @@ class Place:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(folder):
+            # A copy names what it reads first.
+            files = [Path(os.fsdecode(name)) for name in (error.filename2, error.filename) if name is not None]
+            if not files or any(file.is_relative_to(folder) for file in files):
                 raise self._cannot_write(error) from error
-            raise ConfigError(f"{error.filename} cannot be written ({error.strerror}); {_MAKE_ROOM}") from error
+            raise ConfigError(f"{files[0]} cannot be written ({error.strerror}); {_MAKE_ROOM}") from error
 
     def _cannot_write(self, error: OSError) -> ConfigError:
         room = f"{_MAKE_ROOM}, or " if error.errno in _FULL else ""

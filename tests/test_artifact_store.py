@@ -125,6 +125,20 @@ def test_another_disk_that_fills_up_is_told_by_its_own_name(tmp_path):
         raise full
 
 
+def test_a_copy_that_does_not_fit_is_told_by_where_it_was_to_go(tmp_path):
+    cache = runtimes_folder(tmp_path) / "key"
+    with (
+        pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written .*make room"),
+        new_artifact_folder(cache) as scratch,
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device", "/model/tokenizer.json", None, str(scratch / "t.json"))
+    with (
+        pytest.raises(ConfigError, match=r"^/elsewhere/copy cannot be written \(No space left on device\); make room"),
+        new_artifact_folder(cache),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device", "/model/tokenizer.json", None, "/elsewhere/copy")
+
+
 def test_what_goes_wrong_with_telling_that_one_waits_is_no_matter_of_the_cache(tmp_path):
     def closed() -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
