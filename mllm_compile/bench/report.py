@@ -89,16 +89,16 @@ def _markdown_group(model: str, command: str, group: list[BenchResult]) -> str:
             for line in run.measurements:
                 cells.setdefault(line.key, {})[run.engine] = line
     engines = list(dict.fromkeys(run.engine for result in group for run in result.runs))
-    header = ["work", "unit", "limit", *engines, f"{engines[0]}, share of limit"]
+    limited = [engine for engine in engines if any(_share(line_of.get(engine)) for line_of in cells.values())]
+    header = ["work", "unit", "limit", *engines, *(f"{engine}, share of limit" for engine in limited)]
     lines = [f"### {model}: {command}", "", _row(header), _row(["---", "---", *["---:"] * (len(header) - 2)])]
     for key in _in_order(cells):
         by_engine = cells[key]
         line = next(iter(by_engine.values()))
-        own = by_engine.get(engines[0], line)
-        share = own.share_of_limit
+        limit = by_engine.get(engines[0], line).limit
         figures = [_cell(by_engine.get(engine)) for engine in engines]
-        limit = "" if own.limit is None else show_figure(own.limit)
-        lines.append(_row([work_name(line), line.unit, limit, *figures, "" if share is None else f"{share:.0%}"]))
+        shares = [_share(by_engine.get(engine)) for engine in limited]
+        lines.append(_row([work_name(line), line.unit, "" if limit is None else show_figure(limit), *figures, *shares]))
     for source in dict.fromkeys("; ".join(provenance(result)) for result in group):
         lines += ["", source]
     return "\n".join([*lines, ""])
@@ -110,6 +110,10 @@ def _cell(line: Measurement | None) -> str:
         return ""
     median = show_figure(line.median)
     return median if len(line.samples) == 1 else f"{median} ±{line.spread / 2:.1%}"
+
+
+def _share(line: Measurement | None) -> str:
+    return "" if line is None or line.share_of_limit is None else f"{line.share_of_limit:.0%}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -45,3 +45,14 @@ def test_markdown_leaves_a_cell_empty_where_an_engine_has_no_figure():
 
 def test_figures_have_three_digits():
     assert [show_figure(value) for value in (0.1234, 1.234, 123.45, 23149.4)] == ["0.123", "1.23", "123.5", "23,149"]
+
+
+def test_each_engine_with_a_limit_has_its_share_of_it_beside():
+    first, second = run("mllm", tpot(1, 4.0, limit=3.0)), run("transformers", tpot(1, 6.0, limit=3.0))
+    text = markdown([result(first, second, run("vllm", tpot(1, 5.0)))])
+    header = (
+        "| work | unit | limit | mllm | transformers | vllm | mllm, share of limit | transformers, share of limit |"
+    )
+    assert header in text
+    assert "| tpot b=1 | ms | 3.00 | 4.00 | 6.00 | 5.00 | 75% | 50% |" in text
+    assert "share of limit" not in markdown([result(run("mllm", tpot(1, 4.0)))])
