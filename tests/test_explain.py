@@ -27,14 +27,16 @@ def explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_hit_is_told_with_its_place(explain, eager_cache):
     lines = explain(eager_cache, compile={"backend": "eager"})
     (folder,) = runtimes_folder(eager_cache).iterdir()
-    assert lines[0] == f"key {folder.name.partition('-')[2]}"
-    assert lines[-1] == f"compiled: {folder}"
-    assert [line.split()[0] for line in lines[1:4]] == ["factor", "format", "mllm_compile"]
+    assert lines[0] == f"compiled: {folder}"
+    assert lines[1] == f"key {folder.name.partition('-')[2]}"
+    assert [line.split()[0] for line in lines[2:5]] == ["factor", "format", "mllm_compile"]
 
 
 def test_a_miss_tells_what_changed_from_what_to_what(explain, eager_cache):
     lines = explain(eager_cache, compile={"backend": "inductor"}, runtime={"max_num_batched_tokens": 9999})
-    table = lines[lines.index("changed since the nearest runtime") + 1 :]
+    assert lines[0].startswith("not compiled: ")
+    key = next(i for i, line in enumerate(lines) if line.startswith("key "))
+    table = lines[lines.index("changed since the nearest runtime") + 1 : key]
     assert [line.split() for line in table[1:]] == [
         ["backend", "eager", "inductor"],
         ["max", "traced", "tokens", "8192", "9999"],
@@ -42,6 +44,6 @@ def test_a_miss_tells_what_changed_from_what_to_what(explain, eager_cache):
 
 
 def test_where_nothing_of_the_model_was_compiled_it_says_so(explain, eager_cache, tmp_path):
-    assert explain(tmp_path / "empty")[-1] == "no runtime of this model was compiled yet"
+    assert explain(tmp_path / "empty")[1] == "no runtime of this model was compiled yet"
     stranger = {"model config": "another", "weights": "random"}
     assert nearest_runtime(stranger, eager_cache) is None

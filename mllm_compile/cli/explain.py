@@ -1,27 +1,35 @@
-"""`mllm-compile explain CONFIG.yaml`: the key's factors, and why there is a runtime for them or not."""
+"""`mllm-compile explain CONFIG.yaml`: whether there is a runtime for a config and why not, and the key's factors."""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from mllm_compile.cli.arguments import ConfigArgument
 from mllm_compile.config import EngineConfig
 from mllm_compile.console import print_table
+
+if TYPE_CHECKING:
+    from mllm_compile.compile import Target
 
 
 def explain_command(config: ConfigArgument) -> None:
     """Say whether a config has a compiled runtime; if not, what changed since the nearest one."""
     engine_config = EngineConfig.from_yaml(config)
 
-    from mllm_compile.artifact import open_artifact
     from mllm_compile.cache_key import key_of
     from mllm_compile.compile import find_target
+
+    target = find_target(engine_config)
+    _say_whether_it_is_compiled(target)
+    print_table(sys.stdout, f"key {key_of(target.factors)}", ("factor", "value"), list(target.factors.items()))
+
+
+def _say_whether_it_is_compiled(target: Target) -> None:
+    from mllm_compile.artifact import open_artifact
     from mllm_compile.errors import ArtifactError
     from mllm_compile.explain import changes, nearest_runtime
 
-    target = find_target(engine_config)
-    rows = list(target.factors.items())
-    print_table(sys.stdout, f"key {key_of(target.factors)}", ("factor", "value"), rows)
     try:
         open_artifact(target.folder)
         print(f"compiled: {target.folder}")
@@ -33,4 +41,5 @@ def explain_command(config: ConfigArgument) -> None:
         print("no runtime of this model was compiled yet")
         return
     changed = [(change.factor, change.then, change.now) for change in changes(target.factors, nearest.factors)]
-    print_table(sys.stdout, "changed since the nearest runtime", ("factor", "then", "now"), changed)
+    if changed:
+        print_table(sys.stdout, "changed since the nearest runtime", ("factor", "then", "now"), changed)
