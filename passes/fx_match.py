@@ -137,4 +137,6 @@ def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _value(node: fx.Node) -> Any:
+    if "val" not in node.meta:
+        raise ValueError(f"{node.name} has no meta['val'], which whoever makes a node sets (passes/base.py)")
     return node.meta["val"]

@@ -18,6 +18,7 @@ To add a pass: a file with a class of the same name, a line here and in PASSES, 
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -132,9 +133,17 @@ def _run(graph_pass: GraphPass, gm: fx.GraphModule) -> PassResult:
         result = graph_pass(gm)
         result.gm.graph.lint()
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
         raise PassFailedError(
             f"the pass {graph_pass.name} raised {type(error).__name__}: {error} "
-            f"({Path(place.filename).name}, line {place.lineno}; MLLM_COMPILE_DEBUG=1 shows the traceback)"
+            f"({_places(graph_pass, error)}; MLLM_COMPILE_DEBUG=1 shows the traceback)"
         ) from error
     return result
+
+
+def _places(graph_pass: GraphPass, error: Exception) -> str:
+    """The pass's own line, and that of a helper which it called, where that is what failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    source = sys.modules[type(graph_pass).__module__].__file__
+    own = [frame for frame in frames if frame.filename == source][-1:]
+    places = dict.fromkeys((Path(frame.filename).name, frame.lineno) for frame in (*own, frames[-1]))
+    return ", in ".join(f"{name}, line {line}" for name, line in places)

@@ -14,6 +14,7 @@ from torch import fx
 from mllm_compile.lowering import _GraphDumper
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.fx_match import call
 from mllm_compile.passes.pipeline import PASSES, REQUIRED, PassFailedError, optional_pass_names, pass_names, run_passes
 from mllm_compile.passes.verify import GraphInvariantError
 from tests.passes.graph_builder import model_of_layers, run
@@ -122,4 +123,18 @@ def test_an_error_in_a_pass_names_it_and_the_line(monkeypatch):
     with pytest.raises(
         PassFailedError, match=r"the pass broken raised AttributeError: .*no_such_thing.*\(.*, line \d+;"
     ):
+        run_passes(fx.GraphModule({}, fx.Graph()))
+
+
+def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch):
+    class Broken:
+        name = "broken"
+
+        def __call__(self, gm):
+            return call(gm.graph, torch.relu, gm.graph.placeholder("x"))
+
+    monkeypatch.setattr(pipeline, "PASSES", (Broken,))
+    line = inspect.getsourcelines(Broken.__call__)[1] + 1
+    places = rf"\(test_pipeline\.py, line {line}, in fx_match\.py, line \d+;"
+    with pytest.raises(PassFailedError, match=rf"ValueError: x has no meta\['val'\].*{places}"):
         run_passes(fx.GraphModule({}, fx.Graph()))
