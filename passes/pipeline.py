@@ -143,7 +143,7 @@ def _run(graph_pass: GraphPass, gm: fx.GraphModule) -> PassResult:
 def _places(graph_pass: GraphPass, error: Exception) -> str:
     """The pass's own line, and that of a helper which it called, where that is what failed."""
     frames = traceback.extract_tb(error.__traceback__)
-    source = sys.modules[type(graph_pass).__module__].__file__
+    source = getattr(sys.modules.get(type(graph_pass).__module__), "__file__", None)  # none of what is typed in
     own = [frame for frame in frames if frame.filename == source][-1:]
     places = dict.fromkeys((Path(frame.filename).name, frame.lineno) for frame in (*own, frames[-1]))
     return ", in ".join(f"{name}, line {line}" for name, line in places)
