@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
     """What a model's compile imports is compiled by other processes, ahead of whoever imports it meanwhile, where that
-    has not been done and is to be kept."""
+    has not been done and is to be kept. To be entered before torch is imported, which takes seconds itself."""
     process = None
     with contextlib.suppress(OSError):  # there is no room for one: whoever imports compiles
         process = _start_compiling()
@@ -74,10 +74,9 @@ def _start_compiling() -> subprocess.Popen[bytes] | None:
     workers = min(_MOST_WORKERS, (os.cpu_count() or 1) - 2)  # this process imports, and the compiler process does
     if sys.pycache_prefix is None or sys.dont_write_bytecode or not sys.executable or workers < 2:
         return None
-    sources = [source for source in map(_source, _AHEAD) if source is not None]
-    if not sources or _is_compiled(sources[0]):
+    folders = [folder for folder in map(_package_folder, _AHEAD) if folder is not None]
+    if all(_is_compiled(os.path.join(folder, "__init__.py")) for folder in folders):
         return None
-    folders = [os.path.dirname(source) for source in sources]
     left_out = f"^({'|'.join(map(re.escape, folders))})/(.*/)?({_NOT_AHEAD})/"
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "compileall", "-qq", "-j", str(workers), "-x", left_out, *folders],
@@ -89,15 +88,27 @@ def _start_compiling() -> subprocess.Popen[bytes] | None:
     )
 
 
-# In the order in which they are needed. The first, which torch does not import, says whether it has been done.
+# In the order in which they are needed.
 _AHEAD = (
+    "torch/nn",
+    "torch/fx",
+    "torch/utils",
+    "torch/distributed",
+    "torch/ao",
+    "torch/_higher_order_ops",
+    "torch/_subclasses",
+    "torch/_refs",
+    "torch/_decomp",
+    "numpy/_core",
+    "numpy/lib",
     "sympy",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.fx",
     "mpmath",
+    "huggingface_hub",
+    "jinja2",
     "transformers",
-    "torch._inductor",
+    "torch/_dynamo",
+    "torch/_functorch",
+    "torch/_inductor",
     "networkx",
 )
 _NOT_AHEAD = "tests|testing|onnx|models"
@@ -120,6 +131,14 @@ def _source(package: str) -> str | None:
     except (ValueError, ModuleNotFoundError):  # it was put into sys.modules by hand; what it is in is not there
         return None
     return spec.origin if spec is not None and spec.has_location else None
+
+
+def _package_folder(path: str) -> str | None:
+    """Of a package, or of one inside it, which is not imported for that."""
+    package, _, inside = path.partition("/")
+    source = _source(package)
+    folder = os.path.join(os.path.dirname(source), inside).rstrip("/") if source is not None else ""
+    return folder if os.path.isdir(folder) else None
 
 
 def _is_compiled(source: str) -> bool:

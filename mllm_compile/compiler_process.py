@@ -5,7 +5,8 @@ processes that each import it for themselves take the cores from the trace that 
 (docs/performance.md has a cold start of either kind).
 
 One JSON request a line comes in, one answer a job goes out; nothing is pickled. This process itself never touches the
-GPU, as CUDA does not survive a fork, and has no threads. A fork that dies costs its own job alone.
+GPU, as CUDA does not survive a fork, and has no threads. A fork that dies costs its own job alone. Where pieces run on
+a GPU the first forks start before there are jobs, as each has to make a context, which took 16 of them at once 1.4 s.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -33,14 +35,20 @@ Request = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Fork:
-    """A process with one job. `answer` is the end of a pipe: its error, nothing where all went well; then the end."""
+    """A process for one job, which it reads as a line. `answer` is the end of a pipe: the job's error, nothing where
+    all went well; then the end."""
 
     pid: int
-    job: int
+    request: int
     answer: int
     log: IO[bytes]
 
-    def result(self) -> dict[str, Any]:
+    def give(self, request: Request) -> None:
+        """Its job."""
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self.request, "w") as pipe:  # it has ended, and says why
+            print(json.dumps(request), file=pipe, flush=True)
+
+    def result(self, job: int) -> dict[str, Any]:
         """What to tell about the job; waits for the process, which has closed its end of the pipe."""
         message = os.read(self.answer, _MAX_MESSAGE).decode(errors="replace")
         os.close(self.answer)
@@ -51,17 +59,28 @@ class _Fork:
                 self.log.seek(max(0, end - _MAX_MESSAGE))
                 last_lines = " | ".join(self.log.read().decode(errors="replace").strip().splitlines()[-3:])
                 message = f"the process that compiled it ended (exit code {code}): {last_lines}"
-        return {"job": self.job} | ({"error": message} if message else {})
+        return {"job": job} | ({"error": message} if message else {})
 
 
-def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> None:
-    """Runs every request in a fork until `requests`, a file descriptor, ends; then ends its process group, and itself.
+@dataclass(frozen=True)
+class Work:
+    """What forks do.
 
-    Args:
-        run: does what a request says, in the fork; an exception is the job's error.
+    Attributes:
+        run: what a request says; an exception is the job's error.
+        get_ready: before a fork has its job.
+        waiting: so many forks get ready before there are jobs.
     """
+
+    run: Callable[[Request], None]
+    get_ready: Callable[[], None] = lambda: None
+    waiting: int = 0
+
+
+def serve(requests: int, answers: IO[str], work: Work) -> None:
+    """Runs every request in a fork until `requests`, a file descriptor, ends; then ends its process group."""
     try:
-        _serve(requests, answers, run)
+        _serve(requests, answers, work)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -69,15 +88,19 @@ def serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> No
         os.killpg(0, signal.SIGKILL)  # nobody is there to take what the forks make
 
 
-def _serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> None:
-    pending = b""
+def _serve(requests: int, answers: IO[str], work: Work) -> None:
+    pending, waiting = b"", []
+    with contextlib.suppress(OSError):  # without them a job's fork starts when the job is there
+        for _ in range(work.waiting):
+            waiting.append(_start(work, answers))
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.data is not None:
                     selector.unregister(key.fileobj)
-                    print(json.dumps(key.data.result()), file=answers, flush=True)
+                    fork, job = key.data
+                    print(json.dumps(fork.result(job)), file=answers, flush=True)
                     continue
                 chunk = os.read(requests, _CHUNK)
                 if not chunk:
@@ -85,37 +108,49 @@ def _serve(requests: int, answers: IO[str], run: Callable[[Request], None]) -> N
                 *lines, pending = (pending + chunk).split(b"\n")
                 for request in map(json.loads, lines):
                     try:
-                        fork = _start(request, run, answers)
+                        fork = waiting.pop(0) if waiting else _start(work, answers)
                     except OSError as error:  # of memory, processes or files there are no more
                         refusal = {"job": request["job"], "error": f"no process can be started for it ({error})"}
                         print(json.dumps(refusal), file=answers, flush=True)
                     else:
-                        selector.register(fork.answer, selectors.EVENT_READ, fork)
+                        fork.give(request)
+                        selector.register(fork.answer, selectors.EVENT_READ, (fork, request["job"]))
 
 
-def _start(request: Request, run: Callable[[Request], None], answers: IO[str]) -> _Fork:
+def _start(work: Work, answers: IO[str]) -> _Fork:
     with contextlib.ExitStack() as if_refused:
         log = if_refused.enter_context(tempfile.TemporaryFile())
-        read_end, write_end = os.pipe()
-        if_refused.callback(os.close, read_end)
-        if_refused.callback(os.close, write_end)
+
+        def pipe() -> tuple[int, int]:
+            ends = os.pipe()
+            for end in ends:
+                if_refused.callback(os.close, end)
+            return ends
+
+        job, request = pipe()
+        answer, told = pipe()
         pid = os.fork()
         if pid == 0:
             os.close(answers.fileno())  # which ends when the compiler process does
-            _work(request, run, log.fileno(), write_end)
+            os.dup2(job, 0)
+            _work(work, log.fileno(), told)
         if_refused.pop_all()
-    os.close(write_end)
-    return _Fork(pid, request["job"], read_end, log)
+    os.close(job)
+    os.close(told)
+    return _Fork(pid, request, answer, log)
 
 
-def _work(request: Request, run: Callable[[Request], None], log: int, answer: int) -> NoReturn:
-    """The fork's side. Its standard input is nobody's requests, its output is the job's log."""
+def _work(work: Work, log: int, answer: int) -> NoReturn:
+    """The fork's side. Its standard input is its job's line, its output is the job's log."""
     code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        run(request)
+        work.get_ready()
+        with open(0, closefd=False) as job:
+            request = json.loads(job.readline())
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        work.run(request)
         code = 0
     except BaseException as error:
         os.write(answer, _describe(error).encode()[:_MAX_MESSAGE])
@@ -146,7 +181,7 @@ def _compile(request: Request) -> None:
     )
 
 
-def main(device: str, scratch: Path) -> None:
+def main(device: str, scratch: Path, waiting: int) -> None:
     # Whatever Inductor or a compiler prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -154,12 +189,12 @@ def main(device: str, scratch: Path) -> None:
     from mllm_compile.uncollected import uncollected
 
     with uncollected():
-        from mllm_compile.piece_compiler import prepare_compiler
+        from mllm_compile.piece_compiler import enter_device, prepare_compiler
 
         prepare_compiler(device, scratch)
         gc.freeze()  # forks share what nobody writes to, as the collector does
-    serve(0, answers, _compile)
+    serve(0, answers, Work(_compile, partial(enter_device, device), waiting))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -85,10 +85,10 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
         from mllm_compile.hf_model import build_on_meta
-        from mllm_compile.late_imports import import_modeling_utils
+        from mllm_compile.late_imports import import_modeling_code
         from mllm_compile.rope import check_rope_limit
 
-        import_modeling_utils()
+        import_modeling_code()
     with reporter.stage("build on meta"), uncollected():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)

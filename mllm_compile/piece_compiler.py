@@ -20,6 +20,7 @@ import torch
 
 from mllm_compile.runtime.pieces import piece_class
 from mllm_compile.shared_header import is_shared, pays, share_header
+from mllm_compile.shared_interface import share_interface
 
 SYSTEM_CXX = "/usr/bin/g++"
 
@@ -114,8 +115,9 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     Args:
         scratch: an empty folder for what forks share; it outlives them.
     """
-    if pays(device):
-        with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
+    with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
+        share_interface(scratch, device)
+        if pays(device):
             share_header(scratch, device)
     import torch._higher_order_ops.triton_kernel_wrap
     import torch._inductor.compile_fx
@@ -144,6 +146,13 @@ def prepare_compiler(device: str, scratch: Path) -> None:
         return
     with contextlib.suppress(Exception), system_compiler():
         cpu_vec_isa.pick_vec_isa()
+
+
+def enter_device(device: str) -> None:
+    """Makes this process' context on the GPU; an error is left to whoever needs it."""
+    if device.startswith("cuda"):
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device)
 
 
 def prepare_device(device: str) -> None:

@@ -63,8 +63,9 @@ class PieceWorkers:
         _check_compiler()
         make_private(cache)
         self._failed = cache / "failed"
-        self._compiler = _CompilerProcess(device, cache, scratch)
-        self._threads = ThreadPoolExecutor(count or min(_MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="pieces")
+        count = count or min(_MAX_WORKERS, os.cpu_count() or 1)
+        self._compiler = _CompilerProcess(device, cache, scratch, count)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="pieces")
 
     def submit(self, job: PieceJob) -> Future[None]:
         """Compiles a job in the background; jobs are begun in the order in which they come.
@@ -116,7 +117,8 @@ def _check_compiler() -> None:
 class _CompilerProcess:
     """compiler_process.py, from outside: any number of threads ask it."""
 
-    def __init__(self, device: str, cache: Path, scratch: Path) -> None:
+    def __init__(self, device: str, cache: Path, scratch: Path, count: int) -> None:
+        waiting = count + 1 if device.startswith("cuda") else 0  # the one is for what prepares the device, below
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
         environment = os.environ | {
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
@@ -129,7 +131,7 @@ class _CompilerProcess:
             **bytecode.environment(),
         }
         self._process = subprocess.Popen(
-            [*_COMMAND, device, str(scratch)],
+            [*_COMMAND, device, str(scratch), str(waiting)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -103,7 +103,7 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
         captured.append((graph_module, list(example_inputs)))
         raise _Captured  # or Dynamo would write guards, and run the graph on fake weights: an eighth of its time
 
-    torch._dynamo.reset()
+    torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs that nobody has
     try:
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             torch.compile(module, backend=capturing_backend, fullgraph=True)(*inputs)
@@ -111,7 +111,7 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
         if not captured:
             raise UnsupportedModelError(f"the model cannot be traced as one graph: {_reason(error)}") from error
     finally:
-        torch._dynamo.reset()
+        torch._dynamo.reset_code_caches()
     graph_module, example_inputs = captured[0]
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node, example in zip(placeholders, example_inputs, strict=True):

@@ -15,7 +15,7 @@ FAKES = {
     "scipy/__init__.py": "__version__ = '1.0'",
     "scipy/optimize.py": "def linear_sum_assignment(costs): return ('assignment', costs)",
 }
-LATE = "from mllm_compile.late_imports import import_modeling_utils as load; load()"
+LATE = "from mllm_compile.late_imports import import_modeling_code as load; load()"
 PLAIN = "import transformers.modeling_utils"
 
 
@@ -57,8 +57,9 @@ def test_whoever_has_imported_it_before_keeps_what_there_is(run):
     assert "scipy.optimize" in run(PLAIN, LATE, IMPORTED)
 
 
-def test_what_older_versions_import_for_assisted_generation_comes_late_too(run):
-    """As transformers 5.17 has it in candidate_generator.py, which that imports with modeling_utils."""
+@pytest.mark.parametrize("behind", ["transformers.modeling_utils", "transformers.generation.utils"])
+def test_what_older_versions_import_for_assisted_generation_comes_late_too(run, behind):
+    """As transformers 5.17 has it in candidate_generator.py, which generation.utils imports."""
     older = [
         "import importlib, sys, types",
         "older = types.ModuleType('transformers.older'); sys.modules[older.__name__] = older",
@@ -67,9 +68,9 @@ def test_what_older_versions_import_for_assisted_generation_comes_late_too(run):
         "    from sklearn.metrics import roc_curve'''",
         "real = importlib.import_module",
         "def import_module(name, package=None):",
-        "    return exec(code, vars(older)) if name == 'transformers.modeling_utils' else real(name, package)",
+        f"    return exec(code, vars(older)) if name == {behind!r} else real(name, package)",
         "importlib.import_module = import_module",
     ]
     answer = "print('sklearn.metrics' in sys.modules, older.is_sklearn_available(), older.roc_curve(1, 2))"
-    assert run(*older, "importlib.import_module('transformers.modeling_utils')", answer) == "True True ('curve', 1, 2)"
+    assert run(*older, f"importlib.import_module({behind!r})", answer) == "True True ('curve', 1, 2)"
     assert run(*older, LATE, answer) == "False True ('curve', 1, 2)"

@@ -104,8 +104,8 @@ def test_when_the_process_has_ended_every_job_says_so(tmp_path):
 
 SERVER = """
 import os, sys
-from mllm_compile.compiler_process import serve
-serve(0, os.fdopen(os.dup(1), "w"), lambda request: exec(request["code"]))
+from mllm_compile.compiler_process import Work, serve
+serve(0, os.fdopen(os.dup(1), "w"), Work(lambda request: exec(request["code"])))
 """
 
 
@@ -192,6 +192,42 @@ while len(os.listdir({str(tmp_path)!r})) < 3:
     assert time.monotonic() < end
 """
     assert answers_to(server, waits, waits, waits) == {0: "", 1: "", 2: ""}
+
+
+WAITING = """
+import os, sys
+from mllm_compile.compiler_process import Work, serve
+def get_ready():
+    open(f"FOLDER/{os.getpid()}", "w").close()
+    GET_READY
+serve(0, os.fdopen(os.dup(1), "w"), Work(lambda request: exec(request["code"]), get_ready, 2))
+"""
+
+
+def test_forks_that_wait_take_the_first_jobs_and_others_start_then(tmp_path):
+    process = start_server(WAITING.replace("FOLDER", str(tmp_path)).replace("GET_READY", "pass"))
+    try:
+        waiting = running_forks(tmp_path, 2)
+        tells = "import os; raise ValueError(os.getpid())"
+        answers = answers_to(process, tells, tells, tells)
+        took = [int(error.split()[0]) for error in answers.values()]
+        assert set(waiting) < set(took) and len(set(took)) == 3
+        assert len(running_forks(tmp_path, 3)) == 3, "who starts late gets ready too"
+    finally:
+        kill_group(process)
+
+
+@pytest.mark.parametrize(
+    ("get_ready", "error"), [("raise ValueError('no GPU')", "no GPU"), ("os._exit(3)", r"exit code 3")]
+)
+def test_a_fork_that_fails_while_it_waits_is_its_jobs_error(tmp_path, get_ready, error):
+    process = start_server(WAITING.replace("FOLDER", str(tmp_path)).replace("GET_READY", get_ready))
+    try:
+        assert_gone(running_forks(tmp_path, 2))
+        answers = answers_to(process, "pass", "pass")
+        assert all(error in told for told in answers.values())
+    finally:
+        kill_group(process)
 
 
 def test_what_is_forked_has_not_touched_the_gpu_and_has_no_threads(tmp_path):

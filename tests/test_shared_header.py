@@ -40,7 +40,7 @@ assert shared_header.is_shared()
 ASKS = """
 if os.fork() == 0:
     path = Path(torch._inductor.codecache._precompile_header("HEADER", "g++ -O0", aot_mode=True, device_type="cpu"))
-    assert path.read_text() == "#include <HEADER>\\n"
+    assert path.read_text().splitlines()[0] == "#include <HEADER>"
     (folder / "asked").write_text(str(path.with_name(path.name + ".gch").exists()))
     os._exit(0)
 os.wait(), os.wait()

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mllm_compile.bytecode import compiled_ahead
 from mllm_compile.cli.arguments import ConfigArgument
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
@@ -32,11 +33,12 @@ def compile_command(
     """Compile the model of a config into a cached runtime (the default command)."""
     engine_config = EngineConfig.from_yaml(config)
 
-    with uncollected():
-        from mllm_compile.compile import load_or_compile
+    with compiled_ahead():
+        with uncollected():
+            from mllm_compile.compile import load_or_compile
 
-    options = CompileOptions(output, pack_weights, verify_weights)
-    runtime = load_or_compile(engine_config, reporter_for(plain_lines=True), options)
+        options = CompileOptions(output, pack_weights, verify_weights)
+        runtime = load_or_compile(engine_config, reporter_for(plain_lines=True), options)
     if runtime.was_cached:
         print(f"already compiled: {runtime.folder}")
         return
