@@ -153,7 +153,8 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
         graph: Any = lowered.graph.get_submodule(piece)
         inputs = piece_inputs(graph, lowered.symbols)
         if piece in forms and forms[piece].max_size == 1:
-            inputs = tuple(spec.of_one_token() for spec in inputs)
+            size = inputs[forms[piece].input].shape[forms[piece].dim]  # T, or S behind the gather
+            inputs = tuple(spec.of_one(str(size)) for spec in inputs)
         sources.append((piece, piece_source(graph, piece, lowered.symbols), inputs))
     # The smallest last: with few workers the others begin first.
     sources += [(piece.name, piece.source, piece.inputs) for piece in lowered.written_pieces]

@@ -45,13 +45,13 @@ class PieceInput:
             strides.insert(0, _product(size, strides[0]))
         return cls(shape, tuple(strides), dtype)
 
-    def of_one_token(self) -> PieceInput:
-        """The same input with T = 1."""
+    def of_one(self, name: str) -> PieceInput:
+        """The same input where the size `name` is 1."""
 
         def fixed(size: int | str) -> int | str:
-            if not isinstance(size, str) or "T" not in size.split("*"):
+            if not isinstance(size, str) or name not in size.split("*"):
                 return size
-            return math.prod(int(factor) for factor in size.replace("T", "1").split("*"))
+            return math.prod(int(factor) for factor in size.replace(name, "1").split("*"))
 
         return PieceInput(tuple(fixed(n) for n in self.shape), tuple(fixed(n) for n in self.stride), self.dtype)
 

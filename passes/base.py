@@ -23,6 +23,10 @@ CACHE_INPUT = "cache_input"
 CACHE_INPUTS = ("slots", "keys", "values")
 
 
+# node.meta key of the value that the head starts from, where the rows that it works on have been gathered before.
+HEAD_INPUT = "head_input"
+
+
 @dataclass(frozen=True)
 class PassResult:
     """What one pass did."""

@@ -125,15 +125,27 @@ def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *opera
     graph.erase_node(node)
 
 
+def recompute_value(node: fx.Node) -> None:
+    """Sets `meta["val"]` of a call whose arguments have other values than those that it was copied with."""
+    args, kwargs = fx.map_arg(node.args, _value), fx.map_arg(node.kwargs, _value)
+    target = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+    node.meta["val"] = _computed(target, args[1:] if node.op == "call_method" else args, kwargs, args)
+
+
 def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """Adds a call_function node at the graph's insertion point, its `meta["val"]` computed on fake tensors."""
     node = graph.call_function(target, args, kwargs)
     values = fx.map_arg(args, _value)
-    mode = detect_fake_mode(values)
+    node.meta["val"] = _computed(target, values, fx.map_arg(kwargs, _value), values)
+    return node
+
+
+def _computed(target: Any, args: Any, kwargs: Any, operands: Any) -> Any:
+    """What a call gives, `operands` among whose fake tensors the mode is found."""
+    mode = detect_fake_mode(operands)
     # The Python dispatcher: without it torch 2.11 asks for the number of elements of a tensor of T tokens.
     with enable_python_dispatcher(), mode or nullcontext():
-        node.meta["val"] = target(*values, **fx.map_arg(kwargs, _value))
-    return node
+        return target(*args, **kwargs)
 
 
 def _value(node: fx.Node) -> Any:

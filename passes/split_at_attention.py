@@ -1,15 +1,16 @@
-"""Cuts the graph at every attention and before the head's row gather; what lies between two cuts is a piece."""
+"""Cuts the graph at every attention, at the row gather and before the head; what lies between two cuts is a piece."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, PassResult
+from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, PassResult
 from mllm_compile.passes.fx_match import input_node, is_attention_with_output, is_symbolic
 
 PIECE_PREFIX = "piece_"
@@ -85,7 +86,7 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
     rows = input_node(gm, "logits_indices")
     stages = [_Stage()]
     home: dict[fx.Node, _Stage] = {}
-    in_head = False
+    starts = [_reads_rows(rows), _reads_gathered]  # of stages, each at the first node that is so
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or _is_size(node) or _is_attention_buffer(node):
             continue
@@ -93,9 +94,11 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
             stages[-1].attention = node
             stages.append(_Stage())
             continue
-        if not in_head and rows in node.all_input_nodes:
-            in_head = True
-            stages.append(_Stage())
+        for start in starts:
+            if start(node):
+                starts.remove(start)
+                stages.append(_Stage())
+                break
         stage = stages[-1]
         if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             producer = node.args[0]
@@ -104,6 +107,14 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
         stage.nodes.append(node)
         home[node] = stage
     return [stage for stage in stages if stage.nodes or stage.attention is not None]
+
+
+def _reads_rows(rows: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda node: rows in node.all_input_nodes
+
+
+def _reads_gathered(node: fx.Node) -> bool:
+    return any(HEAD_INPUT in arg.meta for arg in node.all_input_nodes)
 
 
 def _is_attention_buffer(node: fx.Node) -> bool:

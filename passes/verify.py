@@ -83,6 +83,7 @@ AFTER: dict[str, tuple[Check, ...]] = {
     "lower_attention": (inputs_are_named_tensors, attention_is_lowered),
     "fuse_rope_cache": (inputs_are_named_tensors, attention_is_lowered),
     "rotate_in_attention": (inputs_are_named_tensors, attention_is_lowered),
+    "gather_rows_early": (inputs_are_named_tensors, attention_is_lowered),
     "split_at_attention": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "deduplicate_pieces": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
     "fuse_single_token": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),

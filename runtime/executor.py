@@ -53,9 +53,8 @@ class ProgramExecutor:
         self._output_buffers = buffers
 
     def is_row_piece(self, index: int) -> bool:
-        """Whether the piece called at step `index` works on the S rows of logits (the head)."""
-        step = self.program.steps[index]
-        return isinstance(step, PieceStep) and ROW_INPUT in step.inputs
+        """Whether the piece called at step `index` works on the S rows of logits: it gathers them, or comes behind."""
+        return index >= self._head_start
 
     def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
         """Calls every piece through `wrap(piece id, index of the call, its compiled function)`, in place of a wrapper
@@ -118,8 +117,9 @@ class ProgramExecutor:
 
     def _first_row_step(self) -> int:
         """Where the head starts: what comes before does not know which rows are wanted."""
-        indices = (index for index in range(len(self._steps)) if self.is_row_piece(index))
-        return next(indices, len(self._steps))
+        steps = enumerate(self.program.steps)
+        gathers = (index for index, step in steps if isinstance(step, PieceStep) and ROW_INPUT in step.inputs)
+        return next(gathers, len(self.program.steps))
 
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
         """Names become slots; each step learns which values die after it."""

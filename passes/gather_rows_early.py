@@ -1,0 +1,216 @@
+"""Of the last layer's outputs only those of the rows whose logits are wanted are computed."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import HEAD_INPUT, PassResult
+from mllm_compile.passes.fx_match import (
+    LINEAR,
+    call,
+    drop_dead_nodes,
+    input_node,
+    is_attention_with_output,
+    is_call,
+    is_symbolic,
+    recompute_value,
+    writes_in_place,
+)
+
+
+class GatherRowsEarly:
+    """The head's row gather moves up to the last attention.
+
+    Why: a prompt's tokens but the last leave keys and values in each layer, and nothing else is read of what the last
+        layer makes of them: its output projection and feed-forward, most of a layer's products, are for S rows then in
+        place of T (figures in docs/performance.md).
+
+    Before::
+
+        y = residual + linear(out, o); z = y + mlp(norm(y)); logits = linear(norm(z)[:, rows], head)
+
+    After::
+
+        y = residual[:, rows] + linear(out[rows], o); z = y + mlp(norm(y)); logits = linear(norm(z), head)
+
+    Requires: attention lowered. What lies between the last attention and the gather must work on each token by itself:
+        linears, and what `_RULES` knows. Of any other graph nothing is changed.
+    Preserves: every row's numbers, but for the order of sums that the library chooses by the number of rows.
+    """
+
+    name: ClassVar[str] = "gather_rows_early"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        rows = input_node(gm, "logits_indices")
+        gather = _gather_of(rows)
+        last = next((node for node in reversed(gm.graph.nodes) if is_attention_with_output(node)), None)
+        region = None if gather is None or last is None else _Region.ahead_of(gather, last)
+        if region is None or last is None or gather is None:
+            return PassResult(gm, 0, before, before)
+        region.rebuild(gm.graph, gather, last, rows)
+        drop_dead_nodes(gm)
+        return PassResult(gm, 1, before, len(gm.graph.nodes))
+
+
+def _gather_of(rows: fx.Node) -> fx.Node | None:
+    """The one reader of the rows, x[:, rows, :], where there is one and it is that."""
+    readers = [node for node in rows.users if not is_symbolic(node.meta.get("val"))]
+    if len(readers) != 1 or not is_call(readers[0], operator.getitem) or not isinstance(readers[0].args[0], fx.Node):
+        return None
+    index = readers[0].args[1]
+    index = index if isinstance(index, tuple) else (index,)
+    token_dim = _token_dim(readers[0].args[0].meta["val"])
+    is_plain = all(one is rows or one == slice(None) for one in index)
+    return readers[0] if is_plain and index.index(rows) == token_dim else None
+
+
+class _Region:
+    """What stands between the last attention and the gather.
+
+    Attributes:
+        nodes: in order.
+        sources: tensors of T tokens that come from before.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[fx.Node] = []
+        self.sources: list[fx.Node] = []
+
+    @classmethod
+    def ahead_of(cls, gather: fx.Node, last: fx.Node) -> _Region | None:
+        """None where a node works on more than one token at a time or writes in place, or nothing lies between."""
+        order = {node: place for place, node in enumerate(gather.graph.nodes)}
+        if any(writes_in_place(node) for node in list(order)[order[last] + 1 : order[gather]]):
+            return None
+        region, wanted = set(), [gather.args[0]]
+        sources: dict[fx.Node, None] = {}
+        while wanted:
+            node: Any = wanted.pop()
+            if node in region or not any(_sizes(node)):
+                continue
+            if order[node] < order[last]:
+                sources[node] = None
+            elif _is_by_token(node):
+                region.add(node)
+                wanted += [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta["val"])]
+            else:
+                return None
+        found = cls()
+        found.nodes = sorted(region, key=order.__getitem__)
+        found.sources = sorted(sources, key=order.__getitem__)
+        return found if found.nodes else None
+
+    def rebuild(self, graph: fx.Graph, gather: fx.Node, last: fx.Node, rows: fx.Node) -> None:
+        """Computes it again of gathered sources, in the place of what the gather read."""
+        made: dict[fx.Node, fx.Node] = {}
+        with graph.inserting_before(last.next):
+            size = call(graph, torch.ops.aten.sym_size.int, rows, 0)
+            for source in self.sources:
+                val = source.meta["val"]
+                index = tuple(rows if dim == _token_dim(val) else slice(None) for dim in range(val.dim()))
+                made[source] = call(graph, operator.getitem, source, index)
+
+        def operand(arg: fx.Node) -> fx.Node:
+            return size if is_symbolic(arg.meta["val"]) else made.get(arg, arg)
+
+        with graph.inserting_before(gather):
+            for node in self.nodes:
+                made[node] = graph.node_copy(node, operand)
+                recompute_value(made[node])
+        of_rows = made[gather.args[0]]  # type: ignore[index]
+        of_rows.meta[HEAD_INPUT] = True
+        gather.replace_all_uses_with(of_rows)
+        graph.erase_node(gather)
+
+
+# Which nodes work on each token by itself -----------------------------------------------------------------------------
+
+
+def _each(val: Any) -> tuple[Any, ...]:
+    """The tensors of a tuple, or the one that it is."""
+    return tuple(val) if isinstance(val, tuple | list) else (val,)
+
+
+def _sizes(node: fx.Node) -> Iterator[Any]:
+    """Sizes that depend on T."""
+    for value in _each(node.meta["val"]):
+        yield from (size for size in getattr(value, "shape", ()) if is_symbolic(size))
+
+
+def _token_dim(val: Any) -> int | None:
+    """The dimension of the tokens; None where it is not one of its own."""
+    dims = [dim for dim, size in enumerate(val.shape) if is_symbolic(size)]
+    return dims[0] if len(dims) == 1 and val.shape[dims[0]].node.expr.is_symbol else None
+
+
+def _is_by_token(node: fx.Node) -> bool:
+    """Whether a row of its outputs depends on the same row of its inputs alone."""
+    rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
+    inputs = [arg.meta["val"] for arg in node.all_input_nodes if not is_symbolic(arg.meta["val"]) and any(_sizes(arg))]
+    if rule is None or not inputs or any(_token_dim(value) is None for one in inputs for value in _each(one)):
+        return False
+    if any(_token_dim(value) is None for value in _each(node.meta["val"])):
+        return False
+    return rule(node, _each(inputs[0])[0], inputs)
+
+
+def _from_the_right(val: Any) -> int:
+    return val.dim() - (_token_dim(val) or 0)
+
+
+def _is_pointwise(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    """As broadcasting aligns them."""
+    return len({_from_the_right(value) for value in (*inputs, node.meta["val"])}) == 1
+
+
+def _is_linear(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    return len(inputs) == 1 and _token_dim(first) != first.dim() - 1
+
+
+def _keeps_order(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    """A view in which the tokens are as many rows, in the same order."""
+    return len({math.prod(value.shape[: _token_dim(value)]) for value in (first, node.meta["val"])}) == 1
+
+
+def _is_mean_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = dims if isinstance(dims, tuple | list) else [dims]
+    if not all(isinstance(dim, int) for dim in dims):
+        return False
+    others = {dim % first.dim() for dim in dims}  # type: ignore[operator]
+    return _token_dim(first) not in others and _keeps_order(node, first, inputs)
+
+
+def _is_split_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    return isinstance(dim, int) and dim % first.dim() != _token_dim(first)
+
+
+def _is_part(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    """Of a tuple."""
+    return isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta["val"], tuple | list)
+
+
+_POINTWISE = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.square, torch.sqrt, torch.rsqrt, torch.neg),
+    *(torch.tanh, torch.sigmoid, torch.relu, torch.clamp),
+    *(torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu, torch._C._nn.gelu),
+    *("add", "sub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "neg", "tanh", "sigmoid", "relu", "clamp"),
+    *("to", "float", "type_as", "contiguous"),
+)
+_RULES: dict[Any, Callable[[fx.Node, Any, list[Any]], bool]] = {
+    **dict.fromkeys(_POINTWISE, _is_pointwise),
+    **dict.fromkeys((LINEAR, torch.nn.functional.linear), _is_linear),
+    **dict.fromkeys(("reshape", "view", "flatten", "unsqueeze", torch.reshape), _keeps_order),
+    **dict.fromkeys(("mean", torch.mean), _is_mean_of_others),
+    **dict.fromkeys((torch.functional.split, torch.split, torch.chunk, "split", "chunk"), _is_split_of_others),
+    operator.getitem: _is_part,
+}

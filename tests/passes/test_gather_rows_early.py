@@ -1,0 +1,160 @@
+"""passes/gather_rows_early.py: the last layer is computed of the wanted rows, where each token stands for itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+from torch.nn.functional import silu
+
+from mllm_compile.passes.fx_match import is_attention_with_output
+from mllm_compile.passes.gather_rows_early import GatherRowsEarly
+from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.verify import verify_graph
+from tests.passes.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, run, targets
+
+Body = Callable[[GraphBuilder, fx.Node], fx.Node]
+
+
+def head(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    """As Transformers gathers with `logits_to_keep`; x [1, T, HIDDEN]."""
+    everything = slice(None)
+    rows = builder.call(operator.getitem, x, (everything, builder.rows, everything))
+    return builder.call(operator.getitem, builder.linear(rows, "head", VOCAB), 0)
+
+
+def norm(builder: GraphBuilder, x: fx.Node, name: str) -> fx.Node:
+    wide = builder.method("to", x, torch.float32)
+    variance = builder.method("mean", builder.method("pow", wide, 2), -1, True)
+    factor = builder.call(torch.rsqrt, builder.call(operator.add, variance, 1e-6))
+    return builder.call(
+        operator.mul, builder.weight(f"{name}.weight", HIDDEN), builder.call(operator.mul, wide, factor)
+    )
+
+
+def feed_forward(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    """Behind the last attention of most models: a linear with its residual, a norm, a gated feed-forward."""
+    gate_up = builder.linear(norm(builder, x, "norm"), "gate_up", 24)
+    halves = builder.call(torch.functional.split, gate_up, [12, 12], dim=-1)
+    gate, up = (builder.call(operator.getitem, halves, index) for index in range(2))
+    product = builder.call(operator.mul, builder.call(silu, gate), up)
+    return norm(builder, builder.call(operator.add, x, builder.linear(product, "down", HIDDEN)), "last")
+
+
+def model(body: Body, layers: int = 2) -> fx.GraphModule:
+    """Layers, then `body` of [1, T, HIDDEN], and the head."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    for index in range(layers):
+        x = builder.layer(x, index)
+    return builder.lowered(head(builder, body(builder, builder.method("unsqueeze", x, 0))))
+
+
+def behind_attention(gm: fx.GraphModule) -> list[fx.Node]:
+    nodes = list(gm.graph.nodes)
+    return nodes[max(index for index, node in enumerate(nodes) if is_attention_with_output(node)) + 1 :]
+
+
+def assert_moved(gm: fx.GraphModule) -> fx.GraphModule:
+    before, tokens = run(gm), gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    result = GatherRowsEarly()(gm)
+    assert result.matches == 1
+    verify_graph(result.gm, "gather_rows_early")
+    result.gm.recompile()
+    torch.testing.assert_close(run(result.gm), before)
+    for node in behind_attention(result.gm):
+        shapes = [str(size) for size in getattr(node.meta.get("val"), "shape", ())]
+        assert str(tokens) not in shapes, f"{node.name} is of all tokens"
+    return result.gm
+
+
+def test_the_last_layer_is_computed_of_the_wanted_rows():
+    gm = assert_moved(model(feed_forward))
+    gathers = [node for node in gm.graph.nodes if any(arg.name == "logits_indices" for arg in node.all_input_nodes)]
+    assert len(gathers) == 2, "the residual and attention's output"
+
+
+def test_the_head_stays_a_piece_of_its_own():
+    gm = apply(SplitAtAttention(), assert_moved(model(feed_forward)))
+    verify_graph(gm, "split_at_attention")
+    calls = [name for name in targets(gm) if name.startswith(("piece", "attention"))]
+    attention = "attention_with_output.default"
+    assert calls == ["piece_0", attention, "piece_1", attention, "piece_2", "piece_3"]
+    tail, of_head = gm.get_submodule("piece_2"), gm.get_submodule("piece_3")
+    assert "logits_indices" in [node.name for node in tail.graph.nodes if node.op == "placeholder"]
+    assert targets(of_head) == ["linear", "getitem"]
+    before = run(model(feed_forward))
+    torch.testing.assert_close(run(gm), before)
+
+
+def views(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    heads = builder.method("view", x, 1, builder.size_inputs["T"], 4, -1)
+    return builder.method("contiguous", builder.method("reshape", heads, 1, builder.size_inputs["T"], -1))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        views,
+        lambda builder, x: builder.call(torch.tanh, builder.linear(x, "last", HIDDEN, bias=True)),
+        lambda builder, x: builder.method("unsqueeze", builder.method("flatten", x, 0, 1), 0),
+        lambda builder, x: builder.call(
+            operator.add, builder.call(operator.getitem, builder.method("chunk", x, 1, -1), 0), 1
+        ),
+    ],
+)
+def test_it_moves_through_what_works_on_each_token(body):
+    assert_moved(model(body))
+
+
+def in_place(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    y = builder.call(torch.relu, x)
+    builder.method("mul_", y, 2)
+    return y
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda builder, x: builder.method("cumsum", x, 1),
+        lambda builder, x: builder.call(torch.softmax, x, 1),
+        lambda builder, x: builder.method("flip", x, 1),
+        lambda builder, x: builder.method("roll", x, 1, 1),
+        lambda builder, x: builder.call(operator.add, x, builder.method("flip", x, 1)),
+        in_place,
+    ],
+)
+def test_what_looks_at_other_tokens_stays_of_all(body):
+    gm = model(body)
+    before = run(gm)
+    result = GatherRowsEarly()(gm)
+    assert result.matches == 0 and result.nodes_after == result.nodes_before
+    assert torch.equal(run(gm), before)
+
+
+def test_what_is_the_same_for_all_tokens_is_still_made_of_all():
+    gm = model(lambda builder, x: builder.call(operator.sub, x, builder.method("mean", x, 1, True)))
+    before = run(gm)
+    torch.testing.assert_close(run(apply(GatherRowsEarly(), gm)), before)
+
+
+def test_without_attention_there_is_nowhere_to_move_to():
+    assert GatherRowsEarly()(model(feed_forward, layers=0)).matches == 0
+
+
+def test_rows_that_are_read_twice_stay():
+    builder = GraphBuilder()
+    x = builder.method("unsqueeze", builder.layer(builder.embed(), 0), 0)
+    first, second = head(builder, feed_forward(builder, x)), builder.call(torch.index_select, x, 1, builder.rows)
+    first = builder.call(operator.add, first, builder.method("sum", second))
+    assert GatherRowsEarly()(builder.lowered(first)).matches == 0
+
+
+def test_a_gather_of_another_dimension_stays():
+    builder = GraphBuilder()
+    x = builder.method("unsqueeze", builder.layer(builder.embed(), 0), 0)
+    rows = builder.call(operator.getitem, builder.call(torch.relu, x), (slice(None), slice(None), builder.rows))
+    assert GatherRowsEarly()(builder.lowered(rows)).matches == 0
