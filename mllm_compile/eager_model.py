@@ -27,7 +27,7 @@ class EagerModel:
         self._model = model
         self._layer_names = layer_names  # in the order of the calls
 
-    def body(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [T, V] of all tokens: a Transformers model has no seam before its head that all models share."""
         from mllm_compile.models.eager_attention import LAYER_NAMES
 

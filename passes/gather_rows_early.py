@@ -60,7 +60,7 @@ class GatherRowsEarly:
 
 
 def _gather_of(rows: fx.Node) -> fx.Node | None:
-    """The one reader of the rows, x[:, rows, :], where there is one and it is that."""
+    """The one reader of the rows, x[:, rows, :] of hidden states, where there is one and it is that."""
     readers = [node for node in rows.users if not is_symbolic(node.meta.get("val"))]
     if len(readers) != 1 or not is_call(readers[0], operator.getitem) or not isinstance(readers[0].args[0], fx.Node):
         return None
@@ -68,7 +68,8 @@ def _gather_of(rows: fx.Node) -> fx.Node | None:
     index = index if isinstance(index, tuple) else (index,)
     token_dim = _token_dim(readers[0].args[0].meta["val"])
     is_plain = all(one is rows or one == slice(None) for one in index)
-    return readers[0] if is_plain and index.index(rows) == token_dim else None
+    is_of_tokens = is_plain and index.index(rows) == token_dim == readers[0].args[0].meta["val"].dim() - 2
+    return readers[0] if is_of_tokens else None
 
 
 class _Region:

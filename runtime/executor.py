@@ -45,7 +45,11 @@ class ProgramExecutor:
         self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
         self._template += [self.weights[name] for name in program.weights]
         self._steps = self._link(pieces)
-        self._head_start = self._first_row_step()
+        self._gather = self._first_row_step()
+        # Rows may be gathered ahead of the head, by a piece that makes hidden states [..., S, hidden] of them.
+        self._has_tail = self._gather + 1 < len(self._steps)
+        self._head = self._gather + 1 if self._has_tail else self._gather
+        self._hidden = self._slot_between(self._gather, self._head) if self._has_tail else None
         self._output_buffers: OutputBuffers = _new_output
 
     def set_output_buffers(self, buffers: OutputBuffers) -> None:
@@ -53,8 +57,8 @@ class ProgramExecutor:
         self._output_buffers = buffers
 
     def is_row_piece(self, index: int) -> bool:
-        """Whether the piece called at step `index` works on the S rows of logits: it gathers them, or comes behind."""
-        return index >= self._head_start
+        """Whether the piece called at step `index` works on the S rows of logits in every step (the head)."""
+        return index >= self._head
 
     def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
         """Calls every piece through `wrap(piece id, index of the call, its compiled function)`, in place of a wrapper
@@ -86,11 +90,13 @@ class ProgramExecutor:
         """
         return self.head(self.body(inputs), inputs["logits_indices"])
 
-    def body(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+    def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> list[Any]:
         """Runs what works on the T tokens.
 
         Args:
             inputs: `input_ids` [T] int64, `positions` [T] int64.
+            all_rows: [T] int64, 0 to T - 1: what stands behind the row gather, the head apart, runs here for all
+                tokens, as a graph of T tokens has it; None: `head` runs it for the wanted ones.
 
         Returns:
             What `head` goes on from, any number of times.
@@ -99,14 +105,20 @@ class ProgramExecutor:
         values.extend([None] * (len(self._slots) - len(values)))
         for name in TOKEN_INPUTS:
             values[self._slots[name]] = inputs[name]
-        self._run(self._steps[: self._head_start], values)
+        self._run(self._steps[: self._gather], values)
+        if all_rows is not None and self._has_tail:
+            values[self._slots[ROW_INPUT]] = all_rows
+            self._run(self._steps[self._gather : self._head], values)
         return values
 
     def head(self, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of the rows `logits_indices` [S] int64 of what `body` gave."""
-        values = body.copy()
+        values, start = body.copy(), self._gather
+        if self._hidden is not None and values[self._hidden] is not None:
+            values[self._hidden] = values[self._hidden].index_select(-2, logits_indices)
+            start = self._head
         values[self._slots[ROW_INPUT]] = logits_indices
-        self._run(self._steps[self._head_start :], values)
+        self._run(self._steps[start:], values)
         return values[self._slots[self.program.output]]
 
     def _run(self, steps: Sequence[_LinkedPiece | _LinkedAttention], values: list[Any]) -> None:
@@ -116,10 +128,15 @@ class ProgramExecutor:
                 values[slot] = None
 
     def _first_row_step(self) -> int:
-        """Where the head starts: what comes before does not know which rows are wanted."""
+        """Where rows are gathered: what comes before does not know which are wanted."""
         steps = enumerate(self.program.steps)
         gathers = (index for index, step in steps if isinstance(step, PieceStep) and ROW_INPUT in step.inputs)
         return next(gathers, len(self.program.steps))
+
+    def _slot_between(self, writer: int, reader: int) -> int:
+        """Of what one step makes of the other."""
+        steps = self.program.steps
+        return self._slot(next(name for name in steps[reader].reads if name in steps[writer].writes))
 
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
         """Names become slots; each step learns which values die after it."""

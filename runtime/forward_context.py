@@ -109,6 +109,11 @@ def get_forward_context() -> ForwardContext:
     return _forward_context
 
 
+def is_forward_context_available() -> bool:
+    """Whether a batch is running."""
+    return _forward_context is not None
+
+
 @contextmanager
 def override_forward_context(context: ForwardContext | None) -> Iterator[None]:
     """Make `context` the current one; the previous one is back on the way out, even after an exception."""

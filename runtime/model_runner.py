@@ -345,6 +345,7 @@ class ModelRunner:
         logits_indices: torch.Tensor,
         mode: CUDAGraphMode = CUDAGraphMode.NONE,
         descriptor: BatchDescriptor | None = None,
+        all_rows: torch.Tensor | None = None,
     ) -> LogitsProcessorOutput:
         """Runs the program on a batch whose attention is planned.
 
@@ -353,6 +354,7 @@ class ModelRunner:
             tokens: what the pieces read; padded where a graph wants it, when `batch` is not.
             logits_indices: [S] int64.
             mode, descriptor: of the graphs that are captured or replayed.
+            all_rows: as an executor's body takes it.
         """
         metadata = self._metadata_builder.build(0, batch.common)
         with set_forward_context(
@@ -367,7 +369,7 @@ class ModelRunner:
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         ) as context:
             executor = self._executor(context)
-            body = executor.body({"input_ids": tokens.input_ids, "positions": tokens.positions})
+            body = executor.body({"input_ids": tokens.input_ids, "positions": tokens.positions}, all_rows)
             logits = executor.head(body, logits_indices)
         return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
 

@@ -16,8 +16,10 @@ from mllm_compile.runtime.sampler import SamplingPieces
 class Executor(Protocol):
     """A model as a function of flat tokens, in two halves. Runs inside a forward context."""
 
-    def body(self, inputs: Mapping[str, torch.Tensor]) -> Any:
-        """What works on tokens: {'input_ids': [T] int64, 'positions': [T] int64} → whatever `head` takes."""
+    def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> Any:
+        """What works on tokens: {'input_ids': [T] int64, 'positions': [T] int64} → whatever `head` takes.
+
+        With `all_rows` (0 to T - 1, int64) as much as can be is done for all tokens, not by `head` for some."""
 
     def head(self, body: Any, logits_indices: torch.Tensor) -> torch.Tensor:
         """Logits [S, V], in the model's dtype, of the tokens `logits_indices` [S] int64. May be called again."""

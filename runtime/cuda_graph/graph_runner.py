@@ -199,8 +199,8 @@ class GraphRunner:
         if rows is None:
             rows = self._rows[: batch.batch_size]
         runner.attn_backend.init_forward_metadata(batch)
-        tokens = self._tokens(descriptor.num_tokens)
-        return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor)
+        tokens, all_rows = self._tokens(descriptor.num_tokens), self._rows[: descriptor.num_tokens]
+        return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
 
     def _output_buffer(self, index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         """Attention outputs: fixed places for PIECEWISE, fresh memory (in FULL: of the graph's pool) otherwise."""

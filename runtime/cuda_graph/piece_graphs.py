@@ -10,7 +10,7 @@ import torch
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.executor import PieceFunction
-from mllm_compile.runtime.forward_context import BatchDescriptor, get_forward_context
+from mllm_compile.runtime.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
 
 
 @dataclass(slots=True)
@@ -34,8 +34,9 @@ class PieceGraphs:
         self._entries: dict[BatchDescriptor, _Entry] = {}
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        context = get_forward_context()
-        if context.cudagraph_runtime_mode is not CUDAGraphMode.PIECEWISE:
+        # Without a context further logits are asked for of a batch that has run.
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is None or context.cudagraph_runtime_mode is not CUDAGraphMode.PIECEWISE:
             return self._function(inputs)
         descriptor = context.batch_descriptor
         if descriptor is None:

@@ -62,7 +62,7 @@ class TinyModel:
             context_len=CONTEXT,
         )
 
-    def body(self, inputs):
+    def body(self, inputs, all_rows=None):
         def attend(q, k, v, layer):
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             attention_with_output(q, k, v, out, layer.name)

@@ -152,6 +152,46 @@ def test_wrapping_reaches_every_call_with_the_place_it_has_in_the_program(contex
     assert seen == [("first", 0), ("close", 2), ("head", 3)]
 
 
+class GatheringPieces(Pieces):
+    """Of a program that gathers rows behind its attention."""
+
+    def close(self, inputs):
+        self.order.append("close")
+        x, rows, attended = inputs
+        return [x[rows] + attended[rows].sum((1, 2))[:, None]]
+
+    def head(self, inputs):
+        self.order.append("head")
+        y, embed = inputs
+        return [y @ embed.T]
+
+
+GATHERING = (
+    *PROGRAM.steps[:2],
+    PieceStep("close", ("x", "logits_indices", "attended"), ("y",)),
+    PieceStep("head", ("y", "embed"), ("logits",)),
+)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_rows_that_are_gathered_early_give_the_same_logits_as_often_as_they_are_asked_for(context, of_all):
+    plain, pieces = executor_of(), GatheringPieces()
+    executor = executor_of(changed(steps=GATHERING), pieces)
+    tokens = {name: INPUTS[name] for name in ("input_ids", "positions")}
+    body = executor.body(tokens, torch.arange(3) if of_all else None)
+    for rows in ([2], [0, 2], [1]):
+        expected = plain.head(plain.body(tokens), torch.tensor(rows))
+        torch.testing.assert_close(executor.head(body, torch.tensor(rows)), expected, rtol=0, atol=0)
+    each = ["head"] if of_all else ["close", "head"]
+    assert pieces.order == ["first", *(["close"] if of_all else []), *each * 3]
+
+
+def test_what_a_graph_of_all_tokens_leaves_out_is_the_head():
+    plain, gathering = executor_of(), executor_of(changed(steps=GATHERING), GatheringPieces())
+    for executor in (plain, gathering):
+        assert [executor.is_row_piece(index) for index in range(4)] == [False, False, False, True]
+
+
 def test_distinct_pieces_are_listed_in_order_of_first_use():
     step = PieceStep("close", ("y", "attended"), ("z",))
     assert changed(steps=(*PROGRAM.steps[:3], step, PROGRAM.steps[3])).piece_ids() == ["first", "close", "head"]
