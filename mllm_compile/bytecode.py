@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mllm_compile.cache_folders import auto_cache_dir, bytecode_cache, make_private
@@ -55,12 +55,12 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def compiled_ahead() -> Iterator[None]:
-    """What a model's compile imports is compiled by other processes, ahead of whoever imports it meanwhile, where that
-    has not been done and is to be kept. To be entered before torch is imported, which takes seconds itself."""
+def compiled_ahead(packages: Sequence[str]) -> Iterator[None]:
+    """These packages (OF_TORCH, OF_A_COMPILE) are compiled by other processes, ahead of whoever imports them meanwhile,
+    where that has not been done and is to be kept."""
     process = None
     with contextlib.suppress(OSError):  # there is no room for one: whoever imports compiles
-        process = _start_compiling()
+        process = _start_compiling(packages)
     try:
         yield
     finally:
@@ -70,11 +70,11 @@ def compiled_ahead() -> Iterator[None]:
             process.wait()
 
 
-def _start_compiling() -> subprocess.Popen[bytes] | None:
+def _start_compiling(packages: Sequence[str]) -> subprocess.Popen[bytes] | None:
     workers = min(_MOST_WORKERS, (os.cpu_count() or 1) - 2)  # this process imports, and the compiler process does
     if sys.pycache_prefix is None or sys.dont_write_bytecode or not sys.executable or workers < 2:
         return None
-    folders = [folder for folder in map(_package_folder, _AHEAD) if folder is not None]
+    folders = [folder for folder in map(_package_folder, packages) if folder is not None]
     if all(_is_compiled(os.path.join(folder, "__init__.py")) for folder in folders):
         return None
     left_out = f"^({'|'.join(map(re.escape, folders))})/(.*/)?({_NOT_AHEAD})/"
@@ -88,8 +88,8 @@ def _start_compiling() -> subprocess.Popen[bytes] | None:
     )
 
 
-# In the order in which they are needed.
-_AHEAD = (
+# In the order in which they are needed: with torch itself, and by a model's compile.
+OF_TORCH = (
     "torch/nn",
     "torch/fx",
     "torch/utils",
@@ -101,12 +101,14 @@ _AHEAD = (
     "torch/_decomp",
     "numpy/_core",
     "numpy/lib",
+)
+OF_A_COMPILE = (
     "sympy",
-    "mpmath",
     "huggingface_hub",
     "jinja2",
-    "transformers",
     "torch/_dynamo",
+    "mpmath",
+    "transformers",
     "torch/_functorch",
     "torch/_inductor",
     "networkx",

@@ -39,6 +39,7 @@ from mllm_compile.artifact_store import (
     sweep,
     using_compiler_cache,
 )
+from mllm_compile.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.cache_key import MACHINE_FACTORS, key_factors, key_of, machine_factors, max_traced_tokens
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
@@ -392,6 +393,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
     with (
+        compiled_ahead(OF_A_COMPILE),
         using_compiler_cache(config.cache.dir) as folder,
         PieceWorkers(config.runtime.device, sizes, folder, scratch) as workers,
     ):

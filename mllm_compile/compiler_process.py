@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,10 +89,11 @@ def serve(requests: int, answers: IO[str], work: Work) -> None:
 
 
 def _serve(requests: int, answers: IO[str], work: Work) -> None:
-    pending, waiting = b"", []
+    pending = b""
+    waiting: list[_Fork] = []
     with contextlib.suppress(OSError):  # without them a job's fork starts when the job is there
         for _ in range(work.waiting):
-            waiting.append(_start(work, answers))
+            waiting.append(_start(work, answers, waiting))
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         while True:
@@ -108,7 +109,7 @@ def _serve(requests: int, answers: IO[str], work: Work) -> None:
                 *lines, pending = (pending + chunk).split(b"\n")
                 for request in map(json.loads, lines):
                     try:
-                        fork = waiting.pop(0) if waiting else _start(work, answers)
+                        fork = waiting.pop(0) if waiting else _start(work, answers, waiting)
                     except OSError as error:  # of memory, processes or files there are no more
                         refusal = {"job": request["job"], "error": f"no process can be started for it ({error})"}
                         print(json.dumps(refusal), file=answers, flush=True)
@@ -117,7 +118,7 @@ def _serve(requests: int, answers: IO[str], work: Work) -> None:
                         selector.register(fork.answer, selectors.EVENT_READ, (fork, request["job"]))
 
 
-def _start(work: Work, answers: IO[str]) -> _Fork:
+def _start(work: Work, answers: IO[str], waiting: Sequence[_Fork]) -> _Fork:
     with contextlib.ExitStack() as if_refused:
         log = if_refused.enter_context(tempfile.TemporaryFile())
 
@@ -131,7 +132,9 @@ def _start(work: Work, answers: IO[str]) -> _Fork:
         answer, told = pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(answers.fileno())  # which ends when the compiler process does
+            # What ends when the compiler process does: its answers, and what this fork and others wait for.
+            for end in (answers.fileno(), request, *(fork.request for fork in waiting)):
+                os.close(end)
             os.dup2(job, 0)
             _work(work, log.fileno(), told)
         if_refused.pop_all()
@@ -148,9 +151,10 @@ def _work(work: Work, log: int, answer: int) -> NoReturn:
         os.dup2(log, 2)
         work.get_ready()
         with open(0, closefd=False) as job:
-            request = json.loads(job.readline())
+            request = job.readline()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        work.run(request)
+        if request:  # or there is nobody any more
+            work.run(json.loads(request))
         code = 0
     except BaseException as error:
         os.write(answer, _describe(error).encode()[:_MAX_MESSAGE])

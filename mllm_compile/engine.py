@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.answers import build_answer
-from mllm_compile.bytecode import compiled_ahead, kept_bytecode
+from mllm_compile.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
 from mllm_compile.engine_loop import EngineCore, StepRunner
 from mllm_compile.outputs import RequestOutput
 from mllm_compile.progress import Reporter, reporter_for
@@ -99,7 +99,7 @@ class Engine:
         forward_times: bool = False,
     ) -> None:
         self.timeline = timeline_of(reporter or reporter_for())
-        with kept_bytecode(), compiled_ahead():
+        with kept_bytecode(), compiled_ahead(OF_TORCH):
             with self.timeline.stage("import torch"), uncollected():
                 from mllm_compile.assemble import assemble
             parts = assemble(config, self.timeline, forward_times=forward_times)

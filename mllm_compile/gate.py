@@ -8,6 +8,7 @@ Transformers what each attention call may see; self_check.py then runs the compi
 from __future__ import annotations
 
 import operator
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -131,7 +132,7 @@ def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:
         if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor)
     }
     for node in gm.graph.nodes:
-        if not (writes_in_place(node) or node.target is operator.setitem):
+        if not writes_in_place(node):
             continue
         target = node.kwargs.get("out") if isinstance(node.kwargs.get("out"), fx.Node) else node.args[0]
         val = target.meta.get("val") if isinstance(target, fx.Node) else None

@@ -115,10 +115,10 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     Args:
         scratch: an empty folder for what forks share; it outlives them.
     """
-    with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
-        share_interface(scratch, device)
-        if pays(device):
-            share_header(scratch, device)
+    for share, wanted in ((share_interface, True), (share_header, pays(device))):
+        with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
+            if wanted:
+                share(scratch, device)
     import torch._higher_order_ops.triton_kernel_wrap
     import torch._inductor.compile_fx
     import torch.export  # noqa: F401
@@ -151,7 +151,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
 def enter_device(device: str) -> None:
     """Makes this process' context on the GPU; an error is left to whoever needs it."""
     if device.startswith("cuda"):
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             torch.empty(1, device=device)
 
 

@@ -58,16 +58,18 @@ def _attention_step(node: fx.Node) -> AttentionStep:
 
 
 def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:
-    all_forms = {}
+    all_forms, symbols = {}, size_symbols(graph)
     for piece, forms in graph.meta.get(SMALL_FORMS, {}).items():
         module: Any = graph.get_submodule(piece)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        index, dim = next(
-            (index, dim)
+        sizes = [
+            (index, dim, str(size.node.expr))
             for index, node in enumerate(inputs)
             for dim, size in enumerate(node.meta["val"].shape)
             if is_symbolic(size)
-        )
+        ]
+        # Of a piece that gathers rows their number: what stands before the gather is no work.
+        index, dim, _ = next((one for one in sizes if symbols.get(one[2]) == "S"), sizes[0])
         all_forms[piece] = tuple(SmallForm(form, index, dim, size) for size, form in sorted(forms.items()))
     return all_forms
 

@@ -64,11 +64,13 @@ def _gather_of(rows: fx.Node) -> fx.Node | None:
     readers = [node for node in rows.users if not is_symbolic(node.meta.get("val"))]
     if len(readers) != 1 or not is_call(readers[0], operator.getitem) or not isinstance(readers[0].args[0], fx.Node):
         return None
-    index = readers[0].args[1]
+    source: Any = readers[0].args[0]
+    index: Any = readers[0].args[1]
     index = index if isinstance(index, tuple) else (index,)
-    token_dim = _token_dim(readers[0].args[0].meta["val"])
-    is_plain = all(one is rows or one == slice(None) for one in index)
-    is_of_tokens = is_plain and index.index(rows) == token_dim == readers[0].args[0].meta["val"].dim() - 2
+    is_plain = source is not rows and rows in index and all(one is rows or one == slice(None) for one in index)
+    if not is_plain or not isinstance(source.meta["val"], torch.Tensor):
+        return None
+    is_of_tokens = index.index(rows) == _token_dim(source.meta["val"]) == source.meta["val"].dim() - 2
     return readers[0] if is_of_tokens else None
 
 
@@ -86,9 +88,11 @@ class _Region:
 
     @classmethod
     def ahead_of(cls, gather: fx.Node, last: fx.Node) -> _Region | None:
-        """None where a node works on more than one token at a time or writes in place, or nothing lies between."""
+        """None where a node works on more than one token at a time or writes in place, where the head reads more than
+        what is gathered, or where nothing lies between."""
         order = {node: place for place, node in enumerate(gather.graph.nodes)}
-        if any(writes_in_place(node) for node in list(order)[order[last] + 1 : order[gather]]):
+        between = [node for node in order if order[last] < order[node] < order[gather]]
+        if any(writes_in_place(node) or _is_read_behind(node, gather, order) for node in between):
             return None
         region, wanted = set(), [gather.args[0]]
         sources: dict[fx.Node, None] = {}
@@ -96,9 +100,9 @@ class _Region:
             node: Any = wanted.pop()
             if node in region or not any(_sizes(node)):
                 continue
-            if order[node] < order[last]:
+            if order[node] < order[last] and isinstance(node.meta["val"], torch.Tensor):
                 sources[node] = None
-            elif _is_by_token(node):
+            elif order[node] > order[last] and _is_by_token(node):
                 region.add(node)
                 wanted += [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta["val"])]
             else:
@@ -131,6 +135,11 @@ class _Region:
         graph.erase_node(gather)
 
 
+def _is_read_behind(node: fx.Node, gather: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether the head reads it, but for a size."""
+    return not is_symbolic(node.meta.get("val")) and any(order[user] > order[gather] for user in node.users)
+
+
 # Which nodes work on each token by itself -----------------------------------------------------------------------------
 
 
@@ -158,6 +167,10 @@ def _is_by_token(node: fx.Node) -> bool:
     if rule is None or not inputs or any(_token_dim(value) is None for one in inputs for value in _each(one)):
         return False
     if any(_token_dim(value) is None for value in _each(node.meta["val"])):
+        return False
+    # Sizes become those of the rows: in a view as they should, anywhere else they are numbers that stand for T.
+    sizes = [arg.meta["val"] for arg in node.all_input_nodes if is_symbolic(arg.meta["val"])]
+    if any(rule is not _keeps_order or not size.node.expr.is_symbol for size in sizes):
         return False
     return rule(node, _each(inputs[0])[0], inputs)
 
@@ -194,6 +207,16 @@ def _is_split_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
     return isinstance(dim, int) and dim % first.dim() != _token_dim(first)
 
 
+def _is_norm_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+    return isinstance(shape, tuple | list) and len(inputs) == 1 and (_token_dim(first) or 0) < first.dim() - len(shape)
+
+
+def _is_no_dropout(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return training is False
+
+
 def _is_part(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
     """Of a tuple."""
     return isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta["val"], tuple | list)
@@ -202,7 +225,7 @@ def _is_part(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
 _POINTWISE = (
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow),
     *(torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.square, torch.sqrt, torch.rsqrt, torch.neg),
-    *(torch.tanh, torch.sigmoid, torch.relu, torch.clamp),
+    *(torch.tanh, torch.sigmoid, torch.relu, torch.clamp, torch.where),
     *(torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu, torch._C._nn.gelu),
     *("add", "sub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "neg", "tanh", "sigmoid", "relu", "clamp"),
     *("to", "float", "type_as", "contiguous"),
@@ -213,5 +236,7 @@ _RULES: dict[Any, Callable[[fx.Node, Any, list[Any]], bool]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "unsqueeze", torch.reshape), _keeps_order),
     **dict.fromkeys(("mean", torch.mean), _is_mean_of_others),
     **dict.fromkeys((torch.functional.split, torch.split, torch.chunk, "split", "chunk"), _is_split_of_others),
+    torch.nn.functional.layer_norm: _is_norm_of_others,
+    torch.nn.functional.dropout: _is_no_dropout,
     operator.getitem: _is_part,
 }

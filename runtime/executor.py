@@ -134,9 +134,16 @@ class ProgramExecutor:
         return next(gathers, len(self.program.steps))
 
     def _slot_between(self, writer: int, reader: int) -> int:
-        """Of what one step makes of the other."""
+        """Of the one value that a step reads of another.
+
+        Raises:
+            ArtifactError: there is none, or there are several.
+        """
         steps = self.program.steps
-        return self._slot(next(name for name in steps[reader].reads if name in steps[writer].writes))
+        names = {name for name in steps[reader].reads if name in steps[writer].writes}
+        if len(names) != 1:
+            raise ArtifactError(f"step {reader} of the program reads {len(names)} values of the one before, not 1")
+        return self._slot(names.pop())
 
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
         """Names become slots; each step learns which values die after it."""

@@ -103,10 +103,9 @@ Step = PieceStep | AttentionStep
 
 @dataclass(frozen=True)
 class SmallForm:
-    """A further form of a piece, for steps of at most `max_size` tokens (or rows, of the head).
+    """A further form of a piece, for at most `max_size` tokens, or rows where the piece gathers them or comes behind.
 
-    `piece` is its id; how many there are is the size of dimension `dim` of input `input`. Of the head too that is the
-    step's tokens: it never has more rows.
+    `piece` is its id; how many there are is the size of dimension `dim` of input `input`.
     """
 
     piece: str

@@ -148,14 +148,14 @@ from mllm_compile import bytecode
 folder = sys.argv[1]
 os.cpu_count = lambda: 4
 bytecode._is_kept_beside = lambda package: False
-bytecode._AHEAD = ("stands_for_torch", "no_such_package")
-with bytecode.kept_bytecode(), bytecode.compiled_ahead():
+packages = ("stands_for_torch", "no_such_package")
+with bytecode.kept_bytecode(), bytecode.compiled_ahead(packages):
     names = ("__init__", "part", "tests/part")
     *wanted, other = (importlib.util.cache_from_source(f"{folder}/{name}.py") for name in names)
     deadline = time.monotonic() + 20
     while not all(map(os.path.exists, wanted)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    print(all(map(os.path.exists, wanted)), os.path.exists(other), bytecode._start_compiling())
+    print(all(map(os.path.exists, wanted)), os.path.exists(other), bytecode._start_compiling(packages))
 """
 
 
@@ -173,7 +173,7 @@ def test_with_few_cores_or_no_room_for_a_process_whoever_imports_compiles(tmp_pa
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert bytecode._start_compiling() is None
+    assert bytecode._start_compiling(bytecode.OF_TORCH) is None
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
 
     def refuse(*arguments, **options):
@@ -181,6 +181,6 @@ def test_with_few_cores_or_no_room_for_a_process_whoever_imports_compiles(tmp_pa
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(BlockingIOError):
-        bytecode._start_compiling()
-    with compiled_ahead():
+        bytecode._start_compiling(bytecode.OF_TORCH)
+    with compiled_ahead(bytecode.OF_TORCH):
         pass

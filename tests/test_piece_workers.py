@@ -230,6 +230,17 @@ def test_a_fork_that_fails_while_it_waits_is_its_jobs_error(tmp_path, get_ready,
         kill_group(process)
 
 
+def test_forks_that_wait_end_with_the_process_that_is_killed_alone(tmp_path):
+    process = start_server(WAITING.replace("FOLDER", str(tmp_path)).replace("GET_READY", "pass"))
+    waiting = running_forks(tmp_path, 2)
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert_gone(waiting)
+    finally:
+        kill_group(process)
+
+
 def test_what_is_forked_has_not_touched_the_gpu_and_has_no_threads(tmp_path):
     code = """
 import os, sys, torch

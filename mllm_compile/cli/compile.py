@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mllm_compile.bytecode import compiled_ahead
+from mllm_compile.bytecode import OF_TORCH, compiled_ahead
 from mllm_compile.cli.arguments import ConfigArgument
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
@@ -33,7 +33,7 @@ def compile_command(
     """Compile the model of a config into a cached runtime (the default command)."""
     engine_config = EngineConfig.from_yaml(config)
 
-    with compiled_ahead():
+    with compiled_ahead(OF_TORCH):
         with uncollected():
             from mllm_compile.compile import load_or_compile
 

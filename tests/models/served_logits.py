@@ -89,9 +89,11 @@ def _serve(runner: ModelRunner, texts: list[torch.Tensor], generator: torch.Gene
             batch = runner.prepare_forward_batch_extend(
                 ids, rows, prefix + count, count, prefix, slots, num_decodes=num_decodes
             )
-        batch.logits_indices = torch.arange(len(ids))
+        # In another order: a gather that a pass has moved to where tokens depend on each other is seen.
+        batch.logits_indices = torch.randperm(len(ids), generator=generator)
         with torch.inference_mode():
-            parts = runner.forward(batch).next_token_logits.split(list(new))
+            of_rows = runner.forward(batch).next_token_logits
+            parts = of_rows[batch.logits_indices.argsort()].split(list(new))
         for request, part in enumerate(parts):
             logits[request].append(part)
             done[request] += new[request]

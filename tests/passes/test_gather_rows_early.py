@@ -116,6 +116,13 @@ def in_place(builder: GraphBuilder, x: fx.Node) -> fx.Node:
     return y
 
 
+def writes_a_part(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    y = builder.call(torch.relu, x)
+    written = builder.graph.call_function(operator.setitem, (y, (slice(None), slice(None), 0), 5.0))
+    written.meta["val"] = None
+    return y
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -125,6 +132,9 @@ def in_place(builder: GraphBuilder, x: fx.Node) -> fx.Node:
         lambda builder, x: builder.method("roll", x, 1, 1),
         lambda builder, x: builder.call(operator.add, x, builder.method("flip", x, 1)),
         in_place,
+        writes_a_part,
+        lambda builder, x: builder.call(operator.mul, x, builder.size_inputs["T"]),
+        lambda builder, x: builder.call(operator.truediv, x, builder.call(operator.add, builder.size_inputs["T"], 1)),
     ],
 )
 def test_what_looks_at_other_tokens_stays_of_all(body):
@@ -138,7 +148,10 @@ def test_what_looks_at_other_tokens_stays_of_all(body):
 def test_what_is_the_same_for_all_tokens_is_still_made_of_all():
     gm = model(lambda builder, x: builder.call(operator.sub, x, builder.method("mean", x, 1, True)))
     before = run(gm)
-    torch.testing.assert_close(run(apply(GatherRowsEarly(), gm)), before)
+    result = GatherRowsEarly()(gm)
+    result.gm.recompile()
+    assert result.matches == 1
+    torch.testing.assert_close(run(result.gm), before)
 
 
 def test_without_attention_there_is_nowhere_to_move_to():
@@ -158,3 +171,39 @@ def test_a_gather_of_another_dimension_stays():
     x = builder.method("unsqueeze", builder.layer(builder.embed(), 0), 0)
     rows = builder.call(operator.getitem, builder.call(torch.relu, x), (slice(None), slice(None), builder.rows))
     assert GatherRowsEarly()(builder.lowered(rows)).matches == 0
+
+
+def test_rows_that_are_copied_stay():
+    builder = GraphBuilder()
+    builder.layer(builder.embed(), 0)
+    rows = builder.call(operator.getitem, builder.rows, slice(None))
+    assert GatherRowsEarly()(builder.lowered(builder.method("float", rows))).matches == 0
+
+
+def test_part_of_a_tuple_from_before_the_attention_stays():
+    builder = GraphBuilder()
+    x = builder.method("unsqueeze", builder.embed(), 0)
+    halves = builder.method("chunk", x, 1, -1)
+    out = builder.method("unsqueeze", builder.layer(builder.method("flatten", x, 0, 1), 0), 0)
+    late = builder.call(operator.getitem, halves, 0)
+    gm = builder.lowered(head(builder, builder.call(operator.add, out, late)))
+    before = run(gm)
+    gm = apply(GatherRowsEarly(), gm)
+    torch.testing.assert_close(run(gm), before)
+
+
+def test_a_head_that_reads_more_than_the_rows_stays():
+    builder = GraphBuilder()
+    x = builder.method("unsqueeze", builder.layer(builder.embed(), 0), 0)
+    mean = builder.method("mean", x, 1, True)
+    rows = builder.call(operator.getitem, builder.call(torch.relu, x), (slice(None), builder.rows, slice(None)))
+    assert GatherRowsEarly()(builder.lowered(builder.call(operator.add, mean, rows))).matches == 0
+
+
+@pytest.mark.parametrize(("training", "matches"), [(False, 1), (True, 0)])
+def test_dropout_that_does_nothing_is_no_obstacle(training, matches):
+    def body(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+        norm = builder.call(torch.nn.functional.layer_norm, x, (HIDDEN,))
+        return builder.call(torch.nn.functional.dropout, norm, 0.1, training)
+
+    assert GatherRowsEarly()(model(body)).matches == matches
