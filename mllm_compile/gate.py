@@ -8,7 +8,6 @@ Transformers what each attention call may see; self_check.py then runs the compi
 from __future__ import annotations
 
 import operator
-import operator
 import re
 from collections.abc import Iterator
 from typing import Any
