@@ -11,7 +11,7 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def start(folder: Path, name: str, build: Callable[[], None]) -> None:
@@ -34,6 +34,34 @@ def wait(folder: Path, name: str) -> None:
     """Returns when the fork that builds it has ended, however it did."""
     with open(_lock(folder, name)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def compile_as_a_package(source: Path, device: str, **kind: Any) -> None:
+    """Compiles C++ with what codecache.AotCodeCompiler tells the compiler of a package; to be called by `build`.
+
+    What comes of it lies beside the source, whose name and a suffix it has, and is never half there.
+
+    Args:
+        device: what packages are compiled for.
+        kind: what is made, flags as CppTorchDeviceOptions has it.
+
+    Raises:
+        Exception: whatever Inductor raises where it does not compile.
+    """
+    import torch._inductor.config
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import invalid_vec_isa
+
+    from mllm_compile.piece_compiler import WRAPPER_OPTIONS, system_compiler
+
+    with torch._inductor.config.patch(WRAPPER_OPTIONS), system_compiler():
+        options = CppTorchDeviceOptions(
+            aot_mode=True, device_type=device, vec_isa=invalid_vec_isa, min_optimize=True, **kind
+        )
+        builder = CppBuilder(name=f"{source}.new", sources=str(source), BuildOption=options)
+        builder.build()
+    compiled = Path(builder.get_target_file_path())
+    compiled.rename(source.with_name(source.name + compiled.suffix))
 
 
 def _lock(folder: Path, name: str) -> Path:

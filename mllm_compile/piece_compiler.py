@@ -115,10 +115,9 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     Args:
         scratch: an empty folder for what forks share; it outlives them.
     """
-    for share, wanted in ((share_interface, True), (share_header, pays(device))):
+    for share in (share_interface, share_header) if pays(device) else (share_interface,):
         with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
-            if wanted:
-                share(scratch, device)
+            share(scratch, device)
     import torch._higher_order_ops.triton_kernel_wrap
     import torch._inductor.compile_fx
     import torch.export  # noqa: F401

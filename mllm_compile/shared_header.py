@@ -62,20 +62,8 @@ def _write(folder: Path, header: str) -> Path:
 
 
 def _compile(folder: Path, device: str) -> None:
-    """The fork's part. The compiler is told what codecache.AotCodeCompiler tells it of a package."""
-    import torch._inductor.config
+    """The fork's part."""
     from torch._inductor.codecache import _get_cpp_wrapper_header
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
-    from torch._inductor.cpu_vec_isa import invalid_vec_isa
-
-    from mllm_compile.piece_compiler import WRAPPER_OPTIONS, system_compiler
 
     path = _write(folder, _get_cpp_wrapper_header(device, aot_mode=True))
-    with torch._inductor.config.patch(WRAPPER_OPTIONS), system_compiler():
-        options = CppTorchDeviceOptions(
-            aot_mode=True, device_type=device, vec_isa=invalid_vec_isa, min_optimize=True, precompiling=True
-        )
-        builder = CppBuilder(name=f"{path}.new", sources=str(path), BuildOption=options)
-        builder.build()
-    compiled = Path(builder.get_target_file_path())
-    compiled.rename(path.with_name(path.name + compiled.suffix))  # never half of it
+    built_beside.compile_as_a_package(path, device, precompiling=True)

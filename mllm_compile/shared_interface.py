@@ -23,7 +23,7 @@ from mllm_compile import built_beside
 MODEL_HEADER = "torch/csrc/inductor/aoti_runtime/model.h"
 _CONTAINER_HEADER = "torch/csrc/inductor/aoti_runtime/model_container.h"
 _BASE = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_inductor::AOTInductorModel>;"
-_NAME = "interface"
+_NAME, _SOURCE = "interface", "interface.cpp"
 _WRAPPER_OBJECT = ".wrapper.o"
 
 
@@ -85,25 +85,13 @@ def _interface() -> str:
 
 
 def _object(folder: Path) -> Path:
-    return folder / "interface.o"
+    return folder / f"{_SOURCE}.o"
 
 
 def _compile(folder: Path, device: str) -> None:
-    """The fork's part. The compiler is told what codecache.AotCodeCompiler tells it of a package."""
-    import torch._inductor.config
+    """The fork's part."""
     from torch._inductor.codecache import _get_cpp_wrapper_header
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
-    from torch._inductor.cpu_vec_isa import invalid_vec_isa
 
-    from mllm_compile.piece_compiler import WRAPPER_OPTIONS, system_compiler
-
-    source = folder / "interface_new.cpp"
-    header = _get_cpp_wrapper_header(device, aot_mode=True)
+    source, header = folder / _SOURCE, _get_cpp_wrapper_header(device, aot_mode=True)
     source.write_text(f"#include <{header}>\n{_interface()}\n{_BASE}\n", encoding="utf-8")
-    with torch._inductor.config.patch(WRAPPER_OPTIONS), system_compiler():
-        options = CppTorchDeviceOptions(
-            compile_only=True, aot_mode=True, device_type=device, vec_isa=invalid_vec_isa, min_optimize=True
-        )
-        builder = CppBuilder("interface_new", str(source), output_dir=str(folder), BuildOption=options)
-        builder.build()
-    Path(builder.get_target_file_path()).rename(_object(folder))  # never half of it
+    built_beside.compile_as_a_package(source, device, compile_only=True)

@@ -49,13 +49,13 @@ class Inductor:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_it_is_linked_where_the_object_is_there(package, tmp_path, there):
-    built_beside.start(tmp_path, "interface", lambda: (tmp_path / "interface.o").touch() if there else None)
+    built_beside.start(tmp_path, "interface", lambda: shared_interface._object(tmp_path).touch() if there else None)
     inductor = Inductor()
     parted = _Parted(tmp_path, inductor.compile, inductor.builder)
     assert parted.compile(None, package, "", device_type="cpu") == "made"
     for sources in ("p.wrapper.cpp", ["p.wrapper.o", "p.weights.o"], ["a.o", "b.o"]):
         parted.builder("p", sources, BuildOption=None)
-    added = [str(tmp_path / "interface.o")] if there else []
+    added = [str(shared_interface._object(tmp_path))] if there else []
     assert inductor.linked == ["p.wrapper.cpp", ["p.wrapper.o", "p.weights.o", *added], ["a.o", "b.o"]]
     assert inductor.code == (without_interface(package) if there else package)
 
