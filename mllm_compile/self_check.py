@@ -79,10 +79,11 @@ def _check_program(lowered: Lowered, executor: ProgramExecutor, device: str) -> 
     hf_model, program = lowered.hf_model, lowered.program
     model_type = hf_model.model.config.model_type
     batches = _batches(program, *_requests(hf_model.sizes(program.layers), device))
+    known: dict[int, torch.Tensor] = {}
     for batch_ids, batch_positions in batches:
         wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
         with refusing(f"{model_type!r} does not run"):
-            theirs = _run_transformers(hf_model.model, batch_ids, batch_positions)
+            theirs = _logits_of_transformers(hf_model.model, batch_ids, batch_positions, known)
             rows = _some_rows(len(theirs), device) if wants_rows else None
             ours, *of_rows = _run_program(
                 executor, program, batch_ids, batch_positions, rows, device, hf_model.model.dtype
@@ -137,21 +138,30 @@ def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tup
     return batches
 
 
+def _logits_of_transformers(
+    model: Any, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """Of a batch of `_batches`, the same requests again and again: those are run once, and `known` from then on, by how
+    many they are."""
+    count = min(len(ids), len(REQUEST_LENGTHS))
+    if count not in known:
+        known[count] = _run_transformers(model, ids[:count], positions[:count])
+    return known[count].repeat(len(ids) // count, 1)
+
+
 def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
     """Each request alone, with the model's own attention and masks.
 
     Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
     Transformers 5.17. A request that begins at 0 is not told its positions: some models count them from elsewhere.
     """
-    count = max(1, len(ids) // len(REQUEST_LENGTHS))  # the same requests again and again
-    ids, positions = ids[: len(REQUEST_LENGTHS)], positions[: len(REQUEST_LENGTHS)]
     told = [{} if position[0] == 0 else {"position_ids": position[None]} for position in positions]
 
     def run(implementation: str) -> torch.Tensor:
         with torch.no_grad(), attention_implementation(model, implementation):
             each = zip(ids, told, strict=True)
             alone = [model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in each]
-            return torch.cat(alone * count)
+            return torch.cat(alone)
 
     try:
         return run("eager")

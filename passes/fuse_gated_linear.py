@@ -29,7 +29,7 @@ class FuseGatedLinear:
 
         y = mllm.gated_linear(x, w)
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a form by stream_linears for up to 128 tokens at
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a form by stream_linears for up to 208 tokens at
         least, as the kernel's tiles are of 256.
     Preserves: gates, ups and silu are rounded, as in the model, then the product.
     """

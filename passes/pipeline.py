@@ -9,7 +9,7 @@
 7. split_at_attention  one submodule per stretch between attentions, and one for the head
 8. deduplicate_pieces  equal stretches share one module
 9. fuse_single_token   on CUDA, a form of each piece for steps of one token
-10. stream_linears     and one for steps of up to 192 tokens, on Hopper
+10. stream_linears     and one for steps of up to 256 tokens, on Hopper
 11. fuse_few_tokens    or for few tokens, elsewhere
 12. fuse_gated_linear  on Hopper, gate_up and its activation as one kernel, for more tokens
 13. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens

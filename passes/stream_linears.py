@@ -1,4 +1,4 @@
-"""Forms of pieces for steps of up to 192 tokens on Hopper, with linears that stream their weights."""
+"""Forms of pieces for steps of up to 256 tokens on Hopper, with linears that stream their weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StreamLinears:
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their form is for up to 128 tokens, with a head for up to 64. The compiler's driver leaves this
+        large weight their form is for up to 208 tokens, with a head for up to 64. The compiler's driver leaves this
         pass out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
         the form of `fuse_single_token` goes where this one is the faster.
     Preserves: as `fuse_few_tokens`.

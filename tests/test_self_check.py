@@ -119,15 +119,19 @@ def test_every_form_of_a_piece_is_run_and_the_largest_batch_comes_last(forms, si
 
 
 def test_every_kernel_of_a_linear_is_run():
-    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in (1, 128))
+    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in (1, 208))
     tilings = tuple(choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS)
     program = Program((), (), (), "logits", {"piece": small}, linears=tilings)
     ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
     batches = self_check._batches(program, ids, ids)
-    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [1, 8, 16, 24, 56, 120, 136]
+    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [
+        *(1, 8, 16, 24, 56, 120),
+        *(136, 152, 168, 184, 200),
+        216,
+    ]
 
 
-def test_transformers_runs_each_request_of_a_repeated_batch_once(monkeypatch):
+def test_transformers_runs_each_request_of_all_batches_once(monkeypatch):
     monkeypatch.setattr(self_check, "attention_implementation", lambda model, name: contextlib.nullcontext())
     runs = []
 
@@ -136,11 +140,13 @@ def test_transformers_runs_each_request_of_a_repeated_batch_once(monkeypatch):
             runs.append(input_ids.shape[1])
             return SimpleNamespace(logits=input_ids[..., None].float())
 
-    ids = [torch.arange(5), torch.arange(10, 13)] * 3
-    logits = self_check._run_transformers(Model(), ids, [torch.arange(5), torch.arange(100, 103)] * 3)
+    ids, positions = [torch.arange(5), torch.arange(10, 13)], [torch.arange(5), torch.arange(100, 103)]
+    known: dict[int, torch.Tensor] = {}
+    for count in (1, 3):
+        logits = self_check._logits_of_transformers(Model(), ids * count, positions * count, known)
+        assert torch.equal(logits[:, 0], torch.cat(ids * count).float())
     assert runs == [5, 3]
-    assert torch.equal(logits[:, 0], torch.cat(ids).float())
-    alone = self_check._run_transformers(Model(), ids[:1], [torch.arange(5)])
+    alone = self_check._logits_of_transformers(Model(), ids[:1], positions[:1], known)
     assert torch.equal(alone[:, 0], ids[0].float())
 
 

@@ -51,6 +51,11 @@ __device__ __forceinline__ u64 read_once() {  // a weight: nobody reads it again
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+__device__ __forceinline__ u64 read_again() {  // by another block, at about the same time
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 // Four matrices of 8 x 8, a row of 16 bytes at each lane's address.
 __device__ __forceinline__ void load_matrices(u32* to, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
-TOKEN_BUCKETS = (8, 16, 32, 64, 128, 192)  # a kernel each; a step takes the first that holds its tokens
+# A kernel each; a step takes the first that holds its tokens.
+TOKEN_BUCKETS = (8, 16, 32, 64, 128, *range(144, 257, 16))
 MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
 NORM_ROWS = 16  # outputs that one sum of squares is of
 

@@ -1,8 +1,8 @@
 """The ops that pieces for few tokens call on Hopper: schemas, fakes, and launches of the runtime's own binaries.
 
-Registered as runtime/ops.py has it. What a kernel computes is tiles.cu's or rows.cu's; a norm between two linears works
-as in runtime/few_token_ops.py: the first linear leaves h · norm_weight and sums of squares of h, the second one
-multiplies by the norm's factor.
+Registered as runtime/ops.py has it. What a kernel computes is rows.cu's, tiles.cu's or wide.cu's; a norm between two
+linears works as in runtime/few_token_ops.py: the first linear leaves h · norm_weight and sums of squares of h, the
+second one multiplies by the norm's factor.
 
 Shape legend: T tokens, N outputs and K inputs of a linear, B sums of squares a token (shapes.py says how many).
 """
@@ -21,6 +21,7 @@ from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
 from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.stream_linear.tiles import TileTiling
+from mllm_compile.runtime.stream_linear.wide import WideTiling
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -53,11 +54,11 @@ class _Loaded:
     def _read(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[Argument, Argument]:
         """Where the kernel finds weight and x."""
         tiling = self.tiling
-        if not isinstance(tiling, TileTiling):
+        if not isinstance(tiling, TileTiling | WideTiling):
             return address_of(weight), address_of(x)
         boxes = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
         weight_map = self._maps.get(weight, boxes, tiling.rows, tiling.panels)
-        return weight_map, self._maps.get(x, tensor_maps.rows, len(x))
+        return weight_map, self._maps.get(x, tensor_maps.rows, tiling.box_tokens(len(x)))
 
 
 _LOADED: dict[tuple[int, LinearKind, int], _Loaded] = {}  # by device index, linear and bucket

@@ -8,25 +8,28 @@ from typing import Any
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.stream_linear import rows as by_rows
 from mllm_compile.runtime.stream_linear import tiles as by_tiles
+from mllm_compile.runtime.stream_linear import wide as by_wide_tiles
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, NORM_ROWS, LinearKind, LinearTiling
 from mllm_compile.runtime.stream_linear.rows import RowTiling
 from mllm_compile.runtime.stream_linear.tiles import TileTiling
+from mllm_compile.runtime.stream_linear.wide import WideTiling
 
-MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 128, 64
+MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 208, 64
 # A piece has a form for the first that all its linears take.
 FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, MAX_HEAD_TOKENS)
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
 _HEAD_ROWS = 65536
 _LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight of which not all is on its way before the inputs are there
-_TILINGS = {tiling.source: tiling for tiling in (TileTiling, RowTiling)}
+_TILINGS = {tiling.source: tiling for tiling in (TileTiling, RowTiling, WideTiling)}
 
 
 def is_streamed(rows: int, columns: int, tokens: int) -> bool:
     """Whether a weight [rows, columns] divides into tiles, and is read the faster so with up to `tokens` tokens.
 
-    With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With 192 a large weight is not: 8B's layer is as
-    fast by cuBLAS and kernels for norms and activation, of 0.6B's those alone cost more than the difference.
+    With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not: in steps
+    of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms, and with 256 they are
+    faster so, as those of Qwen3-4B with 240.
     """
     if rows % _ROWS_UNIT or columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
         return False
@@ -58,7 +61,7 @@ def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
     """The tiling for a bucket of tokens."""
     if tokens <= by_rows.MAX_TOKENS and is_read_in_rows(kind.rows, kind.columns):
         return by_rows.choose(kind)
-    return by_tiles.choose(kind, tokens)
+    return by_wide_tiles.choose(kind, tokens) if tokens > by_tiles.MAX_TOKENS else by_tiles.choose(kind, tokens)
 
 
 def tiling_from_json(data: Mapping[str, Any]) -> LinearTiling:

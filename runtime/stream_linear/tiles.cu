@@ -1,5 +1,4 @@
-// A linear of up to 192 tokens on Hopper (of a large weight, 128): out = x . weight^T, with the norm before it and what
-// follows it.
+// A linear of up to 128 tokens on Hopper: out = x . weight^T, with the norm before it and what follows it.
 //
 // Such a linear is a read of its weight. So a block asks for as much of it as its shared memory holds (by TMA, a ring of
 // STAGES) before the kernel that makes x has ended, and every multiprocessor gets nearly the same share: a tile of ROWS
@@ -8,24 +7,23 @@
 // outputs. Undivided tiles a block takes in turns, one after another, and the ring goes on from one to the next.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors; each of the other groups of
-// four warps multiplies 64 tokens, or where there are more than 128 twice as many.
+// four warps multiplies 64 tokens.
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, NUM_THREADS
-// and SHARED_BYTES of a block, TOKENS (8, 16, 32, or a multiple of 64 up to 256), STAGES, PANELS (of 64 inputs, of a stage),
+// and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the place of the norm's
 // weight), and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
 constexpr int M_TOKENS = 64;                          // of a wgmma
-constexpr int M_TILES = TOKENS > 2 * M_TOKENS ? 2 : 1, GROUP_TOKENS = M_TILES * M_TOKENS;
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
-constexpr int GROUPS = (TOKENS + GROUP_TOKENS - 1) / GROUP_TOKENS, CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr int GROUPS = ALL_TOKENS / M_TOKENS, CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr int NORM_ROWS = 16, ROW_GROUPS = ROWS / NORM_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? NORM_ROWS / 2 : NORM_ROWS, OUTPUTS = GATED ? N / 2 : N;
 constexpr int TILES = (N + ROWS - 1) / ROWS, CLUSTERS = BLOCKS / SPLIT;
 constexpr int W_BYTES = PANELS * ROWS * ROW_BYTES, X_PANEL_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = W_BYTES + PANELS * X_PANEL_BYTES;
 constexpr int STEPS = K / SPLIT / COLUMNS / PANELS;  // stages of a tile, a block's
-constexpr int SUMS = ROWS / 2;                       // of a thread and 64 tokens: of 8 outputs of a group 2, of two tokens
+constexpr int SUMS = ROWS / 2;                       // of a thread: of 8 outputs of a group 2, of two tokens
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
 static_assert(STAGES > 1 || STEPS == 1, "a stage is free when the products of the next one have begun");
 static_assert(K % (SPLIT * PANELS * COLUMNS) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
@@ -51,27 +49,17 @@ __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int panel, 
       "l"(map), "r"(panel * COLUMNS), "r"(0), "r"(barrier) : "memory");
 }
 
-// Sums of the groups of rows that the block finishes, from each of the others.
-struct Inbox {
-#if SPLIT > 1
-  float4 sums[SPLIT - 1][ALL_TOKENS / M_TOKENS][PLACES][2][128];
-#endif
-};
-// Of more than 128 tokens there is no room for these beside the ring: they come into it, when the cluster has done with it.
-constexpr bool IN_RING = SPLIT > 1 && M_TILES > 1;
-constexpr int STAGES_BYTES = STAGES * STAGE_BYTES, INBOX_BYTES = sizeof(Inbox);
-constexpr int RING_BYTES = IN_RING && INBOX_BYTES > STAGES_BYTES ? INBOX_BYTES : STAGES_BYTES;
-
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 struct Shared {
-#if SPLIT > 1 && TOKENS <= 128
-  Inbox inbox;
+#if SPLIT > 1
+  float4 inbox[SPLIT - 1][GROUPS][PLACES][2][128];  // sums of the groups of rows that the block finishes, from each of the others
 #endif
-  float factors[GROUPS * GROUP_TOKENS];
+  float factors[ALL_TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
 };
 
 static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
-static_assert(1023 + STAGES_BYTES - X_PANEL_BYTES + ALL_TOKENS * ROW_BYTES <= SHARED_BYTES, "wgmma reads 64 tokens");
+static_assert(1023 + RING_BYTES - X_PANEL_BYTES + ALL_TOKENS * ROW_BYTES <= SHARED_BYTES, "wgmma reads 64 tokens");
 
 // The warp that asks, by one lane.
 __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
@@ -118,22 +106,18 @@ __device__ void compute_factors(const float* squares, float* factors, float eps,
 }
 
 __device__ __forceinline__ int before(int slot) { return slot ? slot - 1 : STAGES - 1; }
-// Adds to `sums` the products of a tile and M times 64 tokens, as its stages arrive.
-template <int M>
-__device__ __forceinline__ void multiply(float (&sums)[M_TILES][SUMS], u32 ring, u32 full, u32 empty, int& slot, int& phase,
+// Adds to `sums` the products of a tile and the group's tokens, as its stages arrive.
+__device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full, u32 empty, int& slot, int& phase,
                                          int group, int lane) {
   for (int step = 0; step < STEPS; step++) {
     wait_for(full + 8 * slot, phase);
-    const u32 weight = ring + slot * STAGE_BYTES, x = weight + W_BYTES + group * GROUP_TOKENS * ROW_BYTES;
+    const u32 weight = ring + slot * STAGE_BYTES, x = weight + W_BYTES + group * M_TOKENS * ROW_BYTES;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int p = 0; p < PANELS; p++)
 #pragma unroll
       for (int k = 0; k < COLUMNS / 16; k++)
-#pragma unroll
-        for (int m = 0; m < M; m++)
-          multiply_add_all(sums[m], matrix(x + p * X_PANEL_BYTES + m * M_TOKENS * ROW_BYTES + k * 32),
-                           matrix(weight + p * ROWS * ROW_BYTES + k * 32));
+        multiply_add_all(sums, matrix(x + p * X_PANEL_BYTES + k * 32), matrix(weight + p * ROWS * ROW_BYTES + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // The stage before has been read when all but this one's products are there.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -149,7 +133,6 @@ __device__ __forceinline__ void multiply(float (&sums)[M_TILES][SUMS], u32 ring,
 struct Outputs {
   int token, first_row, rank, num_tokens;  // row and token of the first one
 
-  __device__ __forceinline__ Outputs of(int m) const { return {token + m * M_TOKENS, first_row, rank, num_tokens}; }
   __device__ __forceinline__ int row(int place) const { return first_row + (place * SPLIT + rank) * OUT_GROUP; }
   __device__ __forceinline__ bool is_row(int place) const { return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS; }
   __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
@@ -174,46 +157,37 @@ struct Operands {
 };
 
 // The sums of the groups that the block finishes, of all its cluster.
-__device__ __forceinline__ void exchange(float (&mine)[M_TILES][PLACES][8], const float (&sums)[M_TILES][SUMS], Inbox& inbox,
-                                         u32 arrived, int rank, int group, int tiles_here) {
+__device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (&sums)[SUMS], Shared& shared, int rank, int group) {
 #pragma unroll
-  for (int m = 0; m < M_TILES; m++)
+  for (int g = 0; g < ROW_GROUPS; g++)
+    if (g % SPLIT == rank)
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++)
-      if (g % SPLIT == rank)
-#pragma unroll
-        for (int i = 0; i < 8; i++) mine[m][g / SPLIT][i] = sums[m][8 * g + i];
+      for (int i = 0; i < 8; i++) mine[g / SPLIT][i] = sums[8 * g + i];
 #if SPLIT > 1
   const int thread = threadIdx.x % 128;
-  if (IN_RING) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made, or rings free
+  const u32 arrived = shared_address(&shared.arrived);
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #pragma unroll
-  for (int m = 0; m < M_TILES; m++) {
-    if (m >= tiles_here) break;
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++) {
-      const int owner = g % SPLIT, sender = (rank - owner - 1 + SPLIT) % SPLIT;
-      if (owner == rank) continue;
-      const float* sum = sums[m] + 8 * g;
-      const u32 to = shared_address(&inbox.sums[sender][group * M_TILES + m][g / SPLIT][0][thread]), half = sizeof(inbox.sums[0][0][0][0]);
-      send(address_of_peer(to, owner), {sum[0], sum[1], sum[2], sum[3]}, address_of_peer(arrived, owner));
-      send(address_of_peer(to + half, owner), {sum[4], sum[5], sum[6], sum[7]}, address_of_peer(arrived, owner));
-    }
+  for (int g = 0; g < ROW_GROUPS; g++) {
+    const int owner = g % SPLIT, sender = (rank - owner - 1 + SPLIT) % SPLIT;
+    if (owner == rank) continue;
+    const float* sum = sums + 8 * g;
+    const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][thread]), half = sizeof(shared.inbox[0][0][0][0]);
+    send(address_of_peer(to, owner), {sum[0], sum[1], sum[2], sum[3]}, address_of_peer(arrived, owner));
+    send(address_of_peer(to + half, owner), {sum[4], sum[5], sum[6], sum[7]}, address_of_peer(arrived, owner));
   }
   wait_for(arrived, 0);
 #pragma unroll
-  for (int m = 0; m < M_TILES; m++)
+  for (int place = 0; place < PLACES; place++)
+    if (place * SPLIT + rank < ROW_GROUPS)
 #pragma unroll
-    for (int place = 0; place < PLACES; place++)
-      if (m < tiles_here && place * SPLIT + rank < ROW_GROUPS)
+      for (int peer = 0; peer < SPLIT - 1; peer++)
 #pragma unroll
-        for (int peer = 0; peer < SPLIT - 1; peer++)
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const float4 part = inbox.sums[peer][group * M_TILES + m][place][half][thread];
-            float* sum = mine[m][place] + 4 * half;
-            sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-          }
+        for (int half = 0; half < 2; half++) {
+          const float4 part = shared.inbox[peer][group][place][half][thread];
+          float* sum = mine[place] + 4 * half;
+          sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+        }
 #endif
 }
 
@@ -256,13 +230,7 @@ __launch_bounds__(THREADS, 1) stream_linear(
     const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
-  char* const ring_start = memory + (ring - shared_address(memory));
-  Shared& shared = *(Shared*)(ring_start + RING_BYTES);
-#if SPLIT > 1 && TOKENS <= 128
-  Inbox& inbox = shared.inbox;
-#else
-  Inbox& inbox = *(Inbox*)ring_start;
-#endif
+  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + RING_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const u32 arrived = shared_address(&shared.arrived), factors_there = shared_address(&shared.factors_there);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -273,16 +241,14 @@ __launch_bounds__(THREADS, 1) stream_linear(
     make_barrier(arrived, 1), make_barrier(factors_there, 3);
     publish_barriers();
 #if SPLIT > 1
-    const int m_tiles = M_TILES > 1 ? (num_tokens + M_TOKENS - 1) / M_TOKENS : GROUPS;
-    expect_bytes(arrived, (SPLIT - 1) * m_tiles * ((ROW_GROUPS - rank + SPLIT - 1) / SPLIT) * sizeof(Inbox::sums[0][0][0]));
+    expect_bytes(arrived, (SPLIT - 1) * GROUPS * ((ROW_GROUPS - rank + SPLIT - 1) / SPLIT) * sizeof(shared.inbox[0][0][0]));
 #endif
   }
   __syncthreads();
 #if SPLIT > 1
-  if (!IN_RING) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
   if (warp < 4) {
-    if (M_TILES > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0) {
       if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, num_tokens);
     } else if (NORM_BLOCKS) {
@@ -294,33 +260,22 @@ __launch_bounds__(THREADS, 1) stream_linear(
     }
     return;
   }
-  if (M_TILES > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-  const int group = warp / 4 - 1, token = group * GROUP_TOKENS + warp % 4 * 16 + lane / 4;
-  const int tiles_here = group * GROUP_TOKENS + M_TOKENS < num_tokens ? M_TILES : 1;
+  const int group = warp / 4 - 1, token = group * M_TOKENS + warp % 4 * 16 + lane / 4;
   wait_for_prerequisites();
   start_dependents();
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
     const Outputs outputs = {token, tile * OUT_ROWS + lane % 4 * 2, rank, num_tokens};
-    Operands operands[M_TILES];
+    Operands operands;
+    operands.ask(outputs, residual, norm_weight);
+    float sums[SUMS], mine[PLACES][8];
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++) operands[m].ask(outputs.of(m), residual, norm_weight);
-    float sums[M_TILES][SUMS], mine[M_TILES][PLACES][8];
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-      for (int i = 0; i < SUMS; i++) sums[m][i] = 0.f;
-    if (tiles_here == M_TILES)
-      multiply<M_TILES>(sums, ring, full, empty, slot, phase, group, lane);
-    else
-      multiply<1>(sums, ring, full, empty, slot, phase, group, lane);
-    exchange(mine, sums, inbox, arrived, rank, group, tiles_here);
+    for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
+    multiply(sums, ring, full, empty, slot, phase, group, lane);
+    exchange(mine, sums, shared, rank, group);
     if (NORM_BLOCKS) wait_for(factors_there, 0);
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-      const float* factor = shared.factors + token + m * M_TOKENS;
-      const float factors[2] = {NORM_BLOCKS ? factor[0] : 1.f, NORM_BLOCKS ? factor[8] : 1.f};
-      finish(mine[m], outputs.of(m), operands[m], factors, out, scaled, out_squares);
-    }
+    const float* factor = shared.factors + token;
+    const float factors[2] = {NORM_BLOCKS ? factor[0] : 1.f, NORM_BLOCKS ? factor[8] : 1.f};
+    finish(mine, outputs, operands, factors, out, scaled, out_squares);
   }
 }

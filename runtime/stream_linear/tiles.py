@@ -1,4 +1,4 @@
-"""tiles.cu: how a linear of up to 192 tokens is divided among the multiprocessors.
+"""tiles.cu: how a linear of up to 128 tokens is divided among the multiprocessors.
 
 Shape legend: as linear.py.
 """
@@ -17,10 +17,9 @@ from mllm_compile.runtime.stream_linear.linear import NORM_ROWS, LinearKind, Lin
 
 _PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
 _M_TOKENS = 64  # of a wgmma, and of a warp group
-_MOST_GROUPS = 2  # of more tokens a warp group multiplies twice as many
-# Rows of a tile, without and with a residual or a bias, which are in registers as sums are: up to 128 tokens (256 is
-# wgmma's own limit) and beyond, where a thread has the sums of twice as many tokens.
-_MOST_ROWS, _MOST_ROWS_OF_MANY = (256, 128), (192, 112)
+MAX_TOKENS = 2 * _M_TOKENS
+# Rows of a tile, without (wgmma's own limit) and with a residual or a bias, which are in registers as sums are.
+_MOST_ROWS = (256, 128)
 _MOST_STAGES = 32
 # Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
 # ends; or all. The first where it holds this much of what the block reads of a tile.
@@ -64,17 +63,20 @@ class TileTiling(LinearTiling):
         tiles = math.ceil(self.kind.rows / self.rows)
         return tiles * self.split if self.split > 1 else min(tiles, MULTIPROCESSORS)
 
+    def box_tokens(self, num_tokens: int) -> int:
+        """Of x that a block asks for at a time."""
+        return num_tokens
+
     @cached_property
     def num_threads(self) -> int:
         """Of the warp groups that multiply, and of the one that loads."""
-        return 128 * (_num_groups(self.tokens) + 1)
+        return 128 * (_all_tokens(self.tokens) // _M_TOKENS + 1)
 
     @cached_property
     def shared_bytes(self) -> int:
-        ring = self.stages * _stage_bytes(self.rows, self.panels, self.tokens)
-        if not _has_inbox(self.tokens):
-            ring = max(ring, _sums_bytes(self.rows, self.split, self.tokens))
-        return ring + _other_bytes(self.rows, self.split, self.tokens)
+        return self.stages * _stage_bytes(self.rows, self.panels, self.tokens) + _other_bytes(
+            self.rows, self.split, self.tokens
+        )
 
     def constants(self) -> dict[str, int]:
         return {
@@ -98,7 +100,7 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
     """The tiling for a bucket of tokens.
 
     Of those measured for the linears of six Qwen3 shapes (0.6B to 32B) at 8 to 128 tokens on an H200 it is the fastest
-    or within 4 % of it; within 14 % of some that take a few µs. At 192 tokens it is of 0.6B the fastest of five or six.
+    or within 4 % of it; within 14 % of some that take a few µs.
     """
     is_short = kind.columns <= _FEW_COLUMNS and tokens > _M_TOKENS
     least_rows = _LEAST_ROWS_OF_FEW if is_short else _LEAST_ROWS
@@ -123,8 +125,7 @@ def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
     def in_turns(turns: int) -> int:
         return NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
 
-    most = (_MOST_ROWS if _has_inbox(tokens) else _MOST_ROWS_OF_MANY)[kind.residual or kind.bias]
-    first = next(turns for turns in itertools.count(1) if in_turns(turns) <= most)
+    first = next(turns for turns in itertools.count(1) if in_turns(turns) <= _MOST_ROWS[kind.residual or kind.bias])
     if split > 1 and first > 1:
         return 0
     choices = [turns for turns in range(first, 2 * first + 1) if turns == first or in_turns(turns) > _MANY_ROWS]
@@ -144,20 +145,6 @@ def _stage_bytes(rows: int, panels: int, tokens: int) -> int:
     return panels * (rows + tokens) * _ROW_BYTES
 
 
-def _num_groups(tokens: int) -> int:
-    return min(_MOST_GROUPS, math.ceil(tokens / _M_TOKENS))
-
-
-def _has_inbox(tokens: int) -> bool:
-    """Whether others' sums have a place of their own; of more tokens they come into the ring, when it is done with."""
-    return tokens <= _MOST_GROUPS * _M_TOKENS
-
-
-def _sums_bytes(rows: int, split: int, tokens: int) -> int:
-    """Of what the others of a cluster send a block."""
-    return (split - 1) * math.ceil(rows / NORM_ROWS / split) * NORM_ROWS * _all_tokens(tokens) * 4
-
-
 def _all_tokens(tokens: int) -> int:
     """That are multiplied."""
     return math.ceil(tokens / _M_TOKENS) * _M_TOKENS
@@ -165,7 +152,7 @@ def _all_tokens(tokens: int) -> int:
 
 def _other_bytes(rows: int, split: int, tokens: int) -> int:
     """What the ring's alignment may cost, others' sums, factors, barriers, and what wgmma reads of tokens not there."""
-    sums = _sums_bytes(rows, split, tokens) if _has_inbox(tokens) else 0
+    sums = (split - 1) * math.ceil(rows / NORM_ROWS / split) * NORM_ROWS * _all_tokens(tokens) * 4
     missing = (_all_tokens(tokens) - tokens) * _ROW_BYTES
-    factors = _num_groups(tokens) * _M_TOKENS * (1 if _has_inbox(tokens) else 2) * 4
+    factors = _all_tokens(tokens) * 4
     return 1024 + sums + factors + (2 * _MOST_STAGES + 2) * 8 + missing

@@ -29,7 +29,8 @@ pytestmark = [
 # that eight blocks divide.
 SHAPES = [(1024, 2048, 3072), (4096, 4096, 12288), (2560, 4096, 9728), (2048, 2304, 4352), (512, 1280, 1792)]
 SHAPES += [(2048, 2048, 28672)]
-NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 184, 192]
+NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128]
+NUM_TOKENS += [129, 143, 144, 145, 160, 176, 187, 192, 208, 209, 224, 240, 241, 255, 256]
 SOURCE = FEW_SOURCE.replace("few_linear", "stream_linear")
 
 
@@ -81,7 +82,7 @@ def test_a_layers_linears_are_as_near_to_float32_as_torchs(pieces, shape, num_to
         assert off_by(ours, true) <= MARGIN * off_by(torchs, true)
 
 
-@pytest.mark.parametrize(("shape", "num_tokens"), cases([5, 40, 100, 150]), ids=str)
+@pytest.mark.parametrize(("shape", "num_tokens"), cases([5, 40, 100, 150, 237]), ids=str)
 def test_a_graph_replays_them_on_other_inputs(pieces, shape, num_tokens):
     function, shapes = pieces(shape)
     inputs = random_inputs(shapes, num_tokens)
@@ -105,7 +106,7 @@ WIDTHS += [(1152, 896), (896, 4864), (1920, 960), (4608, 3584)]  # of Qwen2.5-0.
     [
         (*width, count)
         for width in WIDTHS
-        for count in (1, 3, 8, 16, 20, 64, 90, 128, 170, 192)
+        for count in (1, 3, 8, 16, 20, 64, 90, 128, 131, 170, 208, 253)
         if is_streamed(*width, count)
     ],
 )

@@ -77,5 +77,5 @@ def test_another_type_and_a_bias_stay(monkeypatch):
 
 
 def stream_all(self, gm: fx.GraphModule):
-    gm.meta["small_forms"] = {"piece_a": {192: "piece_a_streamed"}}
+    gm.meta["small_forms"] = {"piece_a": {256: "piece_a_streamed"}}
     return type("Result", (), {"matches": 1})

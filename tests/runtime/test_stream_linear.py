@@ -18,7 +18,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import Argument, TensorMap
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.stream_linear import rows, tiles
+from mllm_compile.runtime.stream_linear import rows, tiles, wide
 from mllm_compile.runtime.stream_linear.linear import (
     MAX_STREAMED_TOKENS,
     NORM_ROWS,
@@ -55,14 +55,16 @@ KINDS = kinds(256, (1, 256), 32) | kinds(2400, (1, 128), 32)
 WIDE_KINDS = kinds(1023, (24, 512), 256).filter(lambda kind: rows.takes(kind.rows, kind.columns))
 
 
-@given(KINDS, st.sampled_from(TOKEN_BUCKETS))
+FEW_TOKENS = [tokens for tokens in TOKEN_BUCKETS if tokens <= tiles.MAX_TOKENS]
+MANY_TOKENS = [tokens for tokens in TOKEN_BUCKETS if tokens > tiles.MAX_TOKENS]
+
+
+@given(KINDS, st.sampled_from(FEW_TOKENS))
 def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
     tiling = tiles.choose(kind, tokens)
     num_tiles = math.ceil(kind.rows / tiling.rows)
     assert tiling.rows % NORM_ROWS == 0
-    is_crowded = kind.residual or kind.bias
-    most_rows = (128 if tokens <= 128 else 112) if is_crowded else (256 if tokens <= 128 else 192)
-    assert tiling.rows <= most_rows, "of registers; of wgmma and of a box"
+    assert tiling.rows <= (128 if kind.residual or kind.bias else 256), "of registers; of wgmma and of a box"
     assert kind.columns % (tiling.split * tiling.panels * 64) == 0
     assert tiling.shared_bytes <= _SHARED_BYTES
     steps = kind.columns // (64 * tiling.split * tiling.panels)
@@ -73,6 +75,34 @@ def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
     else:
         turns = math.ceil(num_tiles / tiling.num_blocks)
         assert num_tiles > (turns - 1) * MULTIPROCESSORS, "no turn is for nothing"
+
+
+@given(KINDS, st.sampled_from(MANY_TOKENS))
+def test_every_division_of_many_tokens_fits(kind, tokens):
+    tilings = list(wide.all_tilings(kind, tokens))
+    assert wide.choose(kind, tokens) in tilings
+    for tiling in tilings:
+        assert tiling.tile_tokens % 8 == 0
+        assert tiling.tile_tokens <= 256, "columns of a wgmma"
+        assert tiling.tile_tokens // tiling.parts % 8 == 0
+        assert tiling.tile_tokens * tiling.token_tiles >= tokens
+        assert kind.columns % (tiling.split * 64) == 0
+        steps = kind.columns // (64 * tiling.split)
+        assert min(2, steps) <= tiling.x_stages <= tiling.weight_stages <= steps
+        assert tiling.shared_bytes <= _SHARED_BYTES
+        assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
+        if tiling.split > 1:
+            assert tiling.num_blocks == tiling.num_tiles * tiling.split, "one tile a cluster"
+
+
+@given(KINDS, st.sampled_from(MANY_TOKENS), st.integers(1, 16))
+def test_tiles_of_many_tokens_hold_all_of_them(kind, tokens, fewer):
+    count = tokens - 16 + fewer
+    for tiling in wide.all_tilings(kind, tokens):
+        box = tiling.box_tokens(count)
+        first = [min(tile * box, count - box) for tile in range(tiling.token_tiles)]  # as wide.cu's Division
+        assert box <= tiling.tile_tokens
+        assert {token for begin in first for token in range(begin, begin + box)} == set(range(count))
 
 
 @given(WIDE_KINDS)
@@ -97,10 +127,6 @@ def test_a_large_weight_divides_into_pieces_of_rows_that_fit(kind):
         (LinearKind(4096, 1024, 64), 64, (64, 2, 4, 2)),
         (LinearKind(1024, 3072, residual=True), 64, (48, 4, 4, 3)),
         (LinearKind(4096, 1024, 64), 128, (32, 1, 1, 11)),
-        (LinearKind(6144, 1024, 64, gated=True), 192, (48, 1, 1, 7)),
-        (LinearKind(1024, 2048, residual=True), 192, (48, 4, 1, 7)),
-        (LinearKind(6144, 4096, 256), 192, (96, 2, 1, 6)),
-        (LinearKind(24576, 4096, 256, gated=True), 192, (192, 1, 1, 4)),
         (LinearKind(6144, 4096, 256), 64, (96, 2, 2, 5)),
         (LinearKind(4096, 12288, residual=True), 128, (64, 2, 1, 8)),
         (LinearKind(24576, 4096, 256, gated=True), 64, (192, 1, 2, 3)),
@@ -112,6 +138,23 @@ def test_a_large_weight_divides_into_pieces_of_rows_that_fit(kind):
 def test_of_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, division):
     tiling = tiles.choose(kind, tokens)
     assert (tiling.rows, tiling.split, tiling.panels, tiling.stages) == division
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "division"),
+    [
+        (LinearKind(4096, 4096, residual=True, norm_next=True), 208, (1, 1, 2, 5)),
+        (LinearKind(4096, 12288, residual=True, norm_next=True), 144, (1, 1, 2, 7)),
+        (LinearKind(24576, 4096, 256, gated=True), 176, (3, 1, 1, 4)),
+        (LinearKind(24576, 4096, 256, gated=True), 240, (3, 1, 1, 4)),
+        (LinearKind(6144, 1024, 64, gated=True), 208, (1, 1, 1, 6)),
+        (LinearKind(4096, 1024, 64), 256, (1, 2, 1, 9)),
+        (LinearKind(1024, 3072, residual=True, norm_next=True), 208, (1, 3, 2, 12)),
+    ],
+)
+def test_of_wide_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, division):
+    tiling = wide.choose(kind, tokens)
+    assert (tiling.groups, tiling.token_tiles, tiling.split, tiling.x_stages) == division
 
 
 @pytest.mark.parametrize(
@@ -136,7 +179,7 @@ def test_small_weights_are_streamed_for_any_of_the_steps(rows, columns):
 
 @pytest.mark.parametrize(("rows", "columns"), [(6144, 4096), (24576, 4096), (4096, 12288), (12288, 2048)])
 def test_large_ones_for_fewer(rows, columns):
-    assert [tokens for tokens in TOKEN_BUCKETS if is_streamed(rows, columns, tokens)] == [8, 16, 32, 64, 128]
+    assert [tokens for tokens in TOKEN_BUCKETS if not is_streamed(rows, columns, tokens)] == [224, 240, 256]
 
 
 def test_a_head_is_streamed_for_fewer():
@@ -166,8 +209,8 @@ def test_what_does_not_divide_is_left_alone(rows, columns):
 
 
 def test_a_step_takes_the_first_bucket_that_holds_it():
-    assert [bucket_of(count) for count in (1, 8, 9, 17, 64, 65, 129)] == [8, 8, 16, 32, 64, 128, 192]
-    with pytest.raises(ValueError, match="193 tokens"):
+    assert [bucket_of(count) for count in (1, 8, 9, 17, 64, 65, 129, 145)] == [8, 8, 16, 32, 64, 128, 144, 160]
+    with pytest.raises(ValueError, match="257 tokens"):
         bucket_of(MAX_STREAMED_TOKENS + 1)
 
 
@@ -192,7 +235,11 @@ def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
 
 @given(KINDS | WIDE_KINDS)
 def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
-    for tiling in (tiles.choose(kind, 8), *([rows.choose(kind)] if rows.takes(kind.rows, kind.columns) else [])):
+    for tiling in (
+        tiles.choose(kind, 8),
+        wide.choose(kind, 144),
+        *([rows.choose(kind)] if rows.takes(kind.rows, kind.columns) else []),
+    ):
         assert tiling_from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
 
 
@@ -202,16 +249,18 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
     [
         *[(LinearKind(6144, 1024, 64, gated=True), tokens) for tokens in TOKEN_BUCKETS],
         *[(LinearKind(1024, 2048, residual=True, norm_next=True), tokens) for tokens in TOKEN_BUCKETS],
-        *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128, 192)],
-        *[(LinearKind(4096, 12288, residual=True, norm_next=True), tokens) for tokens in (16, 64, 128, 192)],
+        *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128, *MANY_TOKENS)],
+        *[(LinearKind(4096, 12288, residual=True, norm_next=True), tokens) for tokens in (16, 64, 128, 208)],
         (LinearKind(151936, 4096, 256), 64),
         (LinearKind(32768, 4096, gated=True), 128),
         (LinearKind(33792, 4096, residual=True, norm_next=True), 128),
-        (LinearKind(14784, 4096, residual=True, norm_next=True), 192),
-        *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 192)],
+        (LinearKind(14784, 4096, residual=True, norm_next=True), 256),
+        (LinearKind(28672, 4096, 256, gated=True), 240),
+        (LinearKind(64, 64), 144),
+        *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 256)],
         (LinearKind(4608, 3584, 224, bias=True), 8),
         (LinearKind(33792, 4096, 256, bias=True), 128),
-        (LinearKind(14784, 1024, 64, bias=True), 192),
+        (LinearKind(14784, 1024, 64, bias=True), 240),
         (LinearKind(6144, 4096, 256), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
         (LinearKind(4096, 12288, residual=True, norm_next=True), 8),
