@@ -20,7 +20,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.executor import PieceFunction
-from mllm_compile.runtime.gated_linear.kernel import MOST_UNITS, UNIT_TOKENS, GatedKernel, choose, divided
+from mllm_compile.runtime.gated_linear.kernel import LEAST_UNITS, MOST_UNITS, UNIT_TOKENS, GatedKernel, choose, divided
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.hopper_decode.shares import ShareKernel
 from mllm_compile.runtime.program import (
@@ -275,7 +275,7 @@ def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -
 
 def _fewest_tokens(kernels: Sequence[GatedKernel]) -> Iterator[tuple[GatedKernel, int]]:
     """Each of a weight's kernels with as few tokens as it is taken for, in tiles that are even, and in others."""
-    counts = [units * UNIT_TOKENS for units in range(1, MOST_UNITS + 1)]
+    counts = [units * UNIT_TOKENS for units in range(LEAST_UNITS, MOST_UNITS + 1)]
     for kernel in kernels:
         taken = [count for count in counts if choose(kernels, count) == kernel]
         uneven = [count - 1 for count in taken if divided(count).larger]

@@ -23,6 +23,7 @@ _OTHER_BYTES = 1024 + 256  # what the ring's alignment may cost, and barriers
 _NUM_THREADS = 384
 _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
+LEAST_UNITS = 4  # steps of fewer are stream_linear's
 MOST_UNITS = 256  # a step with more takes the fastest of those that fewer take
 _TILE_COST = 40  # of beginning and ending a tile, in rows
 
@@ -137,7 +138,7 @@ def divided(num_tokens: int) -> Division:
 def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
     """Those of a gated linear: each is the fastest for some number of tokens."""
     kernels = [GatedKernel(rows, columns, tile_rows) for tile_rows in _TILE_ROWS if tile_rows <= rows]
-    return tuple(dict.fromkeys(choose(kernels, units * UNIT_TOKENS) for units in range(1, MOST_UNITS + 1)))
+    return tuple(dict.fromkeys(choose(kernels, units * UNIT_TOKENS) for units in range(LEAST_UNITS, MOST_UNITS + 1)))
 
 
 def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:

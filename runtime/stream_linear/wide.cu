@@ -2,18 +2,18 @@
 //
 // So many tokens are no longer a read of the weight alone: the tensor cores take about as long, and what a block brings to
 // its shared memory and reads there takes longer than either if tiles are small. So 64 rows of the weight are the rows of
-// wgmma and tokens its columns, of which there may be any multiple of 8: none is multiplied that is not there, as are up to
-// 63 where tokens are the rows. The SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each
+// wgmma and tokens its columns, of which there may be any multiple of 8: at most 15 are multiplied that are not there, where
+// with tokens as rows it is up to 63. The SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each
 // finishes every SPLIT-th unit of tokens, so that a tile is twice as large as one wave of undivided ones has.
 //
 // As tiles.cu does, a block asks for what its shared memory holds of the weight before the kernel that makes x has ended.
-// Weight and x have a ring each, as x, which the L2 holds, is sooner there; one warp asks, three compute the norm's factors, each of the other GROUPS of four warps multiplies 64 rows.
-// Undivided tiles a block takes in turns.
+// Weight and x have a ring each, as x, which the L2 holds, is sooner there; one warp asks, three compute the norm's factors,
+// each of the other GROUPS of four warps multiplies 64 rows. Undivided tiles a block takes in turns.
 //
 // Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a multiple of
-// 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, W_STAGES and X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no
-// norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the place of the norm's weight), and `multiply_add_all`, which adds products
-// to TOKENS / PARTS / 2 sums of a thread.
+// 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, W_STAGES and
+// X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the
+// place of the norm's weight), and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
@@ -26,9 +26,10 @@ constexpr int SUMS = TOKENS / 2;            // of a thread: of each 8 tokens fou
 // What a warp transposes at a time: 8 outputs of a token for each lane.
 constexpr int LANE_OUTPUTS = 8, UNIT_TOKENS = 32 * LANE_OUTPUTS / WARP_OUTPUTS, UNITS = (TOKENS + UNIT_TOKENS - 1) / UNIT_TOKENS;
 constexpr int OWN_UNITS = (UNITS + SPLIT - 1) / SPLIT, UNIT_BLOCKS = UNIT_TOKENS / 8;
-static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
+static_assert(SPLIT == 1 || SPLIT == 2 && TILES == CLUSTERS, "what the other block sends is of one tile");
 static_assert(K % (SPLIT * COLUMNS) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
-static_assert((X_STAGES > 1 || STEPS == 1) && X_STAGES <= W_STAGES && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
+static_assert((X_STAGES > 1 || STEPS == 1) && X_STAGES <= W_STAGES, "a stage is free when the products of the next have begun");
+static_assert(TOKENS % (8 * PARTS) == 0 && THREADS == NUM_THREADS, "as it is launched");
 
 struct Shared {
 #if SPLIT > 1
@@ -76,7 +77,7 @@ __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int token, 
 __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
                     const Division& tokens) {
   const u64 policy = TOKEN_TILES == 1 ? read_once() : read_again();
-  const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
+  const int total = (TILES - first_tile + CLUSTERS - 1) / CLUSTERS * STEPS;
   const auto tile = [&](int i) { return tokens.tile(first_tile + i / STEPS * CLUSTERS); };
   // The barrier of a stage's weight counts its x too.
   auto ask_weight = [&](int i) {
@@ -87,11 +88,13 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   };
   auto ask_x = [&](int i) {
     if (i >= total) return;
-    load_x(ring + W_STAGES * W_BYTES + i % X_STAGES * X_BYTES, x, tile(i).token, rank * STEPS + i % STEPS, full + 8 * (i % W_STAGES));
+    const u32 to = ring + W_STAGES * W_BYTES + i % X_STAGES * X_BYTES;
+    load_x(to, x, tile(i).token, rank * STEPS + i % STEPS, full + 8 * (i % W_STAGES));
   };
   for (int i = 0; i < W_STAGES; i++) ask_weight(i);
   wait_for_prerequisites();
   for (int i = 0; i < X_STAGES; i++) ask_x(i);
+#pragma unroll 1  // with 32 registers four rounds side by side spill
   for (int i = 0; i + X_STAGES < total; i++) {
     wait_for(empty + 8 * (i % W_STAGES), i / W_STAGES & 1);
     ask_weight(i + W_STAGES), ask_x(i + X_STAGES);
@@ -171,7 +174,8 @@ __device__ __forceinline__ void exchange(float (&sums)[SUMS], Shared& shared, in
     for (int b = 0; b < UNIT_BLOCKS; b++)
       if (unit % SPLIT != rank && (unit * UNIT_BLOCKS + b) * 4 < SUMS) {
         const float* sum = sums + (unit * UNIT_BLOCKS + b) * 4;
-        send(address_of_peer(shared_address(&shared.inbox[unit / SPLIT][b][thread]), rank ^ 1), {sum[0], sum[1], sum[2], sum[3]}, peer);
+        const u32 to = address_of_peer(shared_address(&shared.inbox[unit / SPLIT][b][thread]), rank ^ 1);
+        send(to, {sum[0], sum[1], sum[2], sum[3]}, peer);
       }
   wait_for(arrived, 0);
 #pragma unroll

@@ -16,6 +16,8 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
 from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
 
+# A tiling is stored without what follows from these, for which its binary was compiled: who changes one raises
+# FORMAT_VERSION.
 _PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
 _GROUP_ROWS = 64  # of the weight, that four warps multiply
 _EIGHT = 8  # tokens, of which a tile has a multiple
@@ -131,10 +133,11 @@ class WideTiling(LinearTiling):
 
     @property
     def is_possible(self) -> bool:
-        """Whether it fits into a multiprocessor, and its clusters into one wave."""
+        """Whether it fits into a multiprocessor, its registers too, and its clusters into one wave."""
         fits = self.tile_tokens <= _MOST_TOKENS and self.kind.columns // _PANEL % self.split == 0
+        has_registers = self.parts == 1 or not self.kind.residual  # residuals are in registers, as sums are
         at_once = self.split == 1 or self.num_blocks <= MULTIPROCESSORS
-        return fits and at_once and self.x_stages >= min(_LEAST_STAGES, self._steps)
+        return fits and has_registers and at_once and self.x_stages >= min(_LEAST_STAGES, self._steps)
 
     @property
     def cost(self) -> float:

@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 
-# hidden, all heads, feed-forward: of Qwen3-0.6B, 8B and 4B; both kernels in one layer; tiles of other sizes; and rows
+# hidden, all heads, feed-forward: of Qwen3-0.6B, 8B and 4B; all kernels in one layer; tiles of other sizes; and rows
 # that eight blocks divide.
 SHAPES = [(1024, 2048, 3072), (4096, 4096, 12288), (2560, 4096, 9728), (2048, 2304, 4352), (512, 1280, 1792)]
 SHAPES += [(2048, 2048, 28672)]
@@ -137,13 +137,19 @@ def test_a_gated_one_without_a_norm(tmp_path, rows, columns):
         assert off_by(ours, true) <= MARGIN * off_by(silu(torch_gate) * torch_up, true)
 
 
+@pytest.mark.parametrize("count", [8, 140])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 256), (6144, 1536)])
-def test_an_input_may_lie_anywhere(tmp_path, rows, columns):
-    load([LinearKind(rows, columns)], tmp_path)
-    x, weight = random_inputs([(8, columns + 1), (rows, columns)], 8)
-    for odd in (x[:, 1:], x.flatten()[1 : 1 + 7 * columns].view(7, columns)):
+def test_an_input_may_lie_anywhere(tmp_path, rows, columns, count):
+    plain = LinearKind(rows, columns)
+    load([plain, replace(plain, residual=True)], tmp_path)
+    x, weight = random_inputs([(count, columns + 1), (rows, columns)], count)
+    residual = torch.randn(count * rows + 1, device="cuda").bfloat16()[1:].view(count, rows)
+    for odd in (x[:, 1:], x.flatten()[1 : 1 + (count - 1) * columns].view(count - 1, columns)):
         ours = torch.ops.mllm.stream_linear(odd, weight, None, 0.0, False)
         assert torch.equal(ours, torch.ops.mllm.stream_linear(odd.clone(), weight, None, 0.0, False))
+        beside = residual[: len(odd)]
+        ours = torch.ops.mllm.stream_linear_residual(odd, weight, beside)
+        assert torch.equal(ours, torch.ops.mllm.stream_linear_residual(odd.clone(), weight, beside.clone()))
 
 
 def test_a_thread_without_a_context_loads_kernels(tmp_path):

@@ -24,6 +24,7 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.gated_linear import ops
 from mllm_compile.runtime.gated_linear.kernel import (
+    LEAST_UNITS,
     MOST_UNITS,
     UNIT_TOKENS,
     GatedKernel,
@@ -202,7 +203,7 @@ def test_tiles_of_more_and_of_fewer_units_are_shared_out(division, num_tokens, m
 @given(st.integers(1, 800), st.integers(1, 64))
 def test_no_kernel_is_compiled_for_nothing(rows, columns):
     kernels = gated_kernels(64 * rows, 64 * columns)
-    chosen = {choose(kernels, units * UNIT_TOKENS) for units in range(1, MOST_UNITS + 1)}
+    chosen = {choose(kernels, units * UNIT_TOKENS) for units in range(LEAST_UNITS, MOST_UNITS + 1)}
     assert chosen == set(kernels)
     assert all(kernel.tile_rows <= 64 * rows for kernel in kernels)
     assert len({kernel.name for kernel in kernels}) == len(kernels)

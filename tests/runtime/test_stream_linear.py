@@ -93,6 +93,9 @@ def test_every_division_of_many_tokens_fits(kind, tokens):
         assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
         if tiling.split > 1:
             assert tiling.num_blocks == tiling.num_tiles * tiling.split, "one tile a cluster"
+        sums = tiling.tile_tokens / 2
+        residuals = sums / 2 / tiling.split if kind.residual else 0
+        assert sums + residuals <= {1: 192, 2: 192, 3: 144}[tiling.groups], "of a thread's registers"
 
 
 @given(KINDS, st.sampled_from(MANY_TOKENS), st.integers(1, 16))
@@ -256,6 +259,11 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
         (LinearKind(33792, 4096, residual=True, norm_next=True), 128),
         (LinearKind(14784, 4096, residual=True, norm_next=True), 256),
         (LinearKind(28672, 4096, 256, gated=True), 240),
+        *[(LinearKind(6144, 4096, 256), tokens) for tokens in (144, 160)],
+        (LinearKind(19456, 2560, 160, gated=True), 144),
+        (LinearKind(10240, 5120, 320), 176),
+        (LinearKind(7168, 5120, 320, bias=True), 160),
+        (LinearKind(17408, 2048, residual=True, norm_next=True), 208),
         (LinearKind(64, 64), 144),
         *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 256)],
         (LinearKind(4608, 3584, 224, bias=True), 8),
@@ -311,6 +319,21 @@ def test_a_launch_reads_as_many_tokens_as_there_are_and_gates_beside_ups(driver,
     loaded(x, weight, [None] * 6, 0.0, 13)
     assert asked == [(tensor_maps.halves, 192, 2), (tensor_maps.rows, 13)]
     assert launches[0][:2] == (128, 256)
+
+
+def test_tiles_of_many_tokens_are_read_as_evenly_as_can_be(driver, monkeypatch):
+    driver()
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
+    tiling = choose_tiling(LinearKind(1024, 2048, residual=True), 208)
+    assert (tiling.groups, tiling.token_tiles, tiling.split) == (1, 3, 2)
+    loaded = _Loaded(tiling, {tiling.name: b"binary"})
+    launches: list[tuple[object, ...]] = []
+    monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
+    x, weight = torch.zeros(193, 2048, dtype=torch.bfloat16), torch.zeros(1024, 2048, dtype=torch.bfloat16)
+    loaded(x, weight, [None] * 6, 0.0, 193)
+    assert asked == [(tensor_maps.panels, 64, 1), (tensor_maps.rows, 72)]
+    assert launches[0][:2] == (96, 256)
 
 
 def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(driver, monkeypatch):
