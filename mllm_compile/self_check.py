@@ -189,9 +189,15 @@ def _program_weights(
 
 @dataclass(frozen=True)
 class _PackedRequests:
-    """Stands for batch and backend: attends within each request; what is written to the cache is not read."""
+    """Stands for batch and backend: attends within each request; what is written to the cache is not read.
+
+    Attributes:
+        lengths: of the different requests, one after another.
+        copies: how often those follow.
+    """
 
     lengths: tuple[int, ...]
+    copies: int
     token_to_kv_pool: KVPool
 
     @property
@@ -204,7 +210,7 @@ class _PackedRequests:
 
     @property
     def num_actual_tokens(self) -> int:
-        return sum(self.lengths)
+        return sum(self.lengths) * self.copies
 
     def rotates(self, layer: AttentionLayer) -> bool:
         return False
@@ -219,14 +225,22 @@ class _PackedRequests:
         out: torch.Tensor,
         **kw: object,
     ) -> None:
+        params, sinks = layer.params, None if layer.sinks is None else layer.sinks.repeat(self.copies)
         start = 0
         for length in self.lengths:
-            rows = slice(start, start + length)
-            params = layer.params
-            out[rows] = attention_reference(
-                q[rows], k[rows], v[rows], layer.sinks, params.sm_scale, params.logits_soft_cap, params.window_left
+            # Copies of a request are further heads of one: a call for each took most of a check's time.
+            queries, keys, values = (
+                self._of_request(x, start, length).transpose(0, 1).flatten(1, 2) for x in (q, k, v)
             )
+            attended = attention_reference(
+                queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left
+            ).unflatten(1, (self.copies, -1))
+            self._of_request(out, start, length).copy_(attended.transpose(0, 1))
             start += length
+
+    def _of_request(self, x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        """[copies, length, H, D] of [T, H, D]."""
+        return x.unflatten(0, (self.copies, -1))[:, start : start + length]
 
 
 def _some_rows(tokens: int, device: str) -> torch.Tensor:
@@ -244,11 +258,12 @@ def _run_program(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
     """Logits of all tokens, and of `rows`, where some are wanted, by the two ways to ask for them."""
-    lengths = tuple(len(request) for request in ids)
-    tokens = sum(lengths)
+    different = min(len(ids), len(REQUEST_LENGTHS))
+    lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
+    tokens = sum(lengths) * copies
     layers = {layer.name: attention_layer(layer, executor.weights) for layer in program.layers}
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers.values()]
-    metadata: Any = _PackedRequests(lengths, KVPool(tokens, 1, shapes, dtype, device))
+    metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens, 1, shapes, dtype, device))
     slots = torch.arange(tokens, device=device)
     with (
         torch.no_grad(),

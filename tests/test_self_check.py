@@ -17,10 +17,11 @@ from mllm_compile.compile import load_or_compile
 from mllm_compile.config import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.passes import pack_projections
-from mllm_compile.runtime.attention.base import PerLayerParameters
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.program import Program, SmallForm
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.stream_linear.shapes import choose_tiling
+from mllm_compile.runtime.trace_ops import attention_reference
 from tests.models.tiny_configs import save_tiny_model, tiny_config
 
 
@@ -129,6 +130,26 @@ def test_every_kernel_of_a_linear_is_run():
         *(136, 152, 168, 184, 200),
         216,
     ]
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
+    lengths, heads, kv_heads = (5, 3), 4, 2
+    sinks = torch.randn(heads) if has_sinks else None
+    params = PerLayerParameters(window_left=2, logits_soft_cap=5.0, sm_scale=0.3)
+    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, params, sinks)
+    tokens = sum(lengths) * copies
+    q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
+    out = torch.full((tokens, heads, 6), torch.nan)
+    requests: Any = self_check._PackedRequests(lengths, copies, None)  # type: ignore[arg-type]
+    requests.forward(q, k, v, layer, out=out)
+    assert requests.num_actual_tokens == tokens
+    alone = [
+        attention_reference(*each, sinks, params.sm_scale, params.logits_soft_cap, params.window_left)
+        for each in zip(*(x.split(lengths * copies) for x in (q, k, v)), strict=True)
+    ]
+    assert torch.allclose(out, torch.cat(alone), atol=1e-6)
 
 
 def test_transformers_runs_each_request_of_all_batches_once(monkeypatch):

@@ -128,7 +128,7 @@ def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads,
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
 
 
-@pytest.mark.parametrize(("num_tokens", "tile_rows"), [(64, 64), (320, 128), (319, 128), (639, 192)])
+@pytest.mark.parametrize(("num_tokens", "tile_rows"), [(256, 64), (320, 128), (319, 128), (639, 192)])
 def test_a_gated_linear_that_is_wrong_for_some_number_of_tokens_is_refused(monkeypatch, num_tokens, tile_rows):
     """Of even tiles, and of others."""
     check = partial(kernel_check._check_gated_linears, gated_kernels(6144, 256), torch.device("cpu"))
