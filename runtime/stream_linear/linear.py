@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
@@ -49,6 +49,14 @@ class LinearKind:
         return {names.get(field.name, field.name.upper()): int(getattr(self, field.name)) for field in fields(self)}
 
 
+class Boxes(NamedTuple):
+    """What a copy by TMA takes: `panels` of 64 columns of `rows` of the weight, or one of `tokens` of x."""
+
+    rows: int
+    panels: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class LinearTiling(CudaKernel):
     """How one kernel divides a linear.
@@ -70,6 +78,10 @@ class LinearTiling(CudaKernel):
     @property
     @abstractmethod
     def num_blocks(self) -> int: ...
+
+    @abstractmethod
+    def boxes(self, num_tokens: int) -> Boxes | None:
+        """In which the kernel reads by TMA, with so many tokens; None: it does not."""
 
 
 def bucket_of(num_tokens: int) -> int:

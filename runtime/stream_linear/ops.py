@@ -20,8 +20,6 @@ from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
 from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.stream_linear.shapes import num_streamed_norm_blocks
-from mllm_compile.runtime.stream_linear.tiles import TileTiling
-from mllm_compile.runtime.stream_linear.wide import WideTiling
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
@@ -54,11 +52,12 @@ class _Loaded:
     def _read(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[Argument, Argument]:
         """Where the kernel finds weight and x."""
         tiling = self.tiling
-        if not isinstance(tiling, TileTiling | WideTiling):
+        boxes = tiling.boxes(len(x))
+        if boxes is None:
             return address_of(weight), address_of(x)
-        boxes = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
-        weight_map = self._maps.get(weight, boxes, tiling.rows, tiling.panels)
-        return weight_map, self._maps.get(x, tensor_maps.rows, tiling.box_tokens(len(x)))
+        of_weight = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
+        weight_map = self._maps.get(weight, of_weight, boxes.rows, boxes.panels)
+        return weight_map, self._maps.get(x, tensor_maps.rows, boxes.tokens)
 
 
 _LOADED: dict[tuple[int, LinearKind, int], _Loaded] = {}  # by device index, linear and bucket

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
-from mllm_compile.runtime.stream_linear.linear import NORM_ROWS, LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.linear import NORM_ROWS, Boxes, LinearKind, LinearTiling
 
 _PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
 _M_TOKENS = 64  # of a wgmma, and of a warp group
@@ -63,9 +63,8 @@ class TileTiling(LinearTiling):
         tiles = math.ceil(self.kind.rows / self.rows)
         return tiles * self.split if self.split > 1 else min(tiles, MULTIPROCESSORS)
 
-    def box_tokens(self, num_tokens: int) -> int:
-        """Of x that a block asks for at a time."""
-        return num_tokens
+    def boxes(self, num_tokens: int) -> Boxes:
+        return Boxes(self.rows, self.panels, num_tokens)
 
     @cached_property
     def num_threads(self) -> int:

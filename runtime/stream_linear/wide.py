@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
-from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
+from mllm_compile.runtime.stream_linear.linear import Boxes, LinearKind, LinearTiling
 
 # A tiling is stored without what follows from these, for which its binary was compiled: who changes one raises
 # FORMAT_VERSION.
@@ -50,7 +50,6 @@ class WideTiling(LinearTiling):
 
     source: ClassVar[str] = "stream_linear/wide.cu"
     function: ClassVar[str] = "wide_linear"
-    panels: ClassVar[int] = 1  # of 64 columns, of a stage
 
     groups: int
     token_tiles: int
@@ -65,6 +64,9 @@ class WideTiling(LinearTiling):
     def tile_tokens(self) -> int:
         """That a tile has room for."""
         return self.box_tokens(self.tokens)
+
+    def boxes(self, num_tokens: int) -> Boxes:
+        return Boxes(self.rows, 1, self.box_tokens(num_tokens))
 
     def box_tokens(self, num_tokens: int) -> int:
         """Of a tile, and of a copy of x, of so many tokens in all; as wide.cu's Division has it."""
