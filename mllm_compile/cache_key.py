@@ -70,6 +70,7 @@ _SHAPING_SOURCES = (
     "runtime/hopper_decode/*.cuh",
     "runtime/stream_linear/*.py",
     "runtime/stream_linear/*.cu",
+    "runtime/stream_linear/*.cuh",
     "runtime/single_token_ops.py",
     "runtime/single_token_shapes.py",
     "runtime/split_decode_ops.py",

@@ -142,7 +142,7 @@ def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
 def test_what_a_decode_piece_is_made_of_shapes_the_runtime():
     sources = {part.split(" ")[0] for part in _sources().split(", ")}
     assert {"decode_attention.py", "runtime/split_decode_ops.py", "runtime/split_decode_shapes.py"} <= sources
-    assert {"runtime/cuda/common.cuh", "runtime/hopper_decode/shares.cu", "runtime/stream_linear/rows.cu"} <= sources
+    assert {"runtime/cuda/common.cuh", "runtime/hopper_decode/shares.cu", "runtime/stream_linear/boxes.cuh"} <= sources
 
 
 def test_what_python_and_editors_leave_in_folders_shapes_nothing():

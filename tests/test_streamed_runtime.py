@@ -113,7 +113,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert all(name in page for name in names)
     assert all(name in page for name in gated)
-    assert "of runtime/stream_linear/tiles.cu" in page
+    assert "of runtime/stream_linear/boxes.cuh and runtime/stream_linear/tiles.cu" in page
 
 
 def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads, tmp_path):

@@ -14,8 +14,7 @@
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the place of the norm's
 // weight), and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
-constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
-constexpr int M_TOKENS = 64;                          // of a wgmma
+constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
 constexpr int GROUPS = ALL_TOKENS / M_TOKENS, CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr int NORM_ROWS = 16, ROW_GROUPS = ROWS / NORM_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;
@@ -28,26 +27,6 @@ static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile"
 static_assert(STAGES > 1 || STEPS == 1, "a stage is free when the products of the next one have begun");
 static_assert(K % (SPLIT * PANELS * COLUMNS) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
 static_assert(THREADS == NUM_THREADS, "as it is launched");
-
-__device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int tile, int panel, u32 barrier, u64 policy) {
-#if GATED  // eight rows of gate, then eight of up: a thread has both
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(tile * ROW_GROUPS), "r"(panel),
-      "r"(barrier), "l"(policy) : "memory");
-#else
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(tile * ROWS), "r"(panel), "r"(barrier),
-      "l"(policy) : "memory");
-#endif
-}
-// A panel of all tokens, and no more: boxes that reach past the last one arrive later (33 tokens as 64 took longer than 64).
-__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int panel, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(panel * COLUMNS), "r"(0), "r"(barrier) : "memory");
-}
 
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 struct Shared {
@@ -69,14 +48,14 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   auto ask_weight = [&](int i) {
     const u32 slot = i % STAGES, barrier = full + 8 * slot;
     expect_bytes(barrier, W_BYTES + PANELS * num_tokens * ROW_BYTES);
-    load_weight(ring + slot * STAGE_BYTES, weight, first_tile + i / STEPS * CLUSTERS, (rank * STEPS + i % STEPS) * PANELS, barrier,
-                once);
+    load_weight(ring + slot * STAGE_BYTES, weight, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS,
+                barrier, once);
   };
   auto ask_x = [&](int i) {
     const u32 slot = i % STAGES;
 #pragma unroll
     for (int p = 0; p < PANELS; p++)
-      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, (rank * STEPS + i % STEPS) * PANELS + p, full + 8 * slot);
+      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * PANELS + p, full + 8 * slot);
   };
   const int ahead = STAGES < total ? STAGES : total;
   for (int i = 0; i < ahead; i++) ask_weight(i);
@@ -85,23 +64,6 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
     ask_weight(i), ask_x(i);
-  }
-}
-
-// The norm's factor of every token, by three warps: four lanes a token.
-__device__ void compute_factors(const float* squares, float* factors, float eps, int num_tokens) {
-  const int quad = threadIdx.x % 4;
-#pragma unroll 1
-  for (int t = threadIdx.x / 4 - 8; t < (num_tokens + 7) / 8 * 8; t += 24) {
-    float sum = 0.f;
-    if (t < num_tokens)
-#pragma unroll 16
-      for (int j = quad * 4; j < NORM_BLOCKS; j += 16) {
-        const float4 v = *(const float4*)(squares + t * NORM_BLOCKS + j);
-        sum += v.x + v.y + v.z + v.w;
-      }
-    sum = sum_of_lanes(sum, 4);
-    if (quad == 0) factors[t] = rsqrtf(sum / K + eps);
   }
 }
 
@@ -254,7 +216,7 @@ __launch_bounds__(THREADS, 1) stream_linear(
     } else if (NORM_BLOCKS) {
       wait_for_prerequisites();
       start_dependents();
-      compute_factors(squares, shared.factors, eps, num_tokens);
+      compute_factors<16>(squares, shared.factors, eps, 0, num_tokens);
       __syncwarp();
       if (lane == 0) arrive(factors_there);
     }

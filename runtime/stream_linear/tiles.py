@@ -50,6 +50,7 @@ class TileTiling(LinearTiling):
     """
 
     source: ClassVar[str] = "stream_linear/tiles.cu"
+    headers: ClassVar[tuple[str, ...]] = ("stream_linear/boxes.cuh",)
     function: ClassVar[str] = "stream_linear"
 
     rows: int

@@ -15,7 +15,6 @@
 // X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the
 // place of the norm's weight), and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
 
-constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr int OUTPUTS = GATED ? N / 2 : N, WARP_OUTPUTS = GATED ? WARP_ROWS / 2 : WARP_ROWS;
@@ -54,25 +53,6 @@ struct Division {
   }
 };
 
-__device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int row, int step, u32 barrier, u64 policy) {
-#if GATED  // eight rows of gate, then eight of up: a thread has both
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row / 16), "r"(step),
-      "r"(barrier), "l"(policy) : "memory");
-#else
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(step), "r"(barrier),
-      "l"(policy) : "memory");
-#endif
-}
-__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int token, int step, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(step * COLUMNS), "r"(token), "r"(barrier) : "memory");
-}
-
 // The warp that asks, by one lane.
 __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
                     const Division& tokens) {
@@ -98,23 +78,6 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
   for (int i = 0; i + X_STAGES < total; i++) {
     wait_for(empty + 8 * (i % W_STAGES), i / W_STAGES & 1);
     ask_weight(i + W_STAGES), ask_x(i + X_STAGES);
-  }
-}
-
-// The norm's factor of each token from `begin` on, by three warps: four lanes a token.
-__device__ void compute_factors(const float* squares, float* factors, float eps, int begin, int end) {
-  const int quad = threadIdx.x % 4, last = begin + (end - begin + 7) / 8 * 8;
-#pragma unroll 1
-  for (int t = begin + threadIdx.x / 4 - 8; t < last; t += 24) {
-    float sum = 0.f;
-    if (t < end)
-#pragma unroll 4
-      for (int j = quad * 4; j < NORM_BLOCKS; j += 16) {
-        const float4 v = *(const float4*)(squares + t * NORM_BLOCKS + j);
-        sum += v.x + v.y + v.z + v.w;
-      }
-    sum = sum_of_lanes(sum, 4);
-    if (quad == 0 && t < end) factors[t] = rsqrtf(sum / K + eps);
   }
 }
 
@@ -281,7 +244,7 @@ __launch_bounds__(THREADS, 1) wide_linear(
       start_dependents();
       const bool is_one = TILES <= CLUSTERS;
       const int begin = is_one ? tokens.tile(first_tile).token : 0;
-      compute_factors(squares, shared.factors, eps, begin, is_one ? begin + tokens.box : num_tokens);
+      compute_factors<4>(squares, shared.factors, eps, begin, is_one ? begin + tokens.box : num_tokens);
       __syncwarp();
       if (lane == 0) arrive(factors_there);
     }

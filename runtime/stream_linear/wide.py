@@ -49,6 +49,7 @@ class WideTiling(LinearTiling):
     """
 
     source: ClassVar[str] = "stream_linear/wide.cu"
+    headers: ClassVar[tuple[str, ...]] = ("stream_linear/boxes.cuh",)
     function: ClassVar[str] = "wide_linear"
 
     groups: int

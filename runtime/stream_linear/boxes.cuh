@@ -1,0 +1,43 @@
+// What tiles.cu and wide.cu have in common: how they ask for boxes of the weight and of x, and the norm's factors.
+
+constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
+
+// From `row` on; of a gated one the tile's rows are of gates and ups by turns.
+__device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int row, int panel, u32 barrier, u64 policy) {
+#if GATED  // eight rows of gate, then eight of up: a thread has both
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row / 16), "r"(panel),
+      "r"(barrier), "l"(policy) : "memory");
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(panel), "r"(barrier),
+      "l"(policy) : "memory");
+#endif
+}
+// As many tokens as the map's box has, and no more: boxes that reach past the last one arrive later (33 tokens as 64 took
+// longer than 64).
+__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int token, int panel, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(panel * COLUMNS), "r"(token), "r"(barrier) : "memory");
+}
+
+// The norm's factor of each token from `begin` on, by three warps: four lanes a token, each LOADS at a time.
+template <int LOADS>
+__device__ void compute_factors(const float* squares, float* factors, float eps, int begin, int end) {
+  const int quad = threadIdx.x % 4, last = begin + (end - begin + 7) / 8 * 8;
+#pragma unroll 1
+  for (int t = begin + threadIdx.x / 4 - 8; t < last; t += 24) {
+    float sum = 0.f;
+    if (t < end)
+#pragma unroll LOADS
+      for (int j = quad * 4; j < NORM_BLOCKS; j += 16) {
+        const float4 v = *(const float4*)(squares + t * NORM_BLOCKS + j);
+        sum += v.x + v.y + v.z + v.w;
+      }
+    sum = sum_of_lanes(sum, 4);
+    if (quad == 0 && t < end) factors[t] = rsqrtf(sum / K + eps);
+  }
+}
