@@ -138,12 +138,16 @@ def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tup
     return batches
 
 
+def _num_different(requests: _Requests) -> int:
+    """Of a batch of `_batches`, in which the same ones follow again and again."""
+    return min(len(requests), len(REQUEST_LENGTHS))
+
+
 def _logits_of_transformers(
     model: Any, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Of a batch of `_batches`, the same requests again and again: those are run once, and `known` from then on, by how
-    many they are."""
-    count = min(len(ids), len(REQUEST_LENGTHS))
+    """Each request is run once, and `known` from then on, by how many there are."""
+    count = _num_different(ids)
     if count not in known:
         known[count] = _run_transformers(model, ids[:count], positions[:count])
     return known[count].repeat(len(ids) // count, 1)
@@ -258,7 +262,7 @@ def _run_program(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
     """Logits of all tokens, and of `rows`, where some are wanted, by the two ways to ask for them."""
-    different = min(len(ids), len(REQUEST_LENGTHS))
+    different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     tokens = sum(lengths) * copies
     layers = {layer.name: attention_layer(layer, executor.weights) for layer in program.layers}
