@@ -69,7 +69,6 @@ class ForwardBatch:
     extend_num_tokens: int | None = None
     extend_seq_lens: torch.Tensor | None = None  # [R] int32: new tokens of each request
     extend_prefix_lens: torch.Tensor | None = None  # [R] int32: tokens already in the KV cache
-    extend_start_loc: torch.Tensor | None = None  # [R] int32: first row of each request in [T]
     extend_prefix_lens_cpu: torch.Tensor | None = None  # [R] int32
     extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
@@ -80,6 +79,13 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]
+
+    @cached_property
+    def extend_start_loc(self) -> torch.Tensor | None:
+        """[R] int32: first row of each request in [T]; None in DECODE. Computed when first asked for."""
+        if self.extend_seq_lens is None:
+            return None
+        return torch.cumsum(self.extend_seq_lens, 0, dtype=torch.int32) - self.extend_seq_lens
 
     @cached_property
     def common(self) -> CommonAttentionMetadata:

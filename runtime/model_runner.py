@@ -277,7 +277,6 @@ class ModelRunner:
             extend_num_tokens=int(new.sum()),
             extend_seq_lens=extend_seq_lens,
             extend_prefix_lens=extend_prefix_lens,
-            extend_start_loc=torch.cumsum(extend_seq_lens, 0, dtype=torch.int32) - extend_seq_lens,
             extend_seq_lens_cpu=new,
             extend_prefix_lens_cpu=prefix,
             return_logprob=return_logprob,

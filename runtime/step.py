@@ -103,12 +103,12 @@ class StepRunner:
             ) from error
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
-        self._follow_slots(batch)
         if batch.page_ids.size:
             self._write_pages(batch)
         plan = self._plan(batch)
         fields = self._upload(plan)
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
+        self._follow_slots(batch)  # while the device is busy
         return StepHandle(batch, plan, self._sample(plan, fields, output))
 
     def _write_pages(self, batch: ScheduledBatch) -> None:

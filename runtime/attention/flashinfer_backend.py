@@ -193,12 +193,13 @@ class FlashInferAttnBackend(AttentionBackend):
         common = batch.common
         starts = common.query_start_loc_cpu[num_decodes:]
         qo_indptr_cpu = starts - starts[0]
-        query_lens = np.diff(qo_indptr_cpu.numpy()).tolist()
-        no_prefix = not common.num_computed_tokens_cpu[num_decodes:].any()
+        prefix_lens = common.num_computed_tokens_cpu[num_decodes:].numpy()
+        no_prefix = not prefix_lens.any()
         use_ragged = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=not no_prefix)
         rows = PrefillRows(
             qo_indptr_cpu,
-            query_lens,
+            np.diff(qo_indptr_cpu.numpy()),
+            prefix_lens,
             use_ragged,
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
         )

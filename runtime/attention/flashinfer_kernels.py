@@ -6,19 +6,20 @@ Figures: H200, FlashInfer 0.6.18, bf16, head dim 128.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.metadata import get_per_layer_parameters, infer_global_hyperparameters
+from mllm_compile.runtime.attention.prefill_cost import PrefillLoad
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
 HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FA3_QUERY_TILE = 128
 
 # Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
 # SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
@@ -40,6 +41,19 @@ class PlanGroup:
     @classmethod
     def of(cls, layer: AttentionLayer) -> PlanGroup:
         return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params)
+
+
+@dataclass(frozen=True)
+class PrefillKernel:
+    """What prefills run on.
+
+    Attributes:
+        name: 'fa2' or 'fa3', as FlashInfer has it.
+        splits: whether blocks may share the keys of a query; fa3's never do.
+    """
+
+    name: str
+    splits: bool
 
 
 def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
@@ -107,16 +121,28 @@ def prefill_kernels(group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bo
 
 
 def choose_prefill_kernel(
-    group: PlanGroup, kv_cache_dtype: torch.dtype, query_lens: Sequence[int], num_sms: int, is_hopper: bool
-) -> str:
-    """'fa3' or 'fa2' for the prefills of a batch, of `query_lens` new tokens each.
+    group: PlanGroup,
+    kv_cache_dtype: torch.dtype,
+    query_lens: np.ndarray,
+    prefix_lens: np.ndarray,
+    num_sms: int,
+    is_hopper: bool,
+) -> PrefillKernel:
+    """The kernel that takes the least time for the prefills of a batch, as estimated (prefill_cost.py).
 
-    fa3 is the faster (455 against 281 TFLOP/s over 4 prompts of 2048), but it does not split the keys: work for fewer
-    blocks than the GPU has SMs leaves the others idle, which is when fa2 splits.
+    Args:
+        query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
     """
-    num_blocks = group.num_heads * sum(-(-length // _FA3_QUERY_TILE) for length in query_lens)
-    has_fa3 = "fa3" in prefill_kernels(group, kv_cache_dtype, is_hopper)
-    return "fa3" if has_fa3 and num_blocks >= num_sms else "fa2"
+    window = group.params.window_left
+    seen = prefix_lens if window < 0 else np.minimum(prefix_lens, window)
+    load = PrefillLoad(group.num_heads, group.num_kv_heads, group.head_dim, query_lens, seen, num_sms)
+    costs = {
+        PrefillKernel("fa2", splits=False): load.fa2_us(),
+        PrefillKernel("fa2", splits=True): load.split_fa2_us(),
+        PrefillKernel("fa3", splits=False): load.fa3_us(),
+    }
+    possible = prefill_kernels(group, kv_cache_dtype, is_hopper)
+    return min((kernel for kernel in costs if kernel.name in possible), key=costs.__getitem__)
 
 
 def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> bool:

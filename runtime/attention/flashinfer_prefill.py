@@ -11,9 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup, choose_prefill_kernel, prefill_kernels
+from mllm_compile.runtime.attention.flashinfer_kernels import (
+    PlanGroup,
+    PrefillKernel,
+    choose_prefill_kernel,
+    prefill_kernels,
+)
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace
 
 # (flashinfer's kernel, whether it reads new keys and values and no pages) → a new wrapper
@@ -25,7 +31,8 @@ class PrefillRows:
     """The prefills of a batch."""
 
     qo_indptr_cpu: torch.Tensor  # [R + 1] int32: where each one's new tokens start
-    query_lens: list[int]  # [R]
+    query_lens: np.ndarray  # [R] int32: new tokens
+    prefix_lens: np.ndarray  # [R] int32: tokens before them
     use_ragged: bool  # keys and values are read as they come, not from the pages
     pages_of: Callable[[int], PagedView]  # window_left → their pages
 
@@ -63,22 +70,23 @@ class GroupPrefill:
         """Plan one token of one page with each kernel: no request waits for one to be loaded, or compiled."""
         start, one = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         page = PagedView(start, torch.zeros(1, dtype=torch.int32, device=self._device), one)
-        # A kernel of one name is the same library for pages and for new tokens alone.
-        for kernel in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper):
-            self._plan(kernel, PrefillRows(start, [1], use_ragged=False, pages_of=lambda window_left: page))
+        token = PrefillRows(start, one.numpy(), one.numpy() - 1, use_ragged=False, pages_of=lambda window_left: page)
+        # A kernel of one name is the same library for pages and for new tokens alone, split or not.
+        for name in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper):
+            self._plan(PrefillKernel(name, splits=False), token)
 
     def plan(self, prefills: PrefillRows) -> Any:
         """The wrapper for a batch that runs now."""
-        lengths = prefills.query_lens
-        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, lengths, self._num_sms, self._is_hopper)
+        lengths = prefills.query_lens, prefills.prefix_lens
+        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
         return self._plan(kernel, prefills)
 
-    def _plan(self, kernel: str, prefills: PrefillRows) -> Any:
-        wrapper = self._wrapper(kernel, prefills.use_ragged)
-        starts = prefills.qo_indptr_cpu
+    def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
+        wrapper = self._wrapper(kernel.name, prefills.use_ragged)
+        starts, options = prefills.qo_indptr_cpu, self._options | {"disable_split_kv": not kernel.splits}
         with self._space.planning(wrapper):
             if prefills.use_ragged:
-                wrapper.plan(starts, starts, *self._heads, causal=True, **self._options)
+                wrapper.plan(starts, starts, *self._heads, causal=True, **options)
             else:
                 view = prefills.pages_of(self._group.params.window_left)
                 wrapper.plan(
@@ -89,8 +97,8 @@ class GroupPrefill:
                     *self._heads,
                     self._page_size,
                     causal=True,
-                    max_token_per_sequence=max(prefills.query_lens),
-                    **self._options,
+                    max_token_per_sequence=int(prefills.query_lens.max()),
+                    **options,
                 )
         return wrapper
 

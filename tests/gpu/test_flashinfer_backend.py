@@ -120,17 +120,26 @@ def test_page_sizes_make_no_difference(page_size):
     torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("prefix", [0, 100])
-def test_a_prefill_large_enough_for_fa3_equals_the_torch_backend(prefix):
+@pytest.mark.parametrize(
+    ("prefix_lens", "new_lens", "hopper_kernel"),
+    [
+        ([0, 0], [700, 1300], "fa3"),
+        ([100, 100], [700, 1300], "fa3"),
+        ([0], [512], "fa3"),
+        ([0] * 16, [32] * 16, "fa2"),
+        ([3500], [64], "fa2"),  # its keys split
+    ],
+)
+def test_prefills_by_any_kernel_equal_the_torch_backend(prefix_lens, new_lens, hopper_kernel):
     layer = make_layer(num_heads=32, num_kv_heads=8, head_dim=128)
-    case = case_of_long(layer, [prefix, prefix], [700, 1300])
+    case = case_of_long(layer, prefix_lens, new_lens)
     expected = run_torch(case, layer)
     backend = backend_for([layer], case.batch)
     backend.init_forward_metadata(case.batch)
-    assert backend.prefill_metadata.use_ragged is (prefix == 0)
+    assert backend.prefill_metadata.use_ragged is (not any(prefix_lens))
     wrapper = backend.prefill_metadata.prefill_wrappers[0]
     is_hopper = torch.cuda.get_device_properties(0).major == 9
-    assert wrapper._backend == ("fa3" if is_hopper else "fa2")
+    assert wrapper._backend == (hopper_kernel if is_hopper else "fa2")
     out = backend.forward(case.q, case.k, case.v, layer, case.batch)
     torch.testing.assert_close(out, expected, **TOLERANCE)
 

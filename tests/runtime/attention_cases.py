@@ -146,7 +146,6 @@ def make_batch(
         batch.extend_prefix_lens_cpu = torch.from_numpy(prefix)
         batch.extend_seq_lens = batch.extend_seq_lens_cpu.to(device)
         batch.extend_prefix_lens = batch.extend_prefix_lens_cpu.to(device)
-        batch.extend_start_loc = torch.from_numpy(np.cumsum(new, dtype=np.int32) - new).to(device)
     return batch
 
 

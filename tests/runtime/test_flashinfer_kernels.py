@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from mllm_compile.runtime.attention.flashinfer_backend import (
 from mllm_compile.runtime.attention.flashinfer_decode import PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
+    PrefillKernel,
     check_never_split,
     check_supported,
     choose_prefill_kernel,
@@ -93,17 +95,55 @@ def test_a_soft_cap_decodes_on_tensor_cores_whatever_the_group():
         assert decodes_on_tensor_cores(capped, BF16)
 
 
-def test_fa3_prefills_when_its_blocks_fill_the_gpu_and_fa2_otherwise():
-    assert choose_prefill_kernel(PLAIN, BF16, [2048, 2048], num_sms=132, is_hopper=True) == "fa3"
-    assert choose_prefill_kernel(PLAIN, BF16, [512], num_sms=132, is_hopper=True) == "fa2", (
-        "4 tiles * 32 heads = 128 blocks"
-    )
-    assert choose_prefill_kernel(PLAIN, BF16, [512, 1], num_sms=132, is_hopper=True) == "fa3"
-    assert choose_prefill_kernel(PLAIN, BF16, [2048, 2048], num_sms=132, is_hopper=False) == "fa2"
+FA2, SPLIT, FA3 = PrefillKernel("fa2", False), PrefillKernel("fa2", True), PrefillKernel("fa3", False)
+
+
+def prefill_kernel(query_lens, prefix_lens=None, group=PLAIN, kv_cache_dtype=BF16, is_hopper=True):
+    new = np.array(query_lens, dtype=np.int32)
+    before = np.zeros_like(new) if prefix_lens is None else np.array(prefix_lens, dtype=np.int32)
+    return choose_prefill_kernel(group, kv_cache_dtype, new, before, 132, is_hopper)
+
+
+# µs of fa2 with its keys split, fa2, and fa3 on an H200: examples/prefill_attention_speed.py.
+@pytest.mark.parametrize(
+    ("heads", "requests", "new", "prefix", "times"),
+    [
+        ((16, 8), 1, 32, 0, (4.5, 4.6, 6.1)),
+        ((16, 8), 1, 512, 0, (32.5, 16.3, 11.3)),
+        ((16, 8), 4, 256, 0, (52.9, 10.6, 8.6)),
+        ((16, 8), 16, 32, 0, (5.0, 5.0, 10.0)),
+        ((16, 8), 1, 16, 1000, (9.3, 24.1, 18.8)),
+        ((16, 8), 1, 64, 3500, (17.8, 116.8, 53.1)),
+        ((16, 8), 1, 512, 2048, (59.9, 84.5, 39.7)),
+        ((16, 8), 16, 16, 512, (29.8, 18.2, 24.0)),
+        ((32, 8), 1, 512, 0, (58.2, 16.6, 11.6)),
+        ((32, 8), 1, 2048, 0, (142.4, 144.1, 74.0)),
+        ((32, 8), 16, 32, 0, (6.4, 6.3, 16.6)),
+        ((32, 8), 1, 64, 512, (15.7, 22.7, 13.0)),
+        ((32, 8), 4, 128, 1024, (77.3, 41.1, 21.5)),
+        ((32, 32), 1, 64, 3500, (31.6, 76.3, 53.5)),
+        ((32, 32), 16, 32, 0, (12.5, 12.4, 16.7)),
+        ((14, 2), 1, 1024, 2048, (119.7, 101.0, 46.3)),
+        ((14, 2), 1, 128, 2048, (19.7, 72.6, 34.1)),
+    ],
+)
+def test_prefills_get_a_kernel_that_is_about_the_fastest(heads, requests, new, prefix, times):
+    chosen = prefill_kernel([new] * requests, [prefix] * requests, PlanGroup(*heads, 128, PLAIN.params))
+    assert dict(zip((SPLIT, FA2, FA3), times, strict=True))[chosen] < 1.05 * min(times)
+
+
+def test_without_fa3_keys_are_split_only_for_few_queries_of_many_keys():
+    assert prefill_kernel([512], is_hopper=False) == FA2
+    assert prefill_kernel([64], [3500], is_hopper=False) == SPLIT
+
+
+def test_keys_before_a_window_do_not_count():
+    window = PlanGroup(32, 8, 128, PerLayerParameters(127, 0.0, 0.1))
+    assert prefill_kernel([64], [3500], window) == FA2
 
 
 def test_an_fp8_cache_is_prefilled_by_fa2_from_the_pages_always():
-    assert choose_prefill_kernel(PLAIN, FP8, [2048, 2048], num_sms=132, is_hopper=True) == "fa2"
+    assert prefill_kernel([2048, 2048], kv_cache_dtype=FP8) == FA2
     assert not prefills_new_tokens_alone(FP8, has_prefix=False)
     assert prefills_new_tokens_alone(BF16, has_prefix=False)
     assert not prefills_new_tokens_alone(BF16, has_prefix=True)
@@ -121,7 +161,7 @@ def test_deterministic_decodes_run_on_tensor_cores_with_more_rows_than_flashinfe
 @pytest.mark.parametrize("params", [PerLayerParameters(63, 0.0, 0.1), PerLayerParameters(-1, 30.0, 0.1)])
 def test_windows_and_soft_caps_are_prefilled_by_fa2(params):
     group = PlanGroup(32, 8, 128, params)
-    assert choose_prefill_kernel(group, BF16, [2048, 2048], num_sms=132, is_hopper=True) == "fa2"
+    assert prefill_kernel([2048, 2048], group=group) == FA2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Microseconds of one layer's prefill attention by FlashInfer's kernels, measured and estimated, inside a CUDA graph.
+
+    python examples/prefill_attention_speed.py
+
+Needs an NVIDIA GPU and the `cuda` extra. The estimates (runtime/attention/prefill_cost.py) choose a batch's kernel; the
+last column is how much longer the chosen one took than the fastest. Run it on a GPU that is no H200: where it finds
+more than a few per cent, the constants are worth fitting anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+
+import flashinfer
+import numpy as np
+import torch
+
+from mllm_compile.console import print_table
+from mllm_compile.runtime.attention.base import PerLayerParameters
+from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
+
+HEADS = ((16, 8), (32, 8), (32, 32), (14, 2))
+SHAPES = (  # requests, new tokens of each, tokens before them
+    *((1, tokens, 0) for tokens in (16, 64, 128, 192, 256, 512, 1024, 2048)),
+    *((4, 128, 0), (8, 128, 0), (4, 256, 0), (4, 512, 0), (16, 32, 0)),
+    *((1, 16, 1000), (1, 64, 512), (1, 64, 3500), (1, 128, 512), (1, 128, 2048), (1, 256, 1024)),
+    *((1, 512, 512), (1, 512, 3500), (1, 1024, 2048), (4, 128, 1024), (8, 64, 512), (16, 16, 512)),
+)
+HEAD_DIM, PAGE_SIZE = 128, 64
+LAUNCHES, REPLAYS = 20, 7
+PLAIN = PerLayerParameters(-1, 0.0, HEAD_DIM**-0.5)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    is_hopper = torch.cuda.get_device_properties(device).major == 9
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=device)
+    rows, excess = [], []
+    for (num_heads, num_kv_heads), (count, new, prefix) in itertools.product(HEADS, SHAPES):
+        group = PlanGroup(num_heads, num_kv_heads, HEAD_DIM, PLAIN)
+        lengths = np.full(count, new, np.int32), np.full(count, prefix, np.int32)
+        kernels = [PrefillKernel("fa2", True), PrefillKernel("fa2", False)]
+        kernels += [PrefillKernel("fa3", False)] if is_hopper else []
+        times = {kernel: measure(group, kernel, *lengths, workspace) for kernel in kernels}
+        chosen = choose_prefill_kernel(group, torch.bfloat16, *lengths, num_sms, is_hopper)
+        excess.append(times[chosen] / min(times.values()) - 1)
+        cells = [f"{time:.1f}{' *' if kernel == chosen else ''}" for kernel, time in times.items()]
+        rows.append((f"{num_heads}/{num_kv_heads}", f"{count} x {new}", prefix, *cells, f"{excess[-1]:.0%}"))
+    names = [f"{kernel.name}{', split' if kernel.splits else ''}" for kernel in kernels]
+    print_table(sys.stdout, "µs, * chosen", ("heads", "new", "before", *names, "longer"), rows)
+    print(f"chosen ones took {statistics.mean(excess):.1%} longer than the fastest, {max(excess):.1%} at most")
+
+
+def measure(
+    group: PlanGroup, kernel: PrefillKernel, new: np.ndarray, prefix: np.ndarray, workspace: torch.Tensor
+) -> float:
+    """µs of one launch."""
+    device, dtype = workspace.device, torch.bfloat16
+    options = {"sm_scale": group.params.sm_scale, "q_data_type": dtype, "kv_data_type": dtype}
+    options |= {"causal": True, "disable_split_kv": not kernel.splits}
+    heads = (group.num_heads, group.num_kv_heads, HEAD_DIM)
+    starts = offsets(new)
+    q = torch.randn(int(new.sum()), group.num_heads, HEAD_DIM, device=device, dtype=dtype)
+    out = torch.empty_like(q)
+    if not prefix.any():
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel.name)
+        wrapper.plan(starts, starts, *heads, **options)
+        k, v = torch.randn(2, len(q), group.num_kv_heads, HEAD_DIM, device=device, dtype=dtype)
+        return graph_us(lambda: wrapper.run(q, k, v, out=out))
+    pages = -(-(new + prefix) // PAGE_SIZE)
+    order = torch.randperm(int(pages.sum()), device=device).int()
+    last = torch.from_numpy((new + prefix - 1) % PAGE_SIZE + 1)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel.name)
+    wrapper.plan(starts, offsets(pages), order, last, *heads, PAGE_SIZE, **options)
+    kv = torch.randn(2, len(order), PAGE_SIZE, group.num_kv_heads, HEAD_DIM, device=device, dtype=dtype)
+    return graph_us(lambda: wrapper.run(q, tuple(kv), out=out))
+
+
+def offsets(lengths: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+
+
+def graph_us(run: Callable[[], object]) -> float:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / LAUNCHES * 1e3)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What FlashInfer's prefill kernels take for a batch, estimated from its lengths.
+
+fa3 has 128 queries of a head in a block; fa2 up to 128 rows, the query heads of a KV head among them, and it may divide
+their keys among blocks, whose float32 sums another kernel adds up. That costs more than all else unless there are few
+queries: one prompt of 512 tokens of Qwen3-8B takes 58 µs so, and 17 and 12 by fa2 undivided and by fa3.
+
+The constants are of an H200, FlashInfer 0.6.18, bfloat16 (examples/prefill_attention_speed.py compares).
+
+Shape legend: R requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_MEASURED_HEAD_DIM = 128
+
+# In µs: to begin and end, and a key of a block that has a multiprocessor to itself.
+_FA3_BEGIN, _FA3_KEY, _FA3_QUERIES = 5.3, 0.0137, 128
+_FA3_UNEVEN = 1.3  # of several blocks a multiprocessor, as a causal mask makes them: the slowest to the average
+_FA2_BEGIN, _FA2_KEY, _FA2_KEY_OF_SMALL_TILE = 4.0, 0.0325, 0.024
+_SPLIT_BEGIN, _SPLIT_ROW, _SPLIT_ROW_AND_KEY = 8.0, 0.003, 1.54e-6  # a row: of a query head
+
+
+@dataclass(frozen=True)
+class PrefillLoad:
+    """The prefills of a batch, as one layer sees them."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_lens: np.ndarray  # [R] new tokens
+    prefix_lens: np.ndarray  # [R] keys before them that they see
+    num_sms: int
+
+    def fa3_us(self) -> float:
+        """By fa3."""
+        keys, longest = self._block_keys(_FA3_QUERIES)
+        longest = max(longest, _FA3_QUERIES)
+        turns = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
+        return _FA3_BEGIN + _FA3_KEY * max(longest, turns) * self._width
+
+    def fa2_us(self) -> float:
+        """By fa2 with the keys of a query in one block."""
+        group = self.num_heads // self.num_kv_heads
+        tile = self._fa2_tile(group)
+        keys, longest = self._block_keys(tile / group)
+        key_us = _FA2_KEY if tile == 128 else _FA2_KEY_OF_SMALL_TILE
+        return _FA2_BEGIN + key_us * max(longest, keys * self.num_kv_heads / self.num_sms) * self._width
+
+    def split_fa2_us(self) -> float:
+        """By fa2 with the keys of a query divided among blocks."""
+        rows = self.query_lens * self.num_heads
+        keys = self.prefix_lens + self.query_lens / 2
+        return _SPLIT_BEGIN + float((_SPLIT_ROW * rows + _SPLIT_ROW_AND_KEY * rows * keys).sum()) * self._width
+
+    @property
+    def _width(self) -> float:
+        return self.head_dim / _MEASURED_HEAD_DIM
+
+    def _fa2_tile(self, group: int) -> int:
+        """Rows of a block, as FA2DetermineCtaTileQ in FlashInfer's utils.cuh has them."""
+        mean = float(self.query_lens.mean()) * group
+        if mean > 64 and self.head_dim < 256:
+            return 128
+        return 64 if mean > 16 else 16
+
+    def _block_keys(self, queries: float) -> tuple[float, int]:
+        """Keys that the blocks of one head read in all, of `queries` each, and those that the longest request has."""
+        blocks = np.ceil(self.query_lens / queries)
+        keys = blocks * self.prefix_lens + queries * blocks * (blocks + 1) / 2
+        return float(keys.sum()), int((self.prefix_lens + self.query_lens).max())
