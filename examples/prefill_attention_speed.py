@@ -51,7 +51,7 @@ def main() -> None:
         chosen = choose_prefill_kernel(group, torch.bfloat16, *lengths, num_sms, is_hopper)
         excess.append(times[chosen] / min(times.values()) - 1)
         cells = [f"{time:.1f}{' *' if kernel == chosen else ''}" for kernel, time in times.items()]
-        rows.append((f"{num_heads}/{num_kv_heads}", f"{count} x {new}", prefix, *cells, f"{excess[-1]:.0%}"))
+        rows.append((f"{num_heads}/{num_kv_heads}", f"{count} x {new}", str(prefix), *cells, f"{excess[-1]:.0%}"))
     names = [f"{kernel.name}{', split' if kernel.splits else ''}" for kernel in kernels]
     print_table(sys.stdout, "µs, * chosen", ("heads", "new", "before", *names, "longer"), rows)
     print(f"chosen ones took {statistics.mean(excess):.1%} longer than the fastest, {max(excess):.1%} at most")

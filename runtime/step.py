@@ -103,23 +103,19 @@ class StepRunner:
             ) from error
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
-        if batch.page_ids.size:
-            self._write_pages(batch)
+        self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
         plan = self._plan(batch)
-        fields = self._upload(plan)
+        fields = self._upload(plan, self._page_writes(batch))
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
         self._follow_slots(batch)  # while the device is busy
         return StepHandle(batch, plan, self._sample(plan, fields, output))
 
-    def _write_pages(self, batch: ScheduledBatch) -> None:
-        self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-        writes = {
-            "rows": batch.page_rows,
-            "page_positions": batch.page_positions,
-            "page_slots": self._pages.slots_of(batch.page_ids),
-        }
-        fields = _upload_fields(writes, self._uploads, self._runner.device)
-        self._runner.req_to_token_pool.write_page_slots(**fields)
+    def _page_writes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """What the device's page table is to be told; empty where nobody got a page."""
+        if not batch.page_ids.size:
+            return {}
+        slots = self._pages.slots_of(batch.page_ids)
+        return {"page_rows": batch.page_rows, "page_positions": batch.page_positions, "page_slots": slots}
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
         config = self._runner.config
@@ -127,14 +123,22 @@ class StepRunner:
             return plan_fixed_rows(batch, self._pages, config.max_num_batched_tokens)
         return plan_step(batch, self._pages)
 
-    def _upload(self, plan: StepPlan) -> dict[str, torch.Tensor]:
-        """The plan's arrays on the device, by name; inputs of the model in the graphs' own places if they fit."""
+    def _upload(self, plan: StepPlan, page_writes: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The plan's arrays on the device, by name; inputs of the model in the graphs' own places if they fit.
+
+        Pages are in the device's table afterwards.
+        """
         device, graphs = self._runner.device, self._runner.graph_runner
         num_tokens, num_rows = plan.inputs["positions"].size, plan.inputs["seq_lens"].size
-        if graphs is None or not graphs.inputs.holds(num_tokens, num_rows):
-            return _upload_fields(plan.inputs | plan.extras, self._uploads, device)
-        fields = graphs.inputs.upload(plan.inputs)
-        return fields | _upload_fields(plan.extras, self._uploads, device) if plan.extras else fields
+        places = None if graphs is None or not graphs.inputs.holds(num_tokens, num_rows) else graphs.inputs
+        fields = {} if places is None else places.upload(plan.inputs)
+        others = (plan.inputs if places is None else {}) | plan.extras | page_writes
+        if others:
+            fields = fields | _upload_fields(others, self._uploads, device)
+        if page_writes:
+            pages = (fields[name] for name in ("page_rows", "page_positions", "page_slots"))
+            self._runner.req_to_token_pool.write_page_slots(*pages)
+        return fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor]) -> ForwardBatch:
         rows, input_ids = fields["req_pool_indices"], fields["input_ids"]
