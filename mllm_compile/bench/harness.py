@@ -43,12 +43,14 @@ def run_latency(config: Path, engines: Sequence[str], work: LatencyWork) -> Benc
     """
     _check_engines(engines)
     probe = probe_machine(config, work.largest_batch, work.longest_request)
-    runs = []
-    for engine in engines:
-        run = _engine_run("latency", engine, probe.setting, asdict(work))
-        lines = with_latency_limits(run.measurements, work, probe.figures, probe.ceilings)
-        runs.append(_with_lines(run, lines))
+    runs = [measure_latency(engine, probe.setting, work, probe) for engine in engines]
     return _result("latency", asdict(work), config, probe.environment, probe.ceilings, runs)
+
+
+def measure_latency(engine: str, setting: Setting, work: LatencyWork, probe: Probe) -> EngineRun:
+    """The latency work by one engine, in a process of its own."""
+    run = _engine_run("latency", engine, setting, asdict(work))
+    return _with_lines(run, with_latency_limits(run.measurements, work, probe.figures, probe.ceilings))
 
 
 def run_throughput(config: Path, engines: Sequence[str], work: ThroughputWork) -> BenchResult:

@@ -91,14 +91,21 @@ def _markdown_group(model: str, command: str, group: list[BenchResult]) -> str:
     engines = list(dict.fromkeys(run.engine for result in group for run in result.runs))
     limited = [engine for engine in engines if any(_share(line_of.get(engine)) for line_of in cells.values())]
     header = ["work", "unit", "limit", *engines, *(f"{engine}, share of limit" for engine in limited)]
-    lines = [f"### {model}: {command}", "", _row(header), _row(["---", "---", *["---:"] * (len(header) - 2)])]
+    lines = [
+        f"### {model}: {command}",
+        "",
+        markdown_row(header),
+        markdown_row(["---", "---", *["---:"] * (len(header) - 2)]),
+    ]
     for key in _in_order(cells):
         by_engine = cells[key]
         line = next(iter(by_engine.values()))
         limit = by_engine.get(engines[0], line).limit
         figures = [_cell(by_engine.get(engine)) for engine in engines]
         shares = [_share(by_engine.get(engine)) for engine in limited]
-        lines.append(_row([work_name(line), line.unit, "" if limit is None else show_figure(limit), *figures, *shares]))
+        lines.append(
+            markdown_row([work_name(line), line.unit, "" if limit is None else show_figure(limit), *figures, *shares])
+        )
     for source in dict.fromkeys("; ".join(provenance(result)) for result in group):
         lines += ["", source]
     return "\n".join([*lines, ""])
@@ -116,5 +123,6 @@ def _share(line: Measurement | None) -> str:
     return "" if line is None or line.share_of_limit is None else f"{line.share_of_limit:.0%}"
 
 
-def _row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
+    """One line of a table."""
     return f"| {' | '.join(cells)} |"

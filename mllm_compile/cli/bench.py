@@ -24,6 +24,9 @@ _ROOFLINE_CONTEXT = workloads.INPUT_LEN + workloads.OUTPUT_LEN // 2
 EnginesOption = Annotated[
     str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
 ]
+BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
+InputLenOption = Annotated[int, typer.Option(help="Tokens of each prompt.")]
+OutputLenOption = Annotated[int, typer.Option(help="New tokens of the whole call.")]
 RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each; one more before them is not counted.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
@@ -34,6 +37,7 @@ def make_bench_app() -> typer.Typer:
     app.command("latency")(latency_command)
     app.command("throughput")(throughput_command)
     app.command("startup")(startup_command)
+    app.command("ablation")(ablation_command)
     app.command("roofline")(roofline_command)
     app.command("table")(table_command)
     return app
@@ -42,9 +46,9 @@ def make_bench_app() -> typer.Typer:
 def latency_command(
     config: ConfigArgument,
     engine: EnginesOption = "mllm",
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,64,256",
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = workloads.INPUT_LEN,
-    output_len: Annotated[int, typer.Option(help="New tokens of the whole call.")] = workloads.OUTPUT_LEN,
+    batch: BatchOption = "1,8,64,256",
+    input_len: InputLenOption = workloads.INPUT_LEN,
+    output_len: OutputLenOption = workloads.OUTPUT_LEN,
     repeats: RepeatsOption = workloads.REPEATS,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it, against the batch size, into this file.")] = None,
@@ -113,6 +117,27 @@ def startup_command(
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
 
 
+def ablation_command(
+    config: ConfigArgument,
+    lever: Annotated[str, typer.Option(help="Levers to leave out one by one, separated by commas; default: all.")] = "",
+    batch: BatchOption = "1,8,64,256",
+    input_len: InputLenOption = workloads.INPUT_LEN,
+    output_len: OutputLenOption = workloads.OUTPUT_LEN,
+    repeats: RepeatsOption = workloads.REPEATS,
+    json_path: JsonOption = None,
+) -> None:
+    """What each pass and kernel brings: the latency work without one after another. Compiles a runtime for each."""
+    work = workloads.LatencyWork(
+        batches=_numbers("--batch", batch), input_len=input_len, output_len=output_len, repeats=repeats
+    )
+    check_output_file("--json", json_path)
+
+    from mllm_compile.bench.ablation import lever_names, print_ablation, run_ablation
+
+    result = run_ablation(config, _names(lever) if lever else lever_names(), work)
+    _save_and_show(result, json_path, lambda: print_ablation(result, sys.stdout))
+
+
 def roofline_command(
     config: ConfigArgument,
     batch: Annotated[int, typer.Option(min=1, help="Requests of the step.")] = 1,
@@ -143,10 +168,14 @@ def table_command(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT.json…", help="Files that --json wrote.")],
 ) -> None:
     """Print results as Markdown tables, engines side by side."""
+    from mllm_compile.bench.ablation import COMMAND, ablation_markdown
     from mllm_compile.bench.report import markdown
     from mllm_compile.bench.results import BenchResult
 
-    print(markdown([BenchResult.read(path) for path in files]))
+    results = [BenchResult.read(path) for path in files]
+    ablations = [result for result in results if result.command == COMMAND]
+    print(markdown([result for result in results if result.command != COMMAND]), end="")
+    print("\n".join(map(ablation_markdown, ablations)))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

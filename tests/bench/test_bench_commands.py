@@ -17,7 +17,7 @@ from mllm_compile.cli.bench import _save_and_show
 from tests.bench.result_cases import result, run, tpot
 from tests.tiny_model import TINY
 
-COMMANDS = ("latency", "throughput", "startup", "roofline", "table")
+COMMANDS = ("latency", "throughput", "startup", "ablation", "roofline", "table")
 RESULT = result(run("mllm", tpot(1, 4.0, limit=3.0)))
 
 
@@ -83,6 +83,15 @@ def test_results_become_markdown(tmp_path, capsys):
     assert "| tpot b=1 | ms | 3.00 | 4.00 | 75% |" in capsys.readouterr().out
 
 
+def test_an_ablation_becomes_a_table_of_its_own(tmp_path, capsys):
+    result(run("all", tpot(1, 4.0)), run("without a", tpot(1, 5.0)), command="ablation").write(tmp_path / "a.json")
+    RESULT.write(tmp_path / "r.json")
+    assert command_line(["bench", "table", str(tmp_path / "a.json"), str(tmp_path / "r.json")]) == 0
+    out = capsys.readouterr().out
+    assert "| without a | 5.00 (+25.0%) |" in out
+    assert "| tpot b=1 | ms | 3.00 | 4.00 | 75% |" in out
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
@@ -101,6 +110,11 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     measured = BenchResult.read(tmp_path / "r.json")
     assert [run.engine for run in measured.runs] == ["mllm", "transformers"]
     assert all(line.limit is not None and line.median > 0 for run in measured.runs for line in run.measurements)
+
+    ablation = ["--lever", "pack_projections", "--batch", "1", "--input-len", "8", "--output-len", "3"]
+    assert command_line(["bench", "ablation", str(config), *ablation, *sizes]) == 0
+    variants = [run.engine for run in BenchResult.read(tmp_path / "r.json").runs]
+    assert variants == ["all", "without pack_projections", "all, again"]
 
     throughput = [
         "--requests",
