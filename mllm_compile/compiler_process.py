@@ -170,7 +170,7 @@ def _describe(error: BaseException) -> str:
     return f"{message} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
-def _compile(request: Request) -> None:
+def _compile(scratch: Path, request: Request) -> None:
     from mllm_compile.piece_compiler import PieceInput, compile_piece, prepare_device
 
     if request.get("prepare"):
@@ -182,6 +182,7 @@ def _compile(request: Request) -> None:
         request["device"],
         request["max_sizes"],
         Path(request["package"]),
+        scratch,
     )
 
 
@@ -197,7 +198,7 @@ def main(device: str, scratch: Path, waiting: int) -> None:
 
         prepare_compiler(device, scratch)
         gc.freeze()  # forks share what nobody writes to, as the collector does
-    serve(0, answers, Work(_compile, partial(enter_device, device), waiting))
+    serve(0, answers, Work(partial(_compile, scratch), partial(enter_device, device), waiting))
 
 
 if __name__ == "__main__":

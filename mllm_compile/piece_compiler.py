@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,13 +165,25 @@ def prepare_device(device: str) -> None:
 
 
 def compile_piece(
-    source_path: Path, inputs: list[PieceInput], device: str, max_sizes: dict[str, int], package_path: Path
+    source_path: Path,
+    inputs: list[PieceInput],
+    device: str,
+    max_sizes: dict[str, int],
+    package_path: Path,
+    scratch: Path,
 ) -> None:
     """Exports the piece with its dynamic sizes, compiles it, and writes the package.
+
+    Args:
+        scratch: a folder that is this compile's alone, for what the package is made of. Inductor would have it where
+            another process that compiles an equal piece writes the same files, and one packs what the other has only
+            begun.
 
     Raises:
         Exception: whatever torch.export or Inductor raises; the fork reports it.
     """
+    from torch._inductor import config
+
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:
         _import_ops()
@@ -178,7 +191,9 @@ def compile_piece(
 
         hide_waits_from_analysis()
     piece = piece_class(source, source_path)()
-    with system_compiler():
+    parts = tempfile.TemporaryDirectory(dir=scratch, prefix="package-")
+    # Not one of the options: as such it is refused beside a package's path.
+    with system_compiler(), parts as folder, config.patch({"aot_inductor.output_path": folder}):
         exported = torch.export.export(
             piece, _example_inputs(inputs, device), dynamic_shapes=_dynamic_shapes(inputs, max_sizes)
         )

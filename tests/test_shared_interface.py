@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -70,7 +71,8 @@ from mllm_compile.shared_interface import share_interface
 folder = Path(sys.argv[1])
 share_interface(folder, "cpu")
 T = PieceInput.contiguous(("T", 8), "float32")
-compile_piece(folder / "piece.py", [T, PieceInput.contiguous((4, 8), "float32")], "cpu", {"T": 64}, folder / "p.pt2")
+compile_piece(folder / "piece.py", [T, PieceInput.contiguous((4, 8), "float32")], "cpu", {"T": 64}, folder / "p.pt2",
+              folder)
 loader = torch._C._aoti.AOTIModelPackageLoader(str(folder / "p.pt2"), "model", True, 1, -1)
 x, w = torch.randn(5, 8), torch.randn(4, 8)
 torch.testing.assert_close(loader.run([x, w])[0], torch.nn.functional.silu(x @ w.T))
@@ -85,7 +87,12 @@ class Piece(torch.nn.Module):
 
 def test_packages_run_with_it(tmp_path):
     (tmp_path / "piece.py").write_text(PIECE)
-    subprocess.run([sys.executable, "-c", COMPILES, str(tmp_path)], check=True, cwd=Path(__file__).parent.parent)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", COMPILES, str(tmp_path)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parent.parent, env=environment)
+    # Others may compile the same piece with the same cache at the same time.
+    assert not [*(tmp_path / "cache").rglob("*wrapper*"), *(tmp_path / "cache").rglob("*kernel*")]
+    assert not list(tmp_path.glob("package-*"))
     with zipfile.ZipFile(tmp_path / "p.pt2") as package:
         (wrapper,) = (name for name in package.namelist() if name.endswith(".wrapper.cpp"))
         assert b"AOTInductorModelContainerCreate" not in package.read(wrapper)

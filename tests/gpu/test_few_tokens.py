@@ -41,7 +41,7 @@ def compiled(folder: Path, source: str, shapes: list[tuple[int | str, ...]]):
     (folder / "piece.py").write_text(source)
     inputs = [PieceInput.contiguous(shape, "bfloat16") for shape in shapes]
     sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
-    compile_piece(folder / "piece.py", inputs, "cuda:0", sizes, folder / "piece.pt2")
+    compile_piece(folder / "piece.py", inputs, "cuda:0", sizes, folder / "piece.pt2", folder)
     return load_piece("piece.pt2", (folder / "piece.pt2").read_bytes())
 
 

@@ -53,7 +53,7 @@ def piece(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("piece")
     (folder / "piece.py").write_text(SOURCE)
     sizes = {"T": 8192, "S": 8192, "L": 8192, "P": 2**31 - 1}
-    compile_piece(folder / "piece.py", inputs(), "cuda:0", sizes, folder / "piece.pt2")
+    compile_piece(folder / "piece.py", inputs(), "cuda:0", sizes, folder / "piece.pt2", folder)
     return load_piece("piece.pt2", (folder / "piece.pt2").read_bytes())
 
 

@@ -36,7 +36,7 @@ def pieces(kind, tmp_path_factory) -> SamplingPieces:
     for piece in sampling_pieces(*kind):
         (folder / "piece.py").write_text(piece.source)
         sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
-        compile_piece(folder / "piece.py", list(piece.inputs), "cuda:0", sizes, folder / f"{piece.name}.pt2")
+        compile_piece(folder / "piece.py", list(piece.inputs), "cuda:0", sizes, folder / f"{piece.name}.pt2", folder)
         loaded.append(load_piece(f"{piece.name}.pt2", (folder / f"{piece.name}.pt2").read_bytes()))
     return SamplingPieces(getattr(torch, kind[0]), *loaded)
 
