@@ -2,7 +2,7 @@
 
 Triton by hand, as `torch.library.triton_op`: it is a piece of the program (mllm_compile/sampling_pieces.py). Only the
 piece compiler imports this module: a loaded package needs neither Triton nor this op. torch's argmax takes two to three
-times as long: docs/performance.md.
+times as long: docs/performance/levers.md.
 
 Shape legend: S rows, V vocab, B blocks of BLOCK logits.
 """
