@@ -14,7 +14,7 @@ from mllm_compile.cli import make_app
 from mllm_compile.passes.pipeline import pass_names
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = {
     path.name for folder in ("mllm_compile", "passes", "runtime", "tests") for path in (ROOT / folder).rglob("*")
 }
@@ -26,15 +26,31 @@ def text_of(document: str) -> str:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_to_files_lead_somewhere(path):
-    prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+    for target, anchor in links_of(path):
         if "://" not in target:
             assert (path.parent / target).exists(), target
+            assert not anchor or anchor in anchors_of(path.parent / target if target else path), anchor
 
 
-def test_the_readme_links_to_every_document():
-    linked = set(re.findall(r"\]\(([^)#]+)", text_of("README.md")))
-    assert {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} - linked == {"README.md", "CHANGELOG.md"}
+def links_of(path: Path) -> list[tuple[str, str]]:
+    """(file, anchor) of each link, either of which may be empty."""
+    prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_document_is_linked_from_the_readme_or_a_document_that_is():
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        targets = ((path.parent / target).resolve() for path in new for target, _ in links_of(path) if target)
+        new = {target for target in targets if target.suffix == ".md"} - reached
+    assert {path.name for path in set(DOCUMENTS) - reached} == {"CHANGELOG.md"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -46,7 +62,7 @@ def test_python_files_that_are_named_exist(path):
 
 def test_documents_that_messages_name_exist():
     for path in (ROOT / "mllm_compile").rglob("*.py"):
-        for name in re.findall(r"docs/\w+\.md", path.read_text(encoding="utf-8")):
+        for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
             assert (ROOT / name).is_file(), f"{path} names {name}"
 
 
