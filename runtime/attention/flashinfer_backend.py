@@ -43,6 +43,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
+from mllm_compile.runtime.attention.planned_prefill import PlannedPrefill
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -73,7 +74,7 @@ class DecodeMetadata:
 class PrefillMetadata:
     """Planned prefill wrappers, one a plan group; with use_ragged they read the new k and v, not the pages."""
 
-    prefill_wrappers: list[Any]
+    prefill_wrappers: list[PlannedPrefill]
     use_ragged: bool
     extend_no_prefix: bool
 
@@ -203,7 +204,7 @@ class FlashInferAttnBackend(AttentionBackend):
             use_ragged,
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
         )
-        wrappers = [group.plan(rows) for group in self._group_prefills]
+        wrappers = [PlannedPrefill(group.plan(rows)) for group in self._group_prefills]
         return PrefillMetadata(wrappers, use_ragged=use_ragged, extend_no_prefix=no_prefix)
 
     def _plan_options(self, group: PlanGroup) -> dict[str, Any]:
@@ -320,11 +321,11 @@ class FlashInferAttnBackend(AttentionBackend):
             wrapper.run(q[:num_decodes], pages, out=out[:num_decodes])
         if self.prefill_metadata is not None:
             wrapper = self.prefill_metadata.prefill_wrappers[group_index]
-            new = slice(num_decodes, None)
+            new_q, new_k, new_v, new_out = (x[num_decodes:] if num_decodes else x for x in (q, k, v, out))
             if self.prefill_metadata.use_ragged:
-                wrapper.run(q[new], k[new], v[new], out=out[new])
+                wrapper.run(new_q, new_k, new_v, out=new_out)
             else:
-                wrapper.run(q[new], pages, out=out[new])
+                wrapper.run(new_q, pages, out=new_out)
         return out
 
     def rotates(self, layer: AttentionLayer) -> bool:
