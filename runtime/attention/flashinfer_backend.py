@@ -43,7 +43,6 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
-from mllm_compile.runtime.attention.planned_prefill import PlannedPrefill
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -74,7 +73,7 @@ class DecodeMetadata:
 class PrefillMetadata:
     """Planned prefill wrappers, one a plan group; with use_ragged they read the new k and v, not the pages."""
 
-    prefill_wrappers: list[PlannedPrefill]
+    prefill_wrappers: list[Any]
     use_ragged: bool
     extend_no_prefix: bool
 
@@ -204,7 +203,7 @@ class FlashInferAttnBackend(AttentionBackend):
             use_ragged,
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
         )
-        wrappers = [PlannedPrefill(group.plan(rows)) for group in self._group_prefills]
+        wrappers = [group.plan(rows) for group in self._group_prefills]
         return PrefillMetadata(wrappers, use_ragged=use_ragged, extend_no_prefix=no_prefix)
 
     def _plan_options(self, group: PlanGroup) -> dict[str, Any]:
@@ -321,11 +320,11 @@ class FlashInferAttnBackend(AttentionBackend):
             wrapper.run(q[:num_decodes], pages, out=out[:num_decodes])
         if self.prefill_metadata is not None:
             wrapper = self.prefill_metadata.prefill_wrappers[group_index]
-            new_q, new_k, new_v, new_out = (x[num_decodes:] if num_decodes else x for x in (q, k, v, out))
+            new = slice(num_decodes, None)
             if self.prefill_metadata.use_ragged:
-                wrapper.run(new_q, new_k, new_v, out=new_out)
+                wrapper.run(q[new], k[new], v[new], out=out[new])
             else:
-                wrapper.run(new_q, pages, out=new_out)
+                wrapper.run(q[new], pages, out=out[new])
         return out
 
     def rotates(self, layer: AttentionLayer) -> bool:

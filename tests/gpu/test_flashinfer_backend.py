@@ -139,7 +139,7 @@ def test_prefills_by_any_kernel_equal_the_torch_backend(prefix_lens, new_lens, h
     assert backend.prefill_metadata.use_ragged is (not any(prefix_lens))
     wrapper = backend.prefill_metadata.prefill_wrappers[0]
     is_hopper = torch.cuda.get_device_properties(0).major == 9
-    assert wrapper.wrapper._backend == (hopper_kernel if is_hopper else "fa2")
+    assert wrapper._backend == (hopper_kernel if is_hopper else "fa2")
     out = backend.forward(case.q, case.k, case.v, layer, case.batch)
     torch.testing.assert_close(out, expected, **TOLERANCE)
 
