@@ -165,7 +165,9 @@ def find_target(config: EngineConfig, output: Path | None = None) -> Target:
     _check_pass_names(resolved)
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
-    return Target(resolved, model, weights, factors, output or _cached_folder(resolved, model, factors))
+    # Compilers run in other folders and have caches of their own, which they add a relative path to.
+    folder = _cached_folder(resolved, model, factors) if output is None else output.absolute()
+    return Target(resolved, model, weights, factors, folder)
 
 
 def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None = None) -> list[PassReport]:

@@ -175,9 +175,9 @@ def compile_piece(
     """Exports the piece with its dynamic sizes, compiles it, and writes the package.
 
     Args:
-        scratch: a folder that is this compile's alone, for what the package is made of. Inductor would have it where
-            another process that compiles an equal piece writes the same files, and one packs what the other has only
-            begun.
+        scratch: a folder of the model's compile; what the package is made of gets a folder in it. Inductor would have
+            it where another process that compiles an equal piece writes the same files, and one packs what the other
+            has only begun. Absolute: Inductor adds other paths to its cache's.
 
     Raises:
         Exception: whatever torch.export or Inductor raises; the fork reports it.

@@ -153,13 +153,13 @@ class SamplingState:
         )
         seed = default_seed if params.seed is None else params.seed
         self._host_ints[slot] = (seed, params.top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
+        self._active[slot] = params  # from here on what fails is taken back when the slot has another request
+        self._uses.update(_features(params))
+        self._changed()
         if params.logit_bias is not None:
             self.biases.set(slot, params.logit_bias)
         if params.min_tokens > 0:
             self.forbidden.set(slot, dict.fromkeys(sorted(stop_ids), -math.inf))
-        self._active[slot] = params
-        self._uses.update(_features(params))
-        self._changed()
 
     def clear(self, slot: int) -> None:
         """The slot's request is over or preempted. A step of it that still runs, or is still queued, is harmless."""

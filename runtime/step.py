@@ -1,9 +1,9 @@
 """One engine step: ScheduledBatch → ForwardBatch → logits → tokens, with the host never waiting for the device.
 
 Sampled ids stay on the device, where the next step's decodes take them from; the host gets a copy when it asks. Host
-work of a step: one packed upload (into the places that captured graphs read, where the step fits one), one asynchronous
-download. Steps run in the order in which they are submitted, on one stream, so a step may be submitted before the
-tokens of the one before are known.
+work of a step: one packed upload, or one into the places that captured graphs read and one of what else there is to
+tell; one asynchronous download. Steps run in the order in which they are submitted, on one stream, so a step may be
+submitted before the tokens of the one before are known.
 
 What goes in and comes out is planned in step_plan.py. Used by one thread.
 """
@@ -90,7 +90,7 @@ class StepRunner:
         """Launch a step without waiting for it, nor for the one before.
 
         Raises:
-            DeviceMemoryError: the step's activations do not fit; the step has not happened.
+            DeviceMemoryError: the step's activations do not fit, or what sampling needs; nobody gets a token of it.
         """
         try:
             with torch.inference_mode(), self._runner.on_device():
@@ -208,7 +208,6 @@ class StepRunner:
             del self._slot_owners[slot]
             self.state.clear(slot)
         for request in batch.admitted:
-            self._slot_owners[request.slot] = request
             self.state.set_request(
                 request.slot,
                 request.params,
@@ -217,6 +216,7 @@ class StepRunner:
                 output_token_ids=request.output_token_ids,
                 stop_ids=request.stop_ids,
             )
+            self._slot_owners[request.slot] = request
 
 
 def _upload_fields(fields: dict[str, np.ndarray], ring: StagingRing, device: torch.device) -> dict[str, torch.Tensor]:

@@ -44,6 +44,11 @@ def test_a_key_does_not_depend_on_paths_and_file_times(model):
     assert there.folder == here.folder
 
 
+def test_an_output_folder_is_absolute_as_compilers_have_folders_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert find_target(tiny_config(CACHE), Path("out")).folder == tmp_path / "out"
+
+
 def test_a_key_does_not_depend_on_the_environment_the_process_or_the_folder_it_runs_in(tmp_path):
     code = (
         "from pathlib import Path; from mllm_compile.compile import find_target;"

@@ -92,7 +92,7 @@ def test_packages_run_with_it(tmp_path):
     subprocess.run(command, check=True, cwd=Path(__file__).parent.parent, env=environment)
     # Others may compile the same piece with the same cache at the same time.
     assert not [*(tmp_path / "cache").rglob("*wrapper*"), *(tmp_path / "cache").rglob("*kernel*")]
-    assert not list(tmp_path.glob("package-*"))
+    assert not list(tmp_path.rglob("package-*"))
     with zipfile.ZipFile(tmp_path / "p.pt2") as package:
         (wrapper,) = (name for name in package.namelist() if name.endswith(".wrapper.cpp"))
         assert b"AOTInductorModelContainerCreate" not in package.read(wrapper)

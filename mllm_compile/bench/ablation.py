@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.harness import measure_latency, probe_machine
 from mllm_compile.bench.report import Table, markdown_row, provenance, show_figure, work_name
 from mllm_compile.bench.results import BenchResult, EngineRun, Measurement
@@ -21,14 +22,14 @@ from mllm_compile.bench.workloads import LatencyWork
 from mllm_compile.console import print_table
 from mllm_compile.errors import ConfigError
 
-# Name → section, key and value that switch it off. The passes come before them.
-CHOICES = {
-    "hopper_decode": ("compile", "hopper_decode", False),
-    "split_decode": ("compile", "split_decode", False),
-    "full_graphs": ("cudagraph", "mode", "piecewise"),
+# Name → section, key, value that switches it off, and those of a config without it. The passes come before them.
+CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
+    "hopper_decode": ("compile", "hopper_decode", False, (False,)),
+    "split_decode": ("compile", "split_decode", False, (False,)),
+    "full_graphs": ("cudagraph", "mode", "piecewise", ("piecewise", "none")),
 }
 COMMAND = "ablation"
-ALL, ALL_AGAIN, NONE = "all", "all, again", "none"
+ALL, ALL_AGAIN, NONE = "all", "all, again", "without any of them"
 
 
 def lever_names() -> list[str]:
@@ -41,27 +42,41 @@ def lever_names() -> list[str]:
 def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> BenchResult:
     """tpot and prefill of every variant, with the limits of this machine; a run is named after its variant.
 
+    A lever that the config does without has no variant, nor has one that it cannot do without, on a CPU for instance:
+    stderr says so.
+
     Args:
         levers: some of lever_names().
 
     Raises:
         ConfigError: a lever is not known.
-        BenchmarkError: a variant's process failed.
+        BenchmarkError: the engine with all levers failed.
         MllmError: the config, the model or the device cannot be used.
     """
     unknown = [name for name in levers if name not in lever_names()]
     if unknown:
         raise ConfigError(f"--lever {unknown[0]!r} is not known; expected some of {', '.join(lever_names())}")
     probe = probe_machine(config, work.largest_batch, work.longest_request)
-    variants: dict[str, Sequence[str]] = {ALL: ()}
-    variants |= {f"without {lever}": (lever,) for lever in levers}
-    variants |= {NONE: levers} if len(levers) > 1 else {}
-    variants |= {ALL_AGAIN: ()}
-    runs = []
-    for name, left_out in variants.items():
-        print(f"{name}:", file=sys.stderr, flush=True)
+
+    def measure(name: str, left_out: Sequence[str]) -> EngineRun:
+        _tell(f"{name}:")
         run = measure_latency("mllm", without(probe.setting, left_out), work, probe)
-        runs.append(replace(run, engine=name))
+        return replace(run, engine=name)
+
+    runs, levers_left_out = [measure(ALL, ())], []
+    for lever in levers:
+        if not _is_on(probe.setting, lever):
+            _tell(f"without {lever}: so is the config")
+            continue
+        try:
+            runs.append(measure(f"without {lever}", (lever,)))
+        except BenchmarkError as error:
+            _tell(f"without {lever}: {error}")
+        else:
+            levers_left_out.append(lever)
+    if len(levers_left_out) > 1:
+        runs.append(measure(NONE, levers_left_out))
+    runs.append(measure(ALL_AGAIN, ()))
     return BenchResult(
         command=COMMAND,
         work=asdict(work),
@@ -72,6 +87,19 @@ def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> Benc
     )
 
 
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _is_on(setting: Setting, lever: str) -> bool:
+    """Whether the config has it, as far as that stands there."""
+    config = setting.engine_config()
+    if lever not in CHOICES:
+        return lever not in config.compile.disable_passes
+    section, key, _, without_it = CHOICES[lever]
+    return getattr(getattr(config, section), key) not in without_it
+
+
 def without(setting: Setting, levers: Sequence[str]) -> Setting:
     """The setting with these levers switched off, beside what its config leaves out already."""
     passes = [name for name in levers if name not in CHOICES]
@@ -80,7 +108,7 @@ def without(setting: Setting, levers: Sequence[str]) -> Setting:
         setting = setting.changed("compile", disable_passes=tuple(dict.fromkeys((*left_out, *passes))))
     for name in levers:
         if name in CHOICES:
-            section, key, value = CHOICES[name]
+            section, key, value, _ = CHOICES[name]
             setting = setting.changed(section, **{key: value})
     return setting
 

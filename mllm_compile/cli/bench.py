@@ -174,8 +174,8 @@ def table_command(
 
     results = [BenchResult.read(path) for path in files]
     ablations = [result for result in results if result.command == COMMAND]
-    print(markdown([result for result in results if result.command != COMMAND]), end="")
-    print("\n".join(map(ablation_markdown, ablations)))
+    others = [result for result in results if result.command != COMMAND]
+    print("\n".join([*([markdown(others)] if others else []), *map(ablation_markdown, ablations)]))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

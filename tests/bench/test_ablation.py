@@ -6,6 +6,7 @@ import pytest
 
 from mllm_compile.bench import ablation
 from mllm_compile.bench.ablation import lever_names, print_ablation, run_ablation, without
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.harness import Probe
 from mllm_compile.bench.limits import ModelFigures
 from mllm_compile.bench.setting import Setting
@@ -19,7 +20,7 @@ from tests.tiny_model import TINY
 @pytest.fixture
 def setting(tmp_path) -> Setting:
     config = tmp_path / "c.yaml"
-    config.write_text(f"model: {{path: {TINY}}}\ncompile: {{disable_passes: [fuse_silu_mul]}}\n")
+    config.write_text(f"model: {{path: {TINY}}}\n")
     return replace(SETTING, config_path=str(config), changes={"runtime": {"max_model_len": 64}})
 
 
@@ -37,6 +38,7 @@ def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(sett
 
 
 def test_what_the_config_leaves_out_stays_out(setting):
+    setting = setting.changed("compile", disable_passes=("fuse_silu_mul",))
     config = without(setting, lever_names()).engine_config()
     assert set(lever_names()) - set(config.compile.disable_passes) == set(ablation.CHOICES)
     assert without(setting, ["pack_projections"]).engine_config().compile.disable_passes == (
@@ -45,19 +47,60 @@ def test_what_the_config_leaves_out_stays_out(setting):
     )
 
 
-def test_variants_are_all_each_left_out_none_and_all_again(setting, monkeypatch):
+@pytest.fixture
+def ablate(setting, monkeypatch):
+    """Runs it with an engine that takes no time and refuses what `refused` says; (names of the runs, settings)."""
     figures = ModelFigures(**dict.fromkeys(ModelFigures.__dataclass_fields__, 1))
-    probe = Probe(setting, {"commit": "abc"}, CEILINGS, figures)
-    asked = []
-    monkeypatch.setattr(ablation, "probe_machine", lambda *args: probe)
-    monkeypatch.setattr(
-        ablation, "measure_latency", lambda engine, setting, work, probe: asked.append(setting) or run(engine)
-    )
-    measured = run_ablation(Path(setting.config_path), ["pack_projections", "full_graphs"], LatencyWork())
-    names = [run.engine for run in measured.runs]
-    assert names == ["all", "without pack_projections", "without full_graphs", "none", "all, again"]
+
+    def ablate(levers, refused=lambda config: False, **changes):
+        base = setting
+        for section, values in changes.items():
+            base = base.changed(section, **values)
+        asked = []
+
+        def measure(engine, setting, work, probe):
+            asked.append(setting)
+            if refused(setting.engine_config()):
+                raise BenchmarkError("the device is a CPU")
+            return run(engine)
+
+        monkeypatch.setattr(ablation, "probe_machine", lambda *args: Probe(base, {"commit": "abc"}, CEILINGS, figures))
+        monkeypatch.setattr(ablation, "measure_latency", measure)
+        measured = run_ablation(Path(setting.config_path), levers, LatencyWork())
+        return [run.engine for run in measured.runs], asked
+
+    return ablate
+
+
+def test_variants_are_all_each_left_out_all_left_out_and_all_again(setting, ablate):
+    names, asked = ablate(["pack_projections", "full_graphs"])
+    assert names == ["all", "without pack_projections", "without full_graphs", "without any of them", "all, again"]
     assert asked[0] == asked[-1] == setting
     assert asked[3] == without(setting, ["pack_projections", "full_graphs"])
+
+
+def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, capsys):
+    def refused(config):
+        return config.cudagraph.mode == "piecewise"
+
+    names, asked = ablate(["full_graphs", "pack_projections", "fuse_silu_mul"], refused)
+    assert names == ["all", "without pack_projections", "without fuse_silu_mul", "without any of them", "all, again"]
+    assert not refused(asked[-2].engine_config())
+    assert "without full_graphs: the device is a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lever", "changes"),
+    [
+        ("full_graphs", {"cudagraph": {"mode": "none"}}),
+        ("full_graphs", {"cudagraph": {"mode": "piecewise"}}),
+        ("split_decode", {"compile": {"split_decode": False}}),
+        ("fuse_silu_mul", {"compile": {"disable_passes": ("fuse_silu_mul",)}}),
+    ],
+)
+def test_what_the_config_does_without_has_no_variant(ablate, capsys, lever, changes):
+    assert ablate([lever], **changes)[0] == ["all", "all, again"]
+    assert f"without {lever}: so is the config" in capsys.readouterr().err
 
 
 def test_a_lever_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
@@ -70,7 +113,7 @@ def test_changes_are_against_all_levers():
     variants = run("all", tpot(1, 4.0), tpot(8, 5.0)), run("without a", tpot(1, 5.0), tpot(8, 4.5))
     print_ablation(result(*variants, command="ablation"), stream)
     lines = stream.getvalue().splitlines()
-    assert lines[1].split("  ")[1:] and "tpot b=8, ms" in lines[1]
+    assert "  tpot b=1, ms  " in lines[1] and lines[1].endswith("  tpot b=8, ms")
     assert lines[2].split() == ["all", "4.00", "5.00"]
     assert lines[3].split() == ["without", "a", "5.00", "(+25.0%)", "4.50", "(-10.0%)"]
     assert lines[4].startswith("mllm 1: commit abc")

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.errors import DeviceMemoryError
+from mllm_compile.runtime.sampling_state import SamplingFlags
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
@@ -192,6 +193,26 @@ def test_running_out_of_memory_names_the_keys_to_change(monkeypatch):
     monkeypatch.setattr(loop.steps._runner, "forward", fail)
     with pytest.raises(DeviceMemoryError, match=r"step of 3 tokens of 1 requests .*max_num_batched_tokens"):
         loop.steps.submit(loop.scheduler.schedule())
+
+
+@pytest.mark.parametrize("part", ["counts.allocate", "biases.set"])
+def test_after_sampling_ran_out_of_memory_the_slot_serves_another_request(expected, monkeypatch, part):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    loop = Loop(make_runner(TinyModel(), max_running_requests=1))
+    owner, name = part.split(".")
+    loop.add([1, 2, 3], frequency_penalty=0.5, logit_bias={4: 100.0})
+    batch = loop.scheduler.schedule()
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(loop.steps.state, owner), name, refuse)
+        with pytest.raises(DeviceMemoryError, match="ran out of memory"):
+            loop.steps.submit(batch)
+    loop.scheduler.fail(batch)
+    request = loop.add(PROMPTS[0])
+    loop.run()
+    assert request.output_token_ids == expected[0]
+    assert loop.steps.state.flags == SamplingFlags()
 
 
 def test_every_token_is_one_of_the_vocabulary():
