@@ -37,6 +37,13 @@ def test_common_metadata_of_a_decode_batch():
     assert common.num_computed_tokens_cpu.tolist() == [6, 2]
 
 
+def test_new_tokens_start_where_those_of_the_request_before_end():
+    start = make_case(LAYER, [6, 0, 3], [1, 5, 2]).batch.extend_start_loc
+    assert start.tolist() == [0, 1, 6]
+    assert start.dtype == torch.int32
+    assert make_case(LAYER, [6, 2], [1, 1]).batch.extend_start_loc is None, "a decode"
+
+
 def test_a_batch_without_host_copies_is_refused_with_the_way_to_make_one():
     batch = make_case(LAYER, [6], [3]).batch
     batch.extend_seq_lens_cpu = None
