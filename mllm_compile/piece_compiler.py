@@ -191,9 +191,12 @@ def compile_piece(
 
         hide_waits_from_analysis()
     piece = piece_class(source, source_path)()
-    parts = tempfile.TemporaryDirectory(dir=scratch, prefix="package-")
-    # Not one of the options: as such it is refused beside a package's path.
-    with system_compiler(), parts as folder, config.patch({"aot_inductor.output_path": folder}):
+    with (
+        system_compiler(),
+        tempfile.TemporaryDirectory(dir=scratch, prefix="package-") as folder,
+        # Not one of the options below: as such it is refused beside a package's path.
+        config.patch({"aot_inductor.output_path": folder}),
+    ):
         exported = torch.export.export(
             piece, _example_inputs(inputs, device), dynamic_shapes=_dynamic_shapes(inputs, max_sizes)
         )

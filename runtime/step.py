@@ -103,17 +103,18 @@ class StepRunner:
             ) from error
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
-        self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+        page_writes = self._write_pages(batch)
         plan = self._plan(batch)
-        fields = self._upload(plan, self._page_writes(batch))
+        fields = self._upload(plan, page_writes)
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
         self._follow_slots(batch)  # while the device is busy
         return StepHandle(batch, plan, self._sample(plan, fields, output))
 
-    def _page_writes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """What the device's page table is to be told; empty where nobody got a page."""
+    def _write_pages(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """Enters new pages in the host's table, which the plan reads; returns what to tell the device's, if any."""
         if not batch.page_ids.size:
             return {}
+        self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
         slots = self._pages.slots_of(batch.page_ids)
         return {"page_rows": batch.page_rows, "page_positions": batch.page_positions, "page_slots": slots}
 
@@ -126,7 +127,7 @@ class StepRunner:
     def _upload(self, plan: StepPlan, page_writes: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """The plan's arrays on the device, by name; inputs of the model in the graphs' own places if they fit.
 
-        Pages are in the device's table afterwards.
+        Also enters new pages in the device's table, as they come with the same copy.
         """
         device, graphs = self._runner.device, self._runner.graph_runner
         num_tokens, num_rows = plan.inputs["positions"].size, plan.inputs["seq_lens"].size

@@ -91,21 +91,16 @@ def _markdown_group(model: str, command: str, group: list[BenchResult]) -> str:
     engines = list(dict.fromkeys(run.engine for result in group for run in result.runs))
     limited = [engine for engine in engines if any(_share(line_of.get(engine)) for line_of in cells.values())]
     header = ["work", "unit", "limit", *engines, *(f"{engine}, share of limit" for engine in limited)]
-    lines = [
-        f"### {model}: {command}",
-        "",
-        markdown_row(header),
-        markdown_row(["---", "---", *["---:"] * (len(header) - 2)]),
-    ]
+    rule = ["---", "---", *["---:"] * (len(header) - 2)]
+    lines = [f"### {model}: {command}", "", markdown_row(header), markdown_row(rule)]
     for key in _in_order(cells):
         by_engine = cells[key]
         line = next(iter(by_engine.values()))
         limit = by_engine.get(engines[0], line).limit
         figures = [_cell(by_engine.get(engine)) for engine in engines]
         shares = [_share(by_engine.get(engine)) for engine in limited]
-        lines.append(
-            markdown_row([work_name(line), line.unit, "" if limit is None else show_figure(limit), *figures, *shares])
-        )
+        shown = "" if limit is None else show_figure(limit)
+        lines.append(markdown_row([work_name(line), line.unit, shown, *figures, *shares]))
     for source in dict.fromkeys("; ".join(provenance(result)) for result in group):
         lines += ["", source]
     return "\n".join([*lines, ""])

@@ -81,7 +81,7 @@ class EngineRun:
     """One engine's measurements, from one fresh process.
 
     Attributes:
-        engine: mllm, vllm or transformers.
+        engine: mllm, vllm or transformers; of an ablation, what is left out of mllm.
         version: the engine's.
         settings: what it ran with, every default filled in as far as the engine tells.
         measurements: in the order of the work.
@@ -98,12 +98,12 @@ class BenchResult:
     """One `mllm-compile bench` command.
 
     Attributes:
-        command: latency, throughput or startup.
+        command: latency, throughput, startup or ablation.
         work: the work's sizes.
         model: name of the model.
         environment: commit, GPU, torch, driver, date, …
         ceilings: None where nothing was measured (startup).
-        runs: one an engine.
+        runs: one an engine, or a variant of an ablation.
     """
 
     command: str

@@ -306,34 +306,40 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
     assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
 
 
-def test_a_launch_reads_as_many_tokens_as_there_are_and_gates_beside_ups(driver, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "division", "boxes", "launch"),
+    [
+        # As many tokens as there are, and gates beside ups.
+        (
+            LinearKind(24576, 2048, gated=True),
+            13,
+            {"panels": 2, "rows": 192},
+            [(tensor_maps.halves, 192, 2), (tensor_maps.rows, 13)],
+            (128, 256),
+        ),
+        # Tiles of many tokens, as even as can be.
+        (
+            LinearKind(1024, 2048, residual=True),
+            193,
+            {"groups": 1, "token_tiles": 3, "split": 2},
+            [(tensor_maps.panels, 64, 1), (tensor_maps.rows, 72)],
+            (96, 256),
+        ),
+    ],
+)
+def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_tokens, division, boxes, launch):
     driver()
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
-    tiling = choose_tiling(LinearKind(24576, 2048, gated=True), 16)
-    assert (tiling.panels, tiling.rows) == (2, 192)
+    tiling = choose_tiling(kind, bucket_of(num_tokens))
+    assert {name: getattr(tiling, name) for name in division} == division
     loaded = _Loaded(tiling, {tiling.name: b"binary"})
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
-    x, weight = torch.zeros(13, 2048, dtype=torch.bfloat16), torch.zeros(24576, 2048, dtype=torch.bfloat16)
-    loaded(x, weight, [None] * 6, 0.0, 13)
-    assert asked == [(tensor_maps.halves, 192, 2), (tensor_maps.rows, 13)]
-    assert launches[0][:2] == (128, 256)
-
-
-def test_tiles_of_many_tokens_are_read_as_evenly_as_can_be(driver, monkeypatch):
-    driver()
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
-    tiling = choose_tiling(LinearKind(1024, 2048, residual=True), 208)
-    assert (tiling.groups, tiling.token_tiles, tiling.split) == (1, 3, 2)
-    loaded = _Loaded(tiling, {tiling.name: b"binary"})
-    launches: list[tuple[object, ...]] = []
-    monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
-    x, weight = torch.zeros(193, 2048, dtype=torch.bfloat16), torch.zeros(1024, 2048, dtype=torch.bfloat16)
-    loaded(x, weight, [None] * 6, 0.0, 193)
-    assert asked == [(tensor_maps.panels, 64, 1), (tensor_maps.rows, 72)]
-    assert launches[0][:2] == (96, 256)
+    x, weight = (torch.zeros(rows, kind.columns, dtype=torch.bfloat16) for rows in (num_tokens, kind.rows))
+    loaded(x, weight, [None] * 6, 0.0, num_tokens)
+    assert asked == boxes
+    assert launches[0][:2] == launch
 
 
 def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(driver, monkeypatch):
