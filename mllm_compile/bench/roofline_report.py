@@ -22,6 +22,7 @@ from mllm_compile.bench.roofline import (
     jobs_by_name,
     roofline_rows,
 )
+from mllm_compile.bench.workloads import StepWork
 from mllm_compile.console import print_table
 
 # Together with the figures they fill 120 columns.
@@ -30,23 +31,17 @@ _LABEL_WIDTH = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roofline:
+class StepMap:
     """The map of one decode step.
 
     Attributes:
-        batch, context: of the step.
-        with_graphs: the times are of a replayed CUDA graph.
+        batch: its requests.
         wall_us: the step from outside, host work included, no profiler on.
         span_us: from the first kernel's beginning to the last one's end.
         rows: the most time lost first.
     """
 
-    model: str
     batch: int
-    context: int
-    with_graphs: bool
-    environment: dict[str, str]
-    ceilings: Ceilings
     wall_us: float
     span_us: float
     rows: tuple[RooflineRow, ...]
@@ -59,67 +54,119 @@ class Roofline:
     def limit_us(self) -> float:
         return sum(row.limit_us for row in self.rows)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The maps of decode steps of several batches.
+
+    Attributes:
+        context: tokens of each request.
+        with_graphs: the times are of replayed CUDA graphs.
+    """
+
+    model: str
+    context: int
+    with_graphs: bool
+    environment: dict[str, str]
+    ceilings: Ceilings
+    steps: tuple[StepMap, ...]
+
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def run_roofline(config: Path, batch: int, context: int, steps: int) -> Roofline:
+def run_roofline(config: Path, work: StepWork) -> Roofline:
     """Profiles decode steps; on a GPU twice, without CUDA graphs to know each kernel's job, and with them for the time.
 
     Raises:
         BenchmarkError: a process failed.
         MllmError: the config, the model or the device cannot be used.
     """
-    probe = probe_machine(config, batch, context + 2 * steps + 16)
-    known = _trace(probe, batch, context, steps, graphs=False)
-    facts = StepFacts.from_json(known["facts"])
-    kernels = known_kernels = [TracedKernel(**kernel) for kernel in known["kernels"]]
-    jobs = known_jobs = assign_jobs(known_kernels, facts)
-    traced = known
+    probe = probe_machine(config, work.largest_batch, work.longest_request)
+    known = _trace(probe, work, graphs=False)
     with_graphs = probe.setting.device != "cpu" and _graph_mode(probe) != "none"
-    if with_graphs:
-        traced = _trace(probe, batch, context, steps, graphs=True)
-        kernels = [TracedKernel(**kernel) for kernel in traced["kernels"]]
-        jobs = jobs_by_name(kernels, known_kernels, known_jobs)
+    timed = _trace(probe, work, graphs=True) if with_graphs else known
     return Roofline(
         model=config.stem,
-        batch=batch,
-        context=context,
+        context=work.context,
         with_graphs=with_graphs,
         environment=probe.environment,
         ceilings=probe.ceilings,
-        wall_us=traced["wall_us"],
+        steps=tuple(_step_map(*traces, probe.ceilings) for traces in zip(work.batches, known, timed, strict=True)),
+    )
+
+
+def _step_map(batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings: Ceilings) -> StepMap:
+    """
+    Args:
+        known: a trace that knows its kernels' pieces.
+        timed: the trace whose times count; it may be the same.
+    """
+    kernels = known_kernels = [TracedKernel(**kernel) for kernel in known["kernels"]]
+    jobs = known_jobs = assign_jobs(known_kernels, StepFacts.from_json(known["facts"]))
+    if timed is not known:
+        kernels = [TracedKernel(**kernel) for kernel in timed["kernels"]]
+        jobs = jobs_by_name(kernels, known_kernels, known_jobs)
+    return StepMap(
+        batch=batch,
+        wall_us=timed["wall_us"],
         span_us=max(kernel.start_us + kernel.us for kernel in kernels) - kernels[0].start_us,
-        rows=tuple(roofline_rows(kernels, jobs, probe.ceilings)),
+        rows=tuple(roofline_rows(kernels, jobs, ceilings)),
     )
 
 
 def print_roofline(roofline: Roofline, top: int, stream: TextIO) -> None:
-    """The kernels, then the parts of the step, then the sums; at most 120 columns."""
-    times = "a replayed CUDA graph" if roofline.with_graphs else "no CUDA graph"
-    title = f"{roofline.model}, batch {roofline.batch}, context {roofline.context}, {times}: kernels by time lost"
-    columns = ("lost µs", "µs", "n", "MB", "GB/s", "share", "job", "kernel")
-    shown = roofline.rows[:top]
-    print_table(stream, title, columns, [_cells(row) for row in shown])
-    if len(shown) < len(roofline.rows):
-        print(f"  and {len(roofline.rows) - len(shown)} more rows; --top shows more of them", file=stream)
-    print_table(stream, "parts of the step", ("part", "lost µs", "µs", "n", "MB", "share"), _parts(roofline.rows))
-    idle = roofline.span_us - roofline.kernels_us
+    """Of each step the kernels, its parts and the sums; each job's times of several steps side by side; at most 120
+    columns."""
+    for step in roofline.steps:
+        _print_step(roofline, step, top, stream)
+    if len(roofline.steps) > 1:
+        title = "µs of all kernels of a job, by the requests of the step"
+        print_table(
+            stream, title, ("job", *(str(step.batch) for step in roofline.steps)), _side_by_side(roofline.steps)
+        )
     print(
-        f"step {roofline.wall_us:.0f} µs from outside (steps not overlapped), {roofline.span_us:.0f} from its first "
-        f"kernel to its last under the profiler:\n"
-        f"kernels {roofline.kernels_us:.0f}, nothing between them {max(0.0, idle):.0f}; "
-        f"limit {roofline.limit_us:.0f} µs at {roofline.ceilings.read_bytes_s / 1e9:.4g} GB/s and "
+        f"limits at {roofline.ceilings.read_bytes_s / 1e9:.4g} GB/s and "
         f"{roofline.ceilings.flops_s / 1e12:.3g} TFLOP/s, measured",
         file=stream,
     )
     print(", ".join(f"{name} {value}" for name, value in roofline.environment.items()), file=stream)
 
 
-def _trace(probe: Probe, batch: int, context: int, steps: int, *, graphs: bool) -> dict[str, Any]:
+def _print_step(roofline: Roofline, step: StepMap, top: int, stream: TextIO) -> None:
+    times = "a replayed CUDA graph" if roofline.with_graphs else "no CUDA graph"
+    title = f"{roofline.model}, batch {step.batch}, context {roofline.context}, {times}: kernels by time lost"
+    columns = ("lost µs", "µs", "n", "MB", "GB/s", "share", "job", "kernel")
+    shown = step.rows[:top]
+    print_table(stream, title, columns, [_cells(row) for row in shown])
+    if len(shown) < len(step.rows):
+        print(f"  and {len(step.rows) - len(shown)} more rows; --top shows more of them", file=stream)
+    print_table(stream, "parts of the step", ("part", "lost µs", "µs", "n", "MB", "share"), _parts(step.rows))
+    idle = step.span_us - step.kernels_us
+    print(
+        f"step {step.wall_us:.0f} µs from outside (steps not overlapped), {step.span_us:.0f} from its first kernel to "
+        f"its last under the profiler:\nkernels {step.kernels_us:.0f}, nothing between them {max(0.0, idle):.0f}; "
+        f"limit {step.limit_us:.0f} µs",
+        file=stream,
+    )
+
+
+def _side_by_side(steps: Sequence[StepMap]) -> list[tuple[str, ...]]:
+    """What each job takes of every step; first what takes the most of all steps together."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
+    for index, step in enumerate(steps):
+        for row in step.rows:
+            sums[row.label][index] += row.us
+    longest_first = sorted(sums.items(), key=lambda item: -sum(item[1]))
+    return [(_cut(label, _LABEL_WIDTH), *(f"{us:.1f}" for us in times)) for label, times in longest_first]
+
+
+def _trace(probe: Probe, work: StepWork, *, graphs: bool) -> list[dict[str, Any]]:
+    """What step_trace.trace_steps says of each batch."""
     setting = probe.setting if graphs else probe.setting.changed("cudagraph", mode="none", **_NO_SIZES)
-    options = {"batch": batch, "context": context, "steps": steps, "ranges": not graphs}
-    return run_process(WORKER, {"task": "roofline", "setting": asdict(setting), "options": options})
+    job = {"task": "roofline", "setting": asdict(setting), "work": asdict(work), "ranges": not graphs}
+    found = run_process(WORKER, job)
+    return found["steps"]  # type: ignore[no-any-return]
 
 
 # A list of sizes contradicts the mode none.

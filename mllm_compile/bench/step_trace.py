@@ -24,7 +24,7 @@ from mllm_compile.bench.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKerne
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.roofline import AttentionFacts, MatrixFacts, PieceFacts, StepFacts
 from mllm_compile.bench.setting import Setting
-from mllm_compile.bench.workloads import random_prompts
+from mllm_compile.bench.workloads import StepWork, random_prompts
 from mllm_compile.engine import EngineParts
 from mllm_compile.progress import reporter_for
 from mllm_compile.runtime.executor import PieceFunction, ProgramExecutor
@@ -35,46 +35,51 @@ from mllm_compile.runtime.sampling_params import SamplingParams
 _WARM_STEPS = 5
 
 
-def trace_steps(setting: Setting, batch: int, context: int, steps: int, ranges: bool) -> dict[str, Any]:
+def trace_steps(setting: Setting, work: StepWork, ranges: bool) -> list[dict[str, Any]]:
     """
     Args:
         setting: with `cudagraph.mode: none` among its changes when `ranges` is asked for.
-        batch: requests of each step.
-        context: tokens of each request, roughly (the middle of the steps).
-        steps: profiled steps.
+        work: each request has about as many tokens as it says in the middle of the steps.
         ranges: mark the pieces and describe them.
 
     Returns:
-        kernels: of the typical step, as TracedKernel's fields; wall_us: a step's median time with no profiler on;
-        facts: StepFacts, or None without `ranges`.
+        Of each batch: kernels: of the typical step, as TracedKernel's fields; wall_us: a step's median time with no
+        profiler on; facts: StepFacts, or None without `ranges`.
     """
     parts = assemble(setting.engine_config(), reporter_for(plain_lines=True))
     try:
-        return _trace(parts, setting, batch, context, steps, ranges)
+        return [_trace(parts, setting, work, batch, ranges) for batch in work.batches]
     finally:
         parts.shutdown()
 
 
-def _trace(parts: EngineParts, setting: Setting, batch: int, context: int, steps: int, ranges: bool) -> dict[str, Any]:
+def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ranges: bool) -> dict[str, Any]:
     runner: Any = parts.step_runner._runner  # type: ignore[attr-defined] # the engine knows its step runner by less
-    step = _prefilled(parts, setting, batch, max(1, context - _WARM_STEPS - steps))
+    requests = _requests(setting, batch, max(1, work.context - _WARM_STEPS - work.steps))
+    step = _prefilled(parts, requests)
     recorder = _PieceRecorder(runner.model.executor) if ranges else None
-    walls = [_timed(step) for _ in range(_WARM_STEPS + steps)][_WARM_STEPS:]
-    kernels = _profile(step, steps, on_gpu=runner.device.type == "cuda")
+    walls = [_timed(step) for _ in range(_WARM_STEPS + work.steps)][_WARM_STEPS:]
+    kernels = _profile(step, work.steps, on_gpu=runner.device.type == "cuda")
+    for request in requests:
+        parts.scheduler.abort(request.request_id)
     return {
         "kernels": [asdict(kernel) for kernel in kernels],
         "wall_us": statistics.median(walls) * 1e6,
-        "facts": None if recorder is None else asdict(recorder.facts(batch, context)),
+        "facts": None if recorder is None else asdict(recorder.facts(batch, work.context)),
     }
 
 
-def _prefilled(parts: EngineParts, setting: Setting, batch: int, prompt_len: int) -> Callable[[], None]:
-    """Requests with their prompts done; returns what runs the next step."""
+def _requests(setting: Setting, batch: int, prompt_len: int) -> list[Request]:
+    """Endless ones, of random prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
-    requests = [
+    return [
         Request(request_id=str(index), prompt_token_ids=prompt, params=params)
         for index, prompt in enumerate(random_prompts(batch, prompt_len, setting.vocab_size, seed=0))
     ]
+
+
+def _prefilled(parts: EngineParts, requests: Sequence[Request]) -> Callable[[], None]:
+    """The prompts done; returns what runs the next step."""
     for request in requests:
         parts.scheduler.add(request)
 

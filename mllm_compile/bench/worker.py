@@ -18,7 +18,7 @@ from mllm_compile.bench.adapters import open_engine
 from mllm_compile.bench.adapters.base import BenchEngine
 from mllm_compile.bench.results import EngineRun, Measurement
 from mllm_compile.bench.setting import Setting
-from mllm_compile.bench.workloads import Call, LatencyWork, ThroughputWork
+from mllm_compile.bench.workloads import Call, LatencyWork, StepWork, ThroughputWork
 from mllm_compile.errors import MllmError
 
 EXIT_MISTAKE = 2
@@ -72,10 +72,10 @@ def throughput(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def roofline(job: dict[str, Any]) -> dict[str, Any]:
-    """The kernels of a step; see roofline.py."""
+    """The kernels of a step of each batch; see roofline.py."""
     from mllm_compile.bench.step_trace import trace_steps
 
-    return trace_steps(Setting(**job["setting"]), **job["options"])
+    return {"steps": trace_steps(Setting(**job["setting"]), StepWork(**job["work"]), job["ranges"])}
 
 
 _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

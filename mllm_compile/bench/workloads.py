@@ -168,6 +168,28 @@ class StartupWork:
         _check("--repeats", self.repeats, 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Decode steps of several batch sizes, each request with `context` tokens; `steps` of each are profiled."""
+
+    batches: tuple[int, ...] = (1,)
+    context: int = INPUT_LEN + OUTPUT_LEN // 2  # a request of the latency work in the middle of its answer
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        _check("--batch", min(self.batches, default=0), 1)
+        _check("--context", self.context, 2)
+        _check("--steps", self.steps, 1)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.batches)
+
+    @property
+    def longest_request(self) -> int:
+        return self.context + 2 * self.steps + 16
+
+
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> Prompts:
     """`count` prompts of `length` random token ids."""
     draw = random.Random(seed)

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from mllm_compile.bench.results import BenchResult
     from mllm_compile.bench.roofline_report import Roofline
 
-# What a request of the latency work has in the middle of its answer.
-_ROOFLINE_CONTEXT = workloads.INPUT_LEN + workloads.OUTPUT_LEN // 2
-
 EnginesOption = Annotated[
     str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
 ]
@@ -140,18 +137,21 @@ def ablation_command(
 
 def roofline_command(
     config: ConfigArgument,
-    batch: Annotated[int, typer.Option(min=1, help="Requests of the step.")] = 1,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of each request.")] = _ROOFLINE_CONTEXT,
-    steps: Annotated[int, typer.Option(min=1, help="Profiled steps; the table is of the typical one.")] = 10,
+    batch: BatchOption = "1",
+    context: Annotated[int, typer.Option(help="Tokens of each request.")] = workloads.StepWork.context,
+    steps: Annotated[
+        int, typer.Option(help="Profiled steps; the table is of the typical one.")
+    ] = workloads.StepWork.steps,
     top: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 40,
     json_path: JsonOption = None,
 ) -> None:
     """Where a decode step's time goes: each kernel's bytes, time and share of the ceiling, the most time lost first."""
+    work = workloads.StepWork(batches=_numbers("--batch", batch), context=context, steps=steps)
     check_output_file("--json", json_path)
 
     from mllm_compile.bench.roofline_report import print_roofline, run_roofline
 
-    result = run_roofline(config, batch, context, steps)
+    result = run_roofline(config, work)
     _save_and_show(result, json_path, lambda: print_roofline(result, top, sys.stdout))
 
 

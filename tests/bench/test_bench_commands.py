@@ -137,8 +137,12 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     assert cold.median > warm.median
     assert {"cold: trace", "warm: import torch", "warm: load model"} <= {part.name for part in parts}
 
-    roofline = ["--batch", "2", "--context", "40", "--steps", "3", "--json", str(tmp_path / "r.json")]
+    roofline = ["--batch", "2,1", "--context", "40", "--steps", "3", "--json", str(tmp_path / "r.json")]
     assert command_line(["bench", "roofline", str(config), *roofline]) == 0
-    labels = {row["label"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
-    assert {"self_attn.o_proj", "mlp.down_proj", "attention self_attn"} <= labels
-    assert "parts of the step" in capfd.readouterr().out
+    steps = json.loads((tmp_path / "r.json").read_text())["steps"]
+    assert [step["batch"] for step in steps] == [2, 1]
+    for step in steps:
+        labels = {row["label"] for row in step["rows"]}
+        assert {"self_attn.o_proj", "mlp.down_proj", "attention self_attn"} <= labels
+    out = capfd.readouterr().out
+    assert out.count("parts of the step") == 2 and "µs of all kernels of a job" in out

@@ -16,12 +16,13 @@ from mllm_compile.bench.roofline import (
     AttentionFacts,
     MatrixFacts,
     PieceFacts,
+    RooflineRow,
     StepFacts,
     assign_jobs,
     jobs_by_name,
     roofline_rows,
 )
-from mllm_compile.bench.roofline_report import Roofline, print_roofline
+from mllm_compile.bench.roofline_report import Roofline, StepMap, print_roofline
 
 CEILINGS = Ceilings(read_bytes_s=1e9, flops_s=1e12)  # 1000 bytes a microsecond
 QKV = MatrixFacts("model.layers.0.attn.qkv.weight", (64, 32), 2)
@@ -151,17 +152,8 @@ def test_the_printed_map_is_at_most_120_columns_wide():
         [*assign_jobs(STEP, FACTS), assign_jobs(STEP, FACTS)[3]],
         CEILINGS,
     )
-    roofline = Roofline(
-        model="m",
-        batch=4,
-        context=576,
-        with_graphs=True,
-        environment={"commit": "abc"},
-        ceilings=CEILINGS,
-        wall_us=300.0,
-        span_us=200.0,
-        rows=tuple(rows),
-    )
+    step = StepMap(batch=4, wall_us=300.0, span_us=200.0, rows=tuple(rows))
+    roofline = map_of(step)
     stream = io.StringIO()
     print_roofline(roofline, top=5, stream=stream)
     lines = stream.getvalue().splitlines()
@@ -169,6 +161,27 @@ def test_the_printed_map_is_at_most_120_columns_wide():
     assert "lm_head" in "".join(lines)
     assert any(line.split()[:1] == ["GEMMs"] for line in lines)
     assert any("more rows" in line for line in lines)
+
+
+def map_of(*steps: StepMap) -> Roofline:
+    return Roofline(
+        model="m", context=576, with_graphs=True, environment={"commit": "abc"}, ceilings=CEILINGS, steps=steps
+    )
+
+
+def test_several_steps_stand_side_by_side():
+    def row(label: str, name: str, count: int, us: float) -> RooflineRow:
+        return RooflineRow(label, name, count, us, num_bytes=10, flops=0, limit_us=1.0)
+
+    one = StepMap(batch=1, wall_us=9.0, span_us=9.0, rows=(row("up", "gemv", 2, 6.0), row("argmax", "max", 1, 1.0)))
+    eight = StepMap(batch=8, wall_us=9.0, span_us=9.0, rows=(row("up", "gemm", 2, 8.0), row("up", "sum", 2, 4.0)))
+    stream = io.StringIO()
+    print_roofline(map_of(one, eight), top=5, stream=stream)
+    *_, table = stream.getvalue().split("µs of all kernels of a job")
+    rows = [line.split() for line in table.splitlines()]
+    assert ["job", "1", "8"] in rows
+    assert ["up", "6.0", "12.0"] in rows
+    assert ["argmax", "1.0", "0.0"] in rows
 
 
 def test_an_attention_of_one_kernel_moves_the_new_tokens_part_too():
