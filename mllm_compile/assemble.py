@@ -135,6 +135,8 @@ def runner_config(config: ResolvedConfig) -> RunnerConfig:
         cudagraph_mode=graphs.mode,
         piecewise_tokens=graphs.piecewise_tokens,
         decode_requests=graphs.decode_requests,
+        mixed_tokens=graphs.mixed_tokens,
+        mixed_tokens_asked=graphs.mixed_tokens_asked,
     )
 
 

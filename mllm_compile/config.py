@@ -95,14 +95,22 @@ class CudaGraphConfig(Section):
     decode_requests: Auto | SizeList = "auto"
     """Request counts for which a whole decode step is captured."""
 
+    mixed_tokens: Auto | SizeList = "auto"
+    """Token counts for which a whole step with prompts is captured, attention included, decodes among them or not.
+    auto: on Hopper, where the host would launch the pieces and attentions of a small model more slowly than they run;
+    [] for none."""
+
     @field_validator("piecewise_tokens", "decode_requests")
     @classmethod
-    def _some_sizes_in_order(cls, sizes: Auto | tuple[int, ...]) -> Auto | tuple[int, ...]:
-        if sizes == "auto":
-            return "auto"
+    def _some_sizes(cls, sizes: Auto | tuple[int, ...]) -> Auto | tuple[int, ...]:
         if not sizes:
             raise ValueError("at least one size; to capture nothing set cudagraph.mode: none")
-        return tuple(sorted(_without_repeats(sizes)))
+        return sizes
+
+    @field_validator("piecewise_tokens", "decode_requests", "mixed_tokens")
+    @classmethod
+    def _in_order(cls, sizes: Auto | tuple[int, ...]) -> Auto | tuple[int, ...]:
+        return "auto" if sizes == "auto" else tuple(sorted(_without_repeats(sizes)))
 
 
 class RuntimeConfig(Section):

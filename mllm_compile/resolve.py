@@ -41,6 +41,10 @@ PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
 PIECEWISE_TOKENS_OF_SMALL = (1024, 2048, 4096)
 _MOST_PIECEWISE_WORK = 4096 * 1024**2
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
+# Whole steps with prompts: where a layer's pieces and attention take the GPU less than the host needs to launch them,
+# 35 to 50 µs. As above, tokens times the square of the width decide.
+MIXED_TOKENS = (64, 128, 192, 256, 384, 512)
+_MOST_MIXED_WORK = 512 * 1024**2
 
 BackendName = Literal["flashinfer", "torch"]
 # In torch's names.
@@ -49,6 +53,7 @@ KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 _PIECEWISE_MODES = ("piecewise", "full_and_piecewise")
 _FULL_MODES = ("full", "full_decode_only", "full_and_piecewise")
+_MIXED_MODES = ("full", "full_and_piecewise")
 
 
 class AutoChoice(NamedTuple):
@@ -82,11 +87,16 @@ class ResolvedCompile(_Resolved):
 
 
 class ResolvedCudaGraph(_Resolved):
-    """Sizes ascend; they are empty where the mode captures none of that kind."""
+    """Sizes ascend; they are empty where the mode captures none of that kind.
+
+    `mixed_tokens` that nobody asked for are left out where a model's attention cannot be captured with prompts.
+    """
 
     mode: GraphMode
     piecewise_tokens: tuple[int, ...]
     decode_requests: tuple[int, ...]
+    mixed_tokens: tuple[int, ...] = ()
+    mixed_tokens_asked: bool = False
 
 
 class ResolvedRuntime(_Resolved):
@@ -389,12 +399,43 @@ def _cudagraph(
             mode if mode in _FULL_MODES else None,
             choices,
         ),
+        mixed_tokens=_mixed_tokens(asked, mode, runtime, device, model, choices),
+        mixed_tokens_asked=asked.mixed_tokens != "auto",
     )
 
 
-def _piecewise_tokens(model: ModelFolder, runtime: ResolvedRuntime) -> tuple[int, ...]:
+def _mixed_tokens(
+    asked: CudaGraphConfig,
+    mode: GraphMode,
+    runtime: ResolvedRuntime,
+    device: DeviceInfo,
+    model: ModelFolder,
+    choices: _Choices,
+) -> tuple[int, ...]:
+    """Sizes; where nobody asks for some, whether attention can be captured is known when the model is loaded."""
+    sizes = asked.mixed_tokens
+    if sizes == "auto":
+        width = _width(model)
+        largest = min(_MOST_MIXED_WORK // width**2 if width else 0, runtime.max_num_batched_tokens)
+        is_possible = mode in _MIXED_MODES and runtime.attention_backend == "flashinfer" and device.is_hopper
+        if not is_possible or largest < MIXED_TOKENS[0]:
+            return ()
+    elif not sizes:
+        return ()
+    limit = ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens)
+    usable = [tokens for tokens in MIXED_TOKENS if sizes != "auto" or tokens <= largest]
+    return _graph_sizes("mixed_tokens", sizes, usable, limit, mode if mode in _MIXED_MODES else None, choices)
+
+
+def _width(model: ModelFolder) -> int:
+    """Of the hidden states; 0: the model does not say."""
     width = model.text_config_value("hidden_size", "n_embd", "d_model")
-    if runtime.attention_backend != "flashinfer" or not isinstance(width, int) or width < 1:
+    return width if isinstance(width, int) and width > 0 else 0
+
+
+def _piecewise_tokens(model: ModelFolder, runtime: ResolvedRuntime) -> tuple[int, ...]:
+    width = _width(model)
+    if runtime.attention_backend != "flashinfer" or not width:
         return PIECEWISE_TOKENS  # a capture runs attention of its prompts, which by torch takes their square in memory
     largest = min(_MOST_PIECEWISE_WORK // width**2, runtime.max_running_requests * runtime.max_model_len)
     return (*PIECEWISE_TOKENS, *(tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens <= largest))
@@ -407,10 +448,9 @@ def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens
             f"cudagraph.mode is {mode}, but with runtime.deterministic every step has the shape of one decode. Set it "
             "to auto, full_decode_only, piecewise or none."
         )
-    sizes = {
-        "piecewise_tokens": (num_tokens,) if mode == "piecewise" else (),
-        "decode_requests": (num_tokens,) if mode == "full_decode_only" else (),
-    }
+    piecewise_tokens = (num_tokens,) if mode == "piecewise" else ()
+    decode_requests = (num_tokens,) if mode == "full_decode_only" else ()
+    sizes = {"piecewise_tokens": piecewise_tokens, "decode_requests": decode_requests, "mixed_tokens": ()}
     for key, only in sizes.items():
         given = getattr(asked, key)
         if given not in ("auto", only):
@@ -418,7 +458,7 @@ def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens
                 f"cudagraph.{key} is {list(given)}, but with runtime.deterministic every step has {num_tokens} tokens "
                 f"(runtime.max_num_batched_tokens). Set it to auto."
             )
-    return ResolvedCudaGraph(mode=mode, **sizes)
+    return ResolvedCudaGraph(mode=mode, piecewise_tokens=piecewise_tokens, decode_requests=decode_requests)
 
 
 def _graph_mode(asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, choices: _Choices) -> GraphMode:

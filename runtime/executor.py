@@ -111,6 +111,11 @@ class ProgramExecutor:
             self._run(self._steps[self._gather : self._head], values)
         return values
 
+    def map_body(self, body: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        """What `body` gave, with `change` applied to all that the program has computed."""
+        given = len(self._template)
+        return body[:given] + [None if value is None else change(value) for value in body[given:]]
+
     def head(self, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of the rows `logits_indices` [S] int64 of what `body` gave."""
         values, start = body.copy(), self._gather

@@ -63,6 +63,11 @@ class TokenInputs:
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
 
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Those that a program names."""
+        return {"input_ids": self.input_ids, "positions": self.positions}
+
     @classmethod
     def of(cls, batch: ForwardBatch) -> TokenInputs:
         return cls(batch.input_ids, batch.positions, batch.out_cache_loc)
@@ -167,8 +172,16 @@ class ModelRunner:
 
     def _dispatcher(self) -> GraphDispatcher:
         config = self.config
-        mode = CUDAGraphMode.from_name(config.cudagraph_mode)
-        return GraphDispatcher(mode, config.piecewise_tokens, config.decode_requests)
+        mode, mixed_tokens = CUDAGraphMode.from_name(config.cudagraph_mode), config.mixed_tokens
+        if mixed_tokens and not self.attn_backend.captures_mixed:
+            if config.mixed_tokens_asked:
+                raise ConfigError(
+                    f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but attention over prompts cannot be captured "
+                    "here: that takes a Hopper GPU, FlashInfer, decodes by kernels of the program "
+                    "(compile.split_decode), and a model without windows, soft caps or an fp8 KV cache. Set it to auto."
+                )
+            mixed_tokens = ()
+        return GraphDispatcher(mode, config.piecewise_tokens, config.decode_requests, mixed_tokens)
 
     def shutdown(self) -> None:
         """Give all memory back; the runner cannot be used any more."""
@@ -355,8 +368,33 @@ class ModelRunner:
             mode, descriptor: of the graphs that are captured or replayed.
             all_rows: as an executor's body takes it.
         """
+        with self._forward_context(batch, tokens, mode, descriptor):
+            body = self._executor.body(tokens.by_name, all_rows)
+            return self.run_head(batch, body, logits_indices)
+
+    def run_body(
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        all_rows: torch.Tensor,
+    ) -> list[Any]:
+        """The program up to the head, for `run_head`; arguments as run_program's."""
+        with self._forward_context(batch, tokens, mode, descriptor):
+            return self._executor.body(tokens.by_name, all_rows)
+
+    def run_head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
+        """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others."""
+        executor = self._executor
+        logits = executor.head(body, logits_indices)
+        return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
+
+    def _forward_context(
+        self, batch: ForwardBatch, tokens: TokenInputs, mode: CUDAGraphMode, descriptor: BatchDescriptor | None
+    ) -> AbstractContextManager[ForwardContext]:
         metadata = self._metadata_builder.build(0, batch.common)
-        with set_forward_context(
+        return set_forward_context(
             metadata,
             no_compile_layers=self.layers,
             slot_mapping=dict.fromkeys(metadata, tokens.out_cache_loc),
@@ -366,19 +404,16 @@ class ModelRunner:
             skip_compiled=self.config.skip_compiled,
             # A whole step in a graph is timed where it is replayed: nobody can wait for the device in a capture.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
-        ) as context:
-            executor = self._executor(context)
-            body = executor.body({"input_ids": tokens.input_ids, "positions": tokens.positions}, all_rows)
-            logits = executor.head(body, logits_indices)
-        return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
+        )
 
-    def _executor(self, context: ForwardContext) -> Executor:
-        """What runs the batch of `context`.
+    @property
+    def _executor(self) -> Executor:
+        """What runs batches.
 
         Raises:
             ConfigError: the eager model is asked for, and the source loaded none.
         """
-        if not context.skip_compiled:
+        if not self.config.skip_compiled:
             return self.model.executor
         if self.model.eager is None:
             raise ConfigError("runtime.skip_compiled is set, but the model's source has no eager model to run")

@@ -160,3 +160,20 @@ class AttentionBackend(ABC):
     ) -> None:
         """Plan again before a replay: the captured kernels read what this writes."""
         raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
+
+    @property
+    def captures_mixed(self) -> bool:
+        """Whether steps with prompts can be captured whole, decodes among them or not."""
+        return False
+
+    def runs_well_captured(self, batch: ForwardBatch) -> bool:
+        """Whether a captured kernel serves the prompts of `batch` about as fast as any other would."""
+        raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
+
+    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
+        """Plan a step of `num_tokens` for capture; it will serve any decodes and prompts of as many tokens or fewer."""
+        raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
+
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
+        """Plan again before a replay of the captured step of `num_tokens`, for `batch`, EXTEND or MIXED."""
+        raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")

@@ -43,6 +43,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
+from mllm_compile.runtime.attention.mixed_steps import MixedStep, MixedSteps
 from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -71,12 +72,20 @@ class DecodeMetadata:
 
 @dataclass(frozen=True)
 class PrefillMetadata:
-    """Planned prefill wrappers, one a plan group; with use_ragged they read the new k and v, not the pages."""
+    """Planned prefill wrappers, one a plan group; with use_ragged they read the new k and v, not the pages.
+
+    They are given the tokens from `first_token` on.
+    """
 
     prefill_wrappers: list[Any]
     use_ragged: bool
     extend_no_prefix: bool
+    first_token: int = 0
 
+
+# Of a layer: what a captured step may take longer in attention than by the best kernel. Its launches, which a graph
+# spares, take longer than that.
+_MOST_LOST_US = 10.0
 
 # Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels.
 _workspaces: weakref.WeakValueDictionary[tuple[torch.device, int], torch.Tensor] = weakref.WeakValueDictionary()
@@ -153,6 +162,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self._kv_last_page_len_buf = kv_last_page_len_buf
 
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
+        self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
         self.prefill_metadata: PrefillMetadata | None = None
@@ -204,7 +214,7 @@ class FlashInferAttnBackend(AttentionBackend):
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
         )
         wrappers = [group.plan(rows) for group in self._group_prefills]
-        return PrefillMetadata(wrappers, use_ragged=use_ragged, extend_no_prefix=no_prefix)
+        return PrefillMetadata(wrappers, use_ragged, extend_no_prefix=no_prefix, first_token=num_decodes)
 
     def _plan_options(self, group: PlanGroup) -> dict[str, Any]:
         return {
@@ -241,19 +251,27 @@ class FlashInferAttnBackend(AttentionBackend):
 
         return space, [make(index, group) for index, group in enumerate(self.groups)]
 
+    def _make_mixed_steps(self, max_requests: int) -> MixedSteps | None:
+        """None where a group has decodes or prefills that cannot be captured together."""
+        decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
+        prefills = [prefill for prefill in self._group_prefills if prefill.can_be_captured]
+        if self._split_space is None or not len(decodes) == len(prefills) == len(self.groups):
+            return None
+        return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
+
     def _list_pages(self, rows: torch.Tensor) -> None:
         """Tell the program's own decode kernels whose pages the next batch reads: of `rows` [requests]."""
         if self._split_space is not None:
             self._split_space.list_pages(rows)
 
     def _make_group_prefill(self, group: PlanGroup) -> GroupPrefill:
-        def make_wrapper(kernel: str, use_ragged: bool) -> Any:
+        def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
             make = (
                 self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
                 if use_ragged
                 else self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
             )
-            return make(self._workspace, get_kv_cache_layout(), backend=kernel)
+            return make(self._workspace, get_kv_cache_layout(), backend=kernel, **options)
 
         options = self._plan_options(group)
         return GroupPrefill(make_wrapper, group, self.page_size, self.kv_cache_dtype, options, self.device)
@@ -320,7 +338,7 @@ class FlashInferAttnBackend(AttentionBackend):
             wrapper.run(q[:num_decodes], pages, out=out[:num_decodes])
         if self.prefill_metadata is not None:
             wrapper = self.prefill_metadata.prefill_wrappers[group_index]
-            new = slice(num_decodes, None)
+            new = slice(self.prefill_metadata.first_token, None)
             if self.prefill_metadata.use_ragged:
                 wrapper.run(q[new], k[new], v[new], out=out[new])
             else:
@@ -441,6 +459,36 @@ class FlashInferAttnBackend(AttentionBackend):
         wrappers = [decode.plan_replay(bs, decodes) for decode in self._group_decodes]
         self._num_decodes = bs
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
+
+    @property
+    def captures_mixed(self) -> bool:
+        return self._mixed_steps is not None
+
+    def runs_well_captured(self, batch: ForwardBatch) -> bool:
+        common = batch.common
+        num_decodes, *_ = split_decodes_and_prefills(common)
+        lengths = np.diff(common.query_start_loc_cpu.numpy())[num_decodes:], common.num_computed_tokens_cpu.numpy()
+        loss_us = sum(group.captured_loss_us(lengths[0], lengths[1][num_decodes:]) for group in self._group_prefills)
+        return loss_us <= _MOST_LOST_US * len(self.groups)
+
+    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
+        self._set_mixed(self._captured_mixed.capture(num_tokens))
+
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
+        num_decodes, *_ = split_decodes_and_prefills(batch.common)
+        rows = batch.req_pool_indices[: batch.batch_size]
+        self._set_mixed(self._captured_mixed.replay(num_tokens, batch.common, rows, num_decodes))
+
+    @property
+    def _captured_mixed(self) -> MixedSteps:
+        if self._mixed_steps is None:
+            raise RuntimeError("steps with prompts cannot be captured with this backend's kernels")
+        return self._mixed_steps
+
+    def _set_mixed(self, step: MixedStep) -> None:
+        self._num_decodes = step.num_rows
+        self.decode_metadata = DecodeMetadata(step.decodes)
+        self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False, extend_no_prefix=False)
 
 
 def _import_flashinfer(device: torch.device) -> ModuleType:

@@ -120,15 +120,15 @@ def prefill_kernels(group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bo
     return ("fa2", "fa3") if is_hopper and is_plain else ("fa2",)
 
 
-def choose_prefill_kernel(
+def prefill_costs(
     group: PlanGroup,
     kv_cache_dtype: torch.dtype,
     query_lens: np.ndarray,
     prefix_lens: np.ndarray,
     num_sms: int,
     is_hopper: bool,
-) -> PrefillKernel:
-    """The kernel that takes the least time for the prefills of a batch, as estimated (prefill_cost.py).
+) -> dict[PrefillKernel, float]:
+    """µs that each kernel takes for the prefills of a batch, of those that it may get, as estimated (prefill_cost.py).
 
     Args:
         query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
@@ -142,7 +142,20 @@ def choose_prefill_kernel(
         PrefillKernel("fa3", splits=False): load.fa3_us(),
     }
     possible = prefill_kernels(group, kv_cache_dtype, is_hopper)
-    return min((kernel for kernel in costs if kernel.name in possible), key=costs.__getitem__)
+    return {kernel: cost for kernel, cost in costs.items() if kernel.name in possible}
+
+
+def choose_prefill_kernel(
+    group: PlanGroup,
+    kv_cache_dtype: torch.dtype,
+    query_lens: np.ndarray,
+    prefix_lens: np.ndarray,
+    num_sms: int,
+    is_hopper: bool,
+) -> PrefillKernel:
+    """The kernel of prefill_costs that takes the least time."""
+    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper)
+    return min(costs, key=costs.__getitem__)
 
 
 def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> bool:

@@ -18,12 +18,13 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     PrefillKernel,
     choose_prefill_kernel,
+    prefill_costs,
     prefill_kernels,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace
 
-# (flashinfer's kernel, whether it reads new keys and values and no pages) → a new wrapper
-WrapperMaker = Callable[[str, bool], Any]
+# (flashinfer's kernel, whether it reads new keys and values and no pages, further arguments by name) → a new wrapper
+WrapperMaker = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,60 @@ class PrefillRows:
     prefix_lens: np.ndarray  # [R] int32: tokens before them
     use_ragged: bool  # keys and values are read as they come, not from the pages
     pages_of: Callable[[int], PagedView]  # window_left → their pages
+
+
+_CAPTURED = PrefillKernel("fa3", splits=False)
+
+
+class CapturedPrefill:
+    """A wrapper of fa3 in a captured step: see mixed_steps.py."""
+
+    def __init__(self, wrapper: Any, space: PlanSpace, sizes: tuple[int, ...], pages: torch.Tensor) -> None:
+        """
+        Args:
+            sizes: tokens, rows, heads, KV heads, head dim, page size.
+            pages: [R + 1] int32 on the host: where each row's page ids start.
+        """
+        self._wrapper = wrapper
+        self._space = space
+        self._num_tokens, self._num_rows, *self._heads, self._head_dim, self._page_size = sizes
+        self._pages = pages
+        self._layout = list(wrapper._plan_info)
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]. Writes and returns out."""
+        return self._wrapper.run(q, pages, out=out)
+
+    def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
+        """By the kernel's own plan: the wrapper's takes a millisecond for 256 rows, of which the kernel reads nothing.
+
+        Args:
+            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32. On the host.
+
+        Raises:
+            RuntimeError: the plan lies elsewhere than the captured kernel reads it.
+        """
+        wrapper = self._wrapper
+        with self._space.planning(wrapper):
+            layout = wrapper._cached_module.plan(
+                wrapper._float_workspace_buffer,
+                wrapper._int_workspace_buffer,
+                wrapper._pin_memory_int_workspace_buffer,
+                starts,
+                self._pages,
+                num_keys,
+                self._num_tokens,
+                self._num_rows,
+                *self._heads,
+                self._page_size,
+                True,  # for a CUDA graph
+                self._head_dim,
+                self._head_dim,
+                True,  # causal
+                -1,  # no window
+            )
+        if list(layout) != self._layout:
+            raise RuntimeError(f"FlashInfer's plan has moved from {self._layout} to {list(layout)}")
 
 
 class GroupPrefill:
@@ -80,6 +135,37 @@ class GroupPrefill:
         lengths = prefills.query_lens, prefills.prefix_lens
         kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
         return self._plan(kernel, prefills)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """fa3 alone launches the same blocks for every batch, and reads nothing else than its plan and page ids."""
+        return "fa3" in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper)
+
+    def captured_loss_us(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> float:
+        """How much longer the captured kernel takes for such prefills than the fastest, as estimated."""
+        lengths = query_lens, prefix_lens
+        costs = prefill_costs(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
+        return costs[_CAPTURED] - min(costs.values())
+
+    def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:
+        """For steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""
+        num_rows, num_pages = page_table.shape
+        sizes, ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device), page_table.flatten()
+        buffers = {
+            "qo_indptr_buf": sizes,
+            "paged_kv_indptr_buf": sizes,
+            "paged_kv_indices_buf": ids,
+            "paged_kv_last_page_len_buf": sizes[1:],
+        }
+        wrapper = self._space.adopt(self._make_wrapper(_CAPTURED.name, False, use_cuda_graph=True, **buffers))
+        # One request has all tokens in FlashInfer's own plan, which tells the wrapper how many there may be.
+        starts = torch.full((num_rows + 1,), num_tokens, dtype=torch.int32)
+        starts[0] = 0
+        pages = torch.arange(num_rows + 1, dtype=torch.int32) * num_pages
+        one = torch.ones(num_rows, dtype=torch.int32)
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
+        return CapturedPrefill(wrapper, self._space, (num_tokens, num_rows, *self._heads, self._page_size), pages)
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)

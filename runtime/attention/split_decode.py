@@ -51,7 +51,11 @@ def choose_decoder(decoders: Decoders, num_sequences: int) -> Decoder:
 
 
 class SplitDecodeSpace:
-    """What the decodes of one backend share: the page table of the present batch, scratch memory, counters."""
+    """What the decodes of one backend share: the page table of the present batch, scratch memory, counters.
+
+    Attributes:
+        page_table: [max requests, W] int32, a row each listed request.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class SplitDecodeSpace:
         self._page_size = page_size
         device = req_to_token.device
         self._first_slots = req_to_token[:, ::page_size]  # [rows, W]: of each page
-        self._page_table = torch.zeros(max_requests, self._first_slots.shape[1], dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(max_requests, self._first_slots.shape[1], dtype=torch.int32, device=device)
         sizes = [_scratch_sizes(group, decoders, max_requests) for group, decoders in groups]
         num_partial, num_heads, num_sequences = (max(size) for size in zip(*sizes, strict=True))
         # Nothing of it lives from one kernel to the next; a kernel leaves the counters at zero again.
@@ -82,7 +86,7 @@ class SplitDecodeSpace:
 
     def load(self, group: PlanGroup, decoders: Decoders) -> None:
         """Decode one token of the dummy page with each, which loads their kernels."""
-        q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self._page_table.device)
+        q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self.page_table.device)
         page = q.new_zeros(1, self._page_size, group.num_kv_heads, group.head_dim)
         one = torch.ones(1, dtype=torch.int32, device=q.device)
         self.list_pages(one.long() - 1)
@@ -91,7 +95,7 @@ class SplitDecodeSpace:
 
     def list_pages(self, rows: torch.Tensor) -> None:
         """Make the page table that of the requests in `rows` [R] int64; two launches, nobody waits."""
-        table = self._page_table[: rows.shape[0]]
+        table = self.page_table[: rows.shape[0]]
         torch.index_select(self._first_slots, 0, rows, out=table)
         table.div_(self._page_size, rounding_mode="floor")
 
@@ -111,7 +115,7 @@ class SplitDecodeSpace:
             self._totals[: math.prod(heads)].view(heads),
             self._done[:num_sequences].view(num_requests, group.num_kv_heads),
         ]
-        return SplitDecode(chosen, self._page_table[:num_requests], seq_lens, scratch)
+        return SplitDecode(chosen, self.page_table[:num_requests], seq_lens, scratch)
 
 
 class SplitDecode:

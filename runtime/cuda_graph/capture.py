@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 class CaptureFigures:
     """What one captured size cost."""
 
-    mode: str
+    mode: str  # FULL (of decodes), MIXED (full ones of any step) or PIECEWISE
     num_tokens: int
     seconds: float
     mib: float  # of device memory, graphs and their pool; later sizes reuse what earlier ones took

@@ -1,7 +1,7 @@
 """From a batch's shape to the graph that it runs in. Pure Python: no torch, no device.
 
-Preference: FULL (uniform decode, next captured number of requests), then PIECEWISE (next captured number of tokens, any
-number of requests), then NONE (above the largest size, or nothing captured).
+Preference: FULL of a uniform decode (next captured number of requests), then FULL of any step (next captured number of
+tokens, any number of requests), PIECEWISE (likewise), NONE (above the largest size, or nothing captured).
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ class GraphDispatcher:
     Attributes:
         piecewise_tokens: captured token counts, ascending; empty when the mode has no piecewise graphs.
         decode_requests: captured request counts of full decode graphs, ascending; likewise.
+        mixed_tokens: captured token counts of full graphs of any step, ascending; there may be none.
     """
 
     def __init__(
-        self, mode: CUDAGraphMode, piecewise_tokens: Sequence[int] = (), decode_requests: Sequence[int] = ()
+        self,
+        mode: CUDAGraphMode,
+        piecewise_tokens: Sequence[int] = (),
+        decode_requests: Sequence[int] = (),
+        mixed_tokens: Sequence[int] = (),
     ) -> None:
         """
         Raises:
@@ -32,23 +37,31 @@ class GraphDispatcher:
         self.mode = mode
         self.decode_requests = self._sizes("cudagraph.decode_requests", decode_requests, CUDAGraphMode.FULL)
         self.piecewise_tokens = self._sizes("cudagraph.piecewise_tokens", piecewise_tokens, CUDAGraphMode.PIECEWISE)
+        key = "cudagraph.mixed_tokens"
+        self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens else ()
 
-    def dispatch(self, num_tokens: int, num_reqs: int, uniform: bool) -> tuple[CUDAGraphMode, BatchDescriptor]:
+    def dispatch(
+        self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True
+    ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The graph for a batch.
 
         Args:
             num_tokens: tokens of the batch, without padding.
             num_reqs: its requests.
             uniform: every request brings one token (a pure decode).
+            may_mix: whether a full graph of any step may serve it.
 
         Returns:
-            FULL with the padded request count, PIECEWISE with the padded token count and num_reqs None, or NONE with
-            the batch's own shape.
+            FULL with the padded request count, FULL or PIECEWISE with the padded token count and num_reqs None, or NONE
+            with the batch's own shape.
         """
         if uniform and num_tokens == num_reqs:
             padded = _next(self.decode_requests, num_reqs)
             if padded is not None:
                 return CUDAGraphMode.FULL, BatchDescriptor(padded, num_reqs=padded, uniform=True)
+        padded = _next(self.mixed_tokens, num_tokens) if may_mix else None
+        if padded is not None:
+            return CUDAGraphMode.FULL, BatchDescriptor(padded)
         padded = _next(self.piecewise_tokens, num_tokens)
         if padded is not None:
             return CUDAGraphMode.PIECEWISE, BatchDescriptor(padded)
@@ -58,7 +71,8 @@ class GraphDispatcher:
         """Everything to capture, largest first: later captures then fit into memory that earlier ones took."""
         full = [(CUDAGraphMode.FULL, BatchDescriptor(n, num_reqs=n, uniform=True)) for n in self.decode_requests]
         piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n)) for n in self.piecewise_tokens]
-        return sorted([*piecewise, *full], key=lambda entry: -entry[1].num_tokens)
+        mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n)) for n in self.mixed_tokens]
+        return sorted([*piecewise, *mixed, *full], key=lambda entry: -entry[1].num_tokens)
 
     def _sizes(self, key: str, sizes: Sequence[int], kind: CUDAGraphMode) -> tuple[int, ...]:
         if kind not in (self.mode.decode_mode(), self.mode.mixed_mode()):

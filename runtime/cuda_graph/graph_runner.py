@@ -1,7 +1,8 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
-FULL is one graph for a whole decode, its attention made ready before every replay; PIECEWISE replays the pieces around
-eager attention. Padding rows belong to the dummy row: at most they write to page 0 and read one key of it.
+FULL is one graph for a whole decode, its attention made ready before every replay, or for any step up to its head;
+PIECEWISE replays the pieces around eager attention. Padding rows belong to the dummy row: at most they write to page 0
+and read one key of it.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """
@@ -40,6 +41,12 @@ class _DecodeGraph:
     logits: torch.Tensor  # [R_padded, V], non-owning
 
 
+@dataclass(slots=True)
+class _MixedGraph:
+    graph: torch.cuda.CUDAGraph
+    body: list[Any]  # what the head goes on from, non-owning
+
+
 class GraphRunner:
     """Captures all sizes of a dispatcher, then runs the batches that fit one.
 
@@ -56,19 +63,23 @@ class GraphRunner:
         self.dispatcher = dispatcher
         self._capturer = GraphCapturer(runner.device)
         self._max_requests = max(dispatcher.decode_requests, default=0)
-        self._max_tokens = max(dispatcher.piecewise_tokens + dispatcher.decode_requests, default=0)
+        self._max_tokens = max(
+            dispatcher.piecewise_tokens + dispatcher.mixed_tokens + dispatcher.decode_requests, default=0
+        )
         padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value()
         num_uploaded = min(self._max_tokens, max(_MOST_UPLOADED_TOKENS, self._max_requests))
         self.inputs = StepInputs(num_uploaded, runner.config.max_rows, padding_len, runner.device)
         self._long_inputs = TokenPlaces.zeros(self._max_tokens, runner.device)
         self._rows = torch.arange(self._max_tokens, device=runner.device)
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
+        self._mixed_graphs: dict[BatchDescriptor, _MixedGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
         executor = runner.model.executor
         if not isinstance(executor, ProgramExecutor):
             raise ConfigError(
                 f"CUDA graphs need a compiled program, got {type(executor).__name__}; set cudagraph.mode: none"
             )
+        self._executor = executor
         executor.set_output_buffers(self._output_buffer)
         if dispatcher.piecewise_tokens:
             executor.wrap_pieces(
@@ -89,9 +100,11 @@ class GraphRunner:
         """Captures every size, largest first."""
         with self._capturer.session():
             for mode, descriptor in self.dispatcher.descriptors():
-                with self._capturer.measured(mode.name, descriptor.num_tokens):
-                    if mode is CUDAGraphMode.FULL:
+                with self._capturer.measured(_kind(mode, descriptor), descriptor.num_tokens):
+                    if descriptor.uniform:
                         self._capture_decode(descriptor)
+                    elif mode is CUDAGraphMode.FULL:
+                        self._capture_mixed(descriptor)
                     else:
                         self._capture_pieces(descriptor)
         seconds = sum(figure.seconds for figure in self.figures)
@@ -102,8 +115,12 @@ class GraphRunner:
         """Runs the batch in a captured graph; None when none fits it."""
         uniform = batch.forward_mode.is_decode()
         mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform)
-        if mode is CUDAGraphMode.FULL:
+        if mode is CUDAGraphMode.FULL and descriptor.uniform:
             return LogitsProcessorOutput(self._replay_decode(batch, descriptor))
+        if mode is CUDAGraphMode.FULL:
+            if self._runner.attn_backend.runs_well_captured(batch):
+                return self._replay_mixed(batch, descriptor)
+            mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform, may_mix=False)
         if mode is CUDAGraphMode.PIECEWISE:
             self._places(descriptor.num_tokens).take_tokens(batch, descriptor.num_tokens)
             return self._run_pieces(batch, descriptor)
@@ -170,15 +187,51 @@ class GraphRunner:
         inputs = self._places(size)
         return TokenInputs(inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size])
 
+    # FULL, of any step ------------------------------------------------------------------------------------------------
+
+    def _capture_mixed(self, descriptor: BatchDescriptor) -> None:
+        size, runner = descriptor.num_tokens, self._runner
+        runner.attn_backend.init_forward_metadata_capture_mixed(size)
+        batch = self._padding_prompts(size)
+
+        def run() -> list[Any]:
+            return runner.run_body(batch, self._tokens(size), CUDAGraphMode.FULL, descriptor, self._rows[:size])
+
+        if not self._mixed_graphs:
+            run()  # as in _capture_decode
+        graph, body = self._capturer.capture(run)
+        body = self._executor.map_body(body, lambda value: WeakTensor(value).tensor())
+        self._mixed_graphs[descriptor] = _MixedGraph(graph, body)
+
+    def _replay_mixed(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
+        size = descriptor.num_tokens
+        self._places(size).take_tokens(batch, size)
+        self._runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
+        entry = self._mixed_graphs[descriptor]
+        times = self._runner.forward_times
+        with nullcontext() if times is None else times.measure(size):
+            entry.graph.replay()
+        return self._runner.run_head(batch, entry.body, self._logits_rows(batch))
+
+    def _logits_rows(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._rows[: batch.batch_size] if batch.logits_indices is None else batch.logits_indices
+
     # PIECEWISE --------------------------------------------------------------------------------------------------------
 
     def _capture_pieces(self, descriptor: BatchDescriptor) -> None:
         """Runs prompts of padding tokens through the program; its pieces capture themselves on the way."""
-        size, runner = descriptor.num_tokens, self._runner
-        tokens = self._tokens(size)
+        batch = self._padding_prompts(descriptor.num_tokens)
+        batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=self._runner.device)
+        if not any(figure.mode == CUDAGraphMode.PIECEWISE.name for figure in self.figures):
+            self._runner.run_eager(batch)
+        self._run_pieces(batch, descriptor)
+
+    def _padding_prompts(self, size: int) -> ForwardBatch:
+        """Prompts of `size` padding tokens over the persistent inputs."""
+        runner, tokens = self._runner, self._tokens(size)
         lengths = torch.tensor(_lengths(size, runner.config.max_model_len), dtype=torch.int32)
         new, none = lengths.to(runner.device), torch.zeros_like(lengths)
-        batch = runner.prepare_forward_batch_extend(
+        return runner.prepare_forward_batch_extend(
             tokens.input_ids,
             torch.zeros(len(lengths), dtype=torch.int64, device=runner.device),
             new,
@@ -189,27 +242,28 @@ class GraphRunner:
             extend_prefix_lens_cpu=none,
             positions=tokens.positions,
         )
-        batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=runner.device)
-        if not any(figure.mode == CUDAGraphMode.PIECEWISE.name for figure in self.figures):
-            runner.run_eager(batch)
-        self._run_pieces(batch, descriptor)
 
     def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
-        runner, rows = self._runner, batch.logits_indices
-        if rows is None:
-            rows = self._rows[: batch.batch_size]
+        runner, rows = self._runner, self._logits_rows(batch)
         runner.attn_backend.init_forward_metadata(batch)
         tokens, all_rows = self._tokens(descriptor.num_tokens), self._rows[: descriptor.num_tokens]
         return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
 
     def _output_buffer(self, index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """Attention outputs: fixed places for PIECEWISE, fresh memory (in FULL: of the graph's pool) otherwise."""
-        if get_forward_context().cudagraph_runtime_mode is not CUDAGraphMode.PIECEWISE:
+        """Attention outputs: fresh memory, in a captured decode of the graph's pool; where a graph serves any step,
+        places of numbers, since padding is never written: what was there would be its keys and values."""
+        descriptor = get_forward_context().batch_descriptor
+        if descriptor is None or descriptor.uniform:
             return q.new_empty((q.shape[0], *shape))
         key = (index, *shape, q.dtype)
         if key not in self._outputs:
             self._outputs[key] = q.new_zeros((self._max_tokens, *shape))
         return self._outputs[key][: q.shape[0]]
+
+
+def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
+    """As figures have it."""
+    return "MIXED" if mode is CUDAGraphMode.FULL and not descriptor.uniform else mode.name
 
 
 def _lengths(num_tokens: int, longest: int) -> list[int]:
@@ -223,11 +277,17 @@ def estimate_graph_bytes(runner: ModelRunner, dispatcher: GraphDispatcher) -> in
     The two largest sizes of each kind are captured and thrown away: the largest pays for the pool, the second shows
     what one more size adds.
     """
-    trial = GraphDispatcher(dispatcher.mode, dispatcher.piecewise_tokens[-2:], dispatcher.decode_requests[-2:])
+    sizes_of = {
+        "FULL": dispatcher.decode_requests,
+        "PIECEWISE": dispatcher.piecewise_tokens,
+        "MIXED": dispatcher.mixed_tokens,
+    }
+    largest = (sizes_of[kind][-2:] for kind in ("PIECEWISE", "FULL", "MIXED"))
+    trial = GraphDispatcher(dispatcher.mode, *largest)
     graphs = GraphRunner(runner, trial)
     graphs.capture()
     total = 0.0
-    for mode, sizes in (("FULL", dispatcher.decode_requests), ("PIECEWISE", dispatcher.piecewise_tokens)):
-        mib = [figure.mib for figure in graphs.figures if figure.mode == mode]
+    for kind, sizes in sizes_of.items():
+        mib = [figure.mib for figure in graphs.figures if figure.mode == kind]
         total += sum(mib) + max(0, len(sizes) - 2) * (mib[-1] if mib else 0.0)
     return int(total * 2**20)
