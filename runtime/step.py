@@ -1,9 +1,9 @@
 """One engine step: ScheduledBatch → ForwardBatch → logits → tokens, with the host never waiting for the device.
 
 Sampled ids stay on the device, where the next step's decodes take them from; the host gets a copy when it asks. Host
-work of a step: one packed upload, or one into the places that captured graphs read and one of what else there is to
-tell; one asynchronous download. Steps run in the order in which they are submitted, on one stream, so a step may be
-submitted before the tokens of the one before are known.
+work of a step: one packed upload, of which what captured graphs read goes to their places; one asynchronous download.
+Steps run in the order in which they are submitted, on one stream, so a step may be submitted before the tokens of the
+one before are known.
 
 What goes in and comes out is planned in step_plan.py. Used by one thread.
 """
@@ -21,6 +21,7 @@ from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.host_page_table import HostPageTable
 from mllm_compile.runtime.logprobs import TokenLogprobs, token_logprobs
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
+from mllm_compile.runtime.packed_fields import upload_fields
 from mllm_compile.runtime.request import Request
 from mllm_compile.runtime.sampler import Sampler
 from mllm_compile.runtime.sampling_state import SamplingState
@@ -29,10 +30,6 @@ from mllm_compile.runtime.staging import StagingRing
 from mllm_compile.runtime.step_output import ScoreTable, StepOutput
 from mllm_compile.runtime.step_plan import StepPlan, plan_fixed_rows, plan_step
 
-_ALIGNMENT = 16  # bytes; every field of a packed upload starts at a multiple, so that it can be viewed in its dtype
-_INT32_FIELDS = frozenset(
-    {"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"}
-)  # the others are int64
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
 
@@ -131,11 +128,11 @@ class StepRunner:
         """
         device, graphs = self._runner.device, self._runner.graph_runner
         num_tokens, num_rows = plan.inputs["positions"].size, plan.inputs["seq_lens"].size
-        places = None if graphs is None or not graphs.inputs.holds(num_tokens, num_rows) else graphs.inputs
-        fields = {} if places is None else places.upload(plan.inputs)
-        others = (plan.inputs if places is None else {}) | plan.extras | page_writes
-        if others:
-            fields = fields | _upload_fields(others, self._uploads, device)
+        others = plan.extras | page_writes
+        if graphs is not None and graphs.inputs.holds(num_tokens, num_rows):
+            fields = graphs.inputs.upload(plan.inputs, others)
+        else:
+            fields = upload_fields(plan.inputs | others, self._uploads, device)
         if page_writes:
             pages = (fields[name] for name in ("page_rows", "page_positions", "page_slots"))
             self._runner.req_to_token_pool.write_page_slots(*pages)
@@ -218,22 +215,6 @@ class StepRunner:
                 stop_ids=request.stop_ids,
             )
             self._slot_owners[request.slot] = request
-
-
-def _upload_fields(fields: dict[str, np.ndarray], ring: StagingRing, device: torch.device) -> dict[str, torch.Tensor]:
-    """Upload all fields as one block of bytes: one pinned buffer, one copy."""
-    places, end = {}, 0
-    for name, array in fields.items():
-        dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
-        num_bytes = array.size * dtype.itemsize
-        places[name] = (end, end + num_bytes, dtype)
-        end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = ring.next(end)
-    for name, (start, stop, dtype) in places.items():
-        buffer.memory[start:stop].view(dtype).numpy()[:] = fields[name]
-    block = torch.empty(end, dtype=torch.uint8, device=device).copy_(buffer.memory[:end], non_blocking=True)
-    buffer.record()
-    return {name: block[start:stop].view(dtype) for name, (start, stop, dtype) in places.items()}
 
 
 class _Results:

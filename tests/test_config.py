@@ -45,7 +45,7 @@ def test_every_key_of_the_documented_example_is_taken(tmp_path):
     text = """
     model:     {path: m/x, revision: null, dtype: auto, load_format: auto, trust_remote_code: false}
     compile:   {backend: inductor, disable_passes: []}
-    cudagraph: {mode: auto, piecewise_tokens: auto, decode_requests: auto}
+    cudagraph: {mode: auto, piecewise_tokens: auto, decode_requests: auto, mixed_tokens: auto}
     runtime:   {device: auto, attention_backend: auto, page_size: auto, kv_cache_dtype: auto, mem_fraction_static: 0.9,
                 max_model_len: auto, max_running_requests: auto, max_num_batched_tokens: auto,
                 enable_prefix_cache: true, deterministic: false, seed: 0}

@@ -14,7 +14,7 @@ from mllm_compile.device_info import DeviceInfo, detect_device
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.progress import PlainReporter
-from mllm_compile.resolve import ResolvedConfig, resolve
+from mllm_compile.resolve import MIXED_TOKENS, ResolvedConfig, ResolvedCudaGraph, resolve
 
 CPU = DeviceInfo("cpu", "x86_64")
 H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)
@@ -33,7 +33,7 @@ def test_auto_on_a_cpu_is_float32_torch_and_no_graphs():
     assert (config.runtime.device, config.runtime.attention_backend) == ("cpu", "torch")
     assert (config.runtime.page_size, config.runtime.max_model_len) == (16, 8192)
     assert (config.runtime.max_running_requests, config.runtime.max_num_batched_tokens) == (64, 2048)
-    assert config.cudagraph.model_dump() == {"mode": "none", "piecewise_tokens": (), "decode_requests": ()}
+    assert config.cudagraph == ResolvedCudaGraph(mode="none", piecewise_tokens=(), decode_requests=())
     assert config.model.load_format == "safetensors"
 
 
@@ -62,6 +62,49 @@ def test_no_piece_is_captured_for_longer_steps_than_all_requests_can_make():
     narrow = QWEN | {"hidden_size": 64}
     few = resolved(H200, narrow, runtime={"max_running_requests": 2, "max_model_len": 1100})
     assert few.cudagraph.piecewise_tokens[-1] == 2048
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "sections", "expected"),
+    [
+        (H200, 1024, {}, MIXED_TOKENS),
+        (H200, 2048, {"cudagraph": {"mode": "full"}}, MIXED_TOKENS),
+        (H200, 1024, {"runtime": {"max_num_batched_tokens": 200}}, (64, 128, 192)),
+        (H200, 1024, {"runtime": {"max_num_batched_tokens": 50}}, ()),
+        (H200, 2560, {}, ()),
+        (H200, "?", {}, ()),
+        (H200, 1024, {"cudagraph": {"mode": "piecewise"}}, ()),
+        (H200, 1024, {"cudagraph": {"mode": "full_decode_only"}}, ()),
+        (H200, 1024, {"runtime": {"attention_backend": "torch"}}, ()),
+        (H200, 1024, {"runtime": {"deterministic": True}}, ()),
+        (H200, 1024, {"cudagraph": {"mixed_tokens": []}}, ()),
+        (H200, 4096, {"cudagraph": {"mixed_tokens": [100, 30]}}, (30, 100)),
+        (A100, 1024, {}, ()),
+        (CPU, 1024, {}, ()),
+        (CPU, 1024, {"cudagraph": {"mixed_tokens": [64]}}, ()),
+    ],
+)
+def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device, width, sections, expected):
+    graphs = resolved(device, QWEN | {"hidden_size": width}, **sections).cudagraph
+    assert graphs.mixed_tokens == expected
+    is_asked = device.is_cuda and "mixed_tokens" in sections.get("cudagraph", {})
+    assert graphs.mixed_tokens_asked == is_asked
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "said"),
+    [
+        (
+            {"mode": "piecewise"},
+            ConfigError,
+            r"mixed_tokens lists sizes, but the mode captures none .* full_and_piecewise",
+        ),
+        ({"mixed_tokens": [9000]}, CaptureSizeError, r"mixed_tokens holds 9000, but no batch is larger than .*: 8192"),
+    ],
+)
+def test_whole_steps_that_cannot_be_are_refused(sections, error, said):
+    with pytest.raises(error, match=said):
+        resolved(H200, cudagraph={"mixed_tokens": [64]} | sections)
 
 
 def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
@@ -193,8 +236,8 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
     if device is CPU:
         assert config.cudagraph.mode == "none"
     else:
-        sizes = {"piecewise_tokens": (), "decode_requests": (tokens,)}
-        assert config.cudagraph.model_dump() == {"mode": "full_decode_only"} | sizes
+        graphs = ResolvedCudaGraph(mode="full_decode_only", piecewise_tokens=(), decode_requests=(tokens,))
+        assert config.cudagraph == graphs
 
 
 @pytest.mark.parametrize(

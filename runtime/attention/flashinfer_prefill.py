@@ -142,7 +142,13 @@ class GroupPrefill:
         return "fa3" in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper)
 
     def captured_loss_us(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> float:
-        """How much longer the captured kernel takes for such prefills than the fastest, as estimated."""
+        """How much longer the captured kernel takes for such prefills than the fastest, as estimated.
+
+        Args:
+            query_lens, prefix_lens: [R]; there may be no prefills.
+        """
+        if not query_lens.size:
+            return 0.0
         lengths = query_lens, prefix_lens
         costs = prefill_costs(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
         return costs[_CAPTURED] - min(costs.values())

@@ -4,7 +4,7 @@ All that depends on the batch is read on the device. The decode kernels of the p
 length, 0 where the row is no decode, and its pages. FlashInfer's fa3 reads the list of work that its plan writes into
 the int workspace, and page ids; nothing else of a batch, not even the offsets that its wrapper keeps (0.6.18). So its
 page ids are the decode kernels' page table, each request's at its own row, and a replay costs two launches for that
-table, two for the decodes' lengths, and a plan.
+table, one or two for the decodes' lengths, and a plan.
 
 Decodes come first in a batch, and prompts are written behind them: rows past the decodes are passed over by the
 kernels of the one, rows before the prompts by those of the other, padding by both.
@@ -62,18 +62,21 @@ class MixedSteps:
         self._prefills = prefills
         self._space = space
         self._decode_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._num_decodes = 0  # of the last replay: lengths behind them are 0
         self._steps: dict[int, MixedStep] = {}
 
     def capture(self, num_tokens: int) -> MixedStep:
         """A step of `num_tokens` to capture; of nothing but padding, until `replay`."""
         num_rows = min(num_tokens, self._decode_lens.shape[0])
-        self._decode_lens.zero_()
         rows = DecodeRows(self._decode_lens[:num_rows], _no_pages)
         step = MixedStep(
             num_rows,
             [group.plan(rows) for group in self._decodes],
             [group.capture(num_tokens, self._space.page_table[:num_rows]) for group in self._prefills],
         )
+        nothing = torch.zeros(num_rows + 1, dtype=torch.int32)
+        for prefill in step.prefills:
+            prefill.plan(nothing, nothing[1:])
         self._steps[num_tokens] = step
         return step
 
@@ -87,8 +90,7 @@ class MixedSteps:
         """
         step = self._steps[num_tokens]
         self._space.list_pages(rows)
-        self._decode_lens[num_decodes:].zero_()
-        self._decode_lens[:num_decodes].copy_(batch.seq_lens[:num_decodes])
+        self._set_decode_lens(batch.seq_lens[:num_decodes])
 
         # Decodes and padding have no queries here.
         starts = np.full(step.num_rows + 1, batch.num_actual_tokens, dtype=np.int32)
@@ -98,6 +100,14 @@ class MixedSteps:
         for prefill in step.prefills:
             prefill.plan(torch.from_numpy(starts), torch.from_numpy(num_keys))
         return step
+
+    def _set_decode_lens(self, seq_lens: torch.Tensor) -> None:
+        num_decodes = seq_lens.shape[0]
+        if num_decodes < self._num_decodes:
+            self._decode_lens[num_decodes : self._num_decodes].zero_()
+        if num_decodes:
+            self._decode_lens[:num_decodes].copy_(seq_lens)
+        self._num_decodes = num_decodes
 
 
 def _no_pages(window_left: int, indices_out: torch.Tensor | None) -> Any:

@@ -7,11 +7,17 @@ Shape legend: T tokens of the step, R requests; M and N the most of either that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import torch
 
 from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.packed_fields import PackedFields, upload_fields
 from mllm_compile.runtime.staging import StagingRing
+
+_OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
 
 
 class TokenPlaces:
@@ -68,8 +74,9 @@ class StepInputs(TokenPlaces):
             "req_pool_indices": (max_requests, int64),
             "seq_lens": (max_requests, int32),
         }
-        num_bytes = sum(size * dtype.itemsize for size, dtype in self._fields.values())
-        self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._own_bytes = sum(size * dtype.itemsize for size, dtype in self._fields.values())
+        self._others_start = -(-self._own_bytes // 16) * 16
+        self._block = torch.zeros(self._others_start + _OTHER_BYTES, dtype=torch.uint8, device=device)
         views = self._views(self._block)
         super().__init__(views["input_ids"], views["positions"], views["out_cache_loc"])
         self.req_pool_indices, self.seq_lens = views["req_pool_indices"], views["seq_lens"]
@@ -85,14 +92,23 @@ class StepInputs(TokenPlaces):
         """Whether a step of that size fits."""
         return num_tokens <= self.max_tokens and num_requests <= self.max_requests
 
-    def upload(self, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def upload(
+        self, values: dict[str, np.ndarray], others: Mapping[str, np.ndarray] = MappingProxyType({})
+    ) -> dict[str, torch.Tensor]:
         """Bring a step's values (one array for each field) to their places, and padding behind them; waits for nobody.
 
+        Args:
+            others: arrays of the step that come by the same copy, valid until the next upload.
+
         Returns:
-            The places, as long as the values.
+            The places, as long as the values, and the others.
         """
+        packed = PackedFields(others, self._others_start)
+        if packed.end > self._block.nbytes:
+            return self.upload(values) | upload_fields(others, self._staging, self._block.device)
         buffer = self._staging.next(self._block.nbytes)
         host = buffer.memory[: self._block.nbytes]
+        packed.write(host)
         arrays = self._host_arrays.get(host.data_ptr())
         if arrays is None:
             arrays = {name: view.numpy() for name, view in self._views(host).items()}
@@ -102,13 +118,13 @@ class StepInputs(TokenPlaces):
             array[: value.size] = value
             array[value.size :] = self.padding_len if name == "seq_lens" else 0
         self.seq_lens_cpu.numpy()[:] = arrays["seq_lens"]
-        self._block.copy_(host, non_blocking=True)
+        self._block[: packed.end].copy_(host[: packed.end], non_blocking=True)
         buffer.record()
         shape = (values["positions"].size, values["seq_lens"].size)
         if shape != self._last_shape:
             self._last_shape = shape
             self._last_fields = {name: getattr(self, name)[: value.size] for name, value in values.items()}
-        return self._last_fields
+        return self._last_fields | packed.views(self._block) if others else self._last_fields
 
     def take_requests(self, batch: ForwardBatch, padded: int) -> None:
         """As take_tokens, of a decode's requests."""

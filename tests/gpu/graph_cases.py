@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mllm_compile.progress import NullReporter
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
+from tests.runtime.runner_cases import Loop
 from tests.tiny_model import tiny_config
 
 DECODE_REQUESTS = (1, 2, 4, 8, 16)
@@ -26,11 +28,19 @@ def num_pages(page_size: int) -> int:
     return 20 + 6400 // page_size
 
 
-def make_gpu_runner(cache: Path, backend: str = "eager", page_size: int = 64, **changes) -> ModelRunner:
-    """The embedded model, graphs of DECODE_REQUESTS and PIECEWISE_TOKENS captured, unless `changes` say otherwise."""
+def make_gpu_runner(
+    cache: Path,
+    backend: str = "eager",
+    page_size: int = 64,
+    model: dict[str, str] | None = None,
+    mixed_tokens: tuple[int, ...] = (),
+    **changes,
+) -> ModelRunner:
+    """The embedded model, or another; graphs of DECODE_REQUESTS, PIECEWISE_TOKENS and `mixed_tokens` captured, unless
+    `changes` say otherwise."""
     config = tiny_config(
         cache,
-        model={"dtype": "bfloat16"},
+        model={"dtype": "bfloat16"} | (model or {}),
         compile={"backend": backend},
         runtime={
             "device": "cuda",
@@ -38,7 +48,11 @@ def make_gpu_runner(cache: Path, backend: str = "eager", page_size: int = 64, **
             "max_running_requests": DECODE_REQUESTS[-1],
             "max_num_batched_tokens": 128,
         },
-        cudagraph={"decode_requests": DECODE_REQUESTS, "piecewise_tokens": PIECEWISE_TOKENS},
+        cudagraph={
+            "decode_requests": DECODE_REQUESTS,
+            "piecewise_tokens": PIECEWISE_TOKENS,
+            "mixed_tokens": mixed_tokens,
+        },
     )
     compiled = load_or_compile(config, NullReporter())
     settings = replace(runner_config(compiled.config), num_pages=num_pages(page_size), **changes)
@@ -107,13 +121,15 @@ def decode_batch(runner: ModelRunner, num_requests: int, seed: int = 0) -> Forwa
     )
 
 
-def mixed_batch(runner: ModelRunner, num_tokens: int, seed: int = 0) -> ForwardBatch:
+def mixed_batch(
+    runner: ModelRunner, num_tokens: int, seed: int = 0, num_decodes: int | None = None, longest_prefix: int = 200
+) -> ForwardBatch:
     """`num_tokens` new tokens: some decodes, then a chunk of a prompt with a prefix and one without, where they fit."""
     rng = np.random.default_rng(seed)
-    num_decodes = min(num_tokens // 3, 6)
+    num_decodes = min(num_tokens // 3, 6) if num_decodes is None else num_decodes
     rest = num_tokens - num_decodes
     new = [1] * num_decodes + ([rest // 2, rest - rest // 2] if rest > 1 else [rest])
-    prefix = [int(rng.integers(1, 200)) for _ in new]
+    prefix = [int(rng.integers(longest_prefix // 200, longest_prefix)) for _ in new]
     prefix[-1] = 0
     requests = place_requests(runner, [p + n for p, n in zip(prefix, new, strict=True)], seed)
     new_lens, prefix_lens = torch.tensor(new, dtype=torch.int32), torch.tensor(prefix, dtype=torch.int32)
@@ -129,3 +145,41 @@ def mixed_batch(runner: ModelRunner, num_tokens: int, seed: int = 0) -> ForwardB
         extend_seq_lens_cpu=new_lens,
         extend_prefix_lens_cpu=prefix_lens,
     )
+
+
+def snapshot(runner: ModelRunner) -> list[torch.Tensor]:
+    pages = [
+        pages.clone() for layer in runner.model.layers for pages in runner.token_to_kv_pool.get_pages(layer.layer_id)
+    ]
+    return [runner.req_to_token_pool.req_to_token.clone(), *pages]
+
+
+def restore_written(after: list[torch.Tensor], before: list[torch.Tensor], slots: torch.Tensor) -> None:
+    """Undo, in `after`, what may have changed: the batch's own slots and the dummy page."""
+    for new, old in zip(after[1:], before[1:], strict=True):
+        flat_new, flat_old = new.flatten(0, 1), old.flatten(0, 1)
+        flat_new[slots] = flat_old[slots]
+        new[0] = old[0]
+
+
+def check_untouched(runner: ModelRunner, before: list[torch.Tensor], own_slots: torch.Tensor) -> None:
+    after = snapshot(runner)
+    assert not torch.equal(after[1].flatten(0, 1)[own_slots], before[1].flatten(0, 1)[own_slots]), "the step did write"
+    restore_written(after, before, own_slots)
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+
+
+def serve(runner: ModelRunner, num_steps: int) -> list[list[int]]:
+    """Tokens of requests that join and leave at random over `num_steps` steps."""
+    rng = random.Random(0)
+    loop, requests, in_flight = Loop(runner), [], None
+    for step in range(num_steps):
+        if step % 4 == 0 or not loop.scheduler.has_work():
+            prompt = [rng.randrange(3, 3000) for _ in range(rng.randrange(1, 90))]
+            requests.append(loop.add(prompt, max_tokens=rng.randrange(1, 70), ignore_eos=True))
+        in_flight = loop._turn(in_flight, overlap=True)
+    loop._finish(*in_flight)
+    sizes = {batch.num_requests for batch in loop.batches}
+    assert len(sizes) > 8, "they join and leave"
+    assert sum(batch.num_decodes > 0 for batch in loop.batches) >= num_steps - 20
+    return [request.output_token_ids for request in requests]

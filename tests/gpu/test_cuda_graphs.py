@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,12 +20,15 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from tests.gpu.graph_cases import (
     DECODE_REQUESTS,
     PIECEWISE_TOKENS,
+    check_untouched,
     decode_batch,
     fill_pages,
     graphs_of,
     make_gpu_runner,
     mixed_batch,
     num_pages,
+    serve,
+    snapshot,
 )
 from tests.runtime.runner_cases import Loop
 
@@ -143,21 +145,6 @@ def test_a_graph_replayed_over_pages_that_were_freed_and_given_to_others_reads_t
         assert (captured.float() - expected).norm() / expected.norm() < 2e-2
 
 
-def snapshot(runner: ModelRunner) -> list[torch.Tensor]:
-    pages = [
-        pages.clone() for layer in runner.model.layers for pages in runner.token_to_kv_pool.get_pages(layer.layer_id)
-    ]
-    return [runner.req_to_token_pool.req_to_token.clone(), *pages]
-
-
-def restore_written(after: list[torch.Tensor], before: list[torch.Tensor], slots: torch.Tensor) -> None:
-    """Undo, in `after`, what may have changed: the batch's own slots and the dummy page."""
-    for new, old in zip(after[1:], before[1:], strict=True):
-        flat_new, flat_old = new.flatten(0, 1), old.flatten(0, 1)
-        flat_new[slots] = flat_old[slots]
-        new[0] = old[0]
-
-
 def test_padding_touches_no_page_and_no_request_row_in_a_batch_of_any_size(runner):
     graphs = graphs_of(runner)
     fill_pages(runner, value=7.0)
@@ -177,13 +164,6 @@ def test_padding_touches_no_page_and_no_request_row_in_a_batch_of_any_size(runne
     fill_pages(runner)
 
 
-def check_untouched(runner: ModelRunner, before: list[torch.Tensor], own_slots: torch.Tensor) -> None:
-    after = snapshot(runner)
-    assert not torch.equal(after[1].flatten(0, 1)[own_slots], before[1].flatten(0, 1)[own_slots]), "the step did write"
-    restore_written(after, before, own_slots)
-    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
-
-
 class UncapturedGraphs(GraphRunner):
     """The same sizes, padding and attention plans with no graph replayed."""
 
@@ -197,22 +177,6 @@ class UncapturedGraphs(GraphRunner):
         if rows is None:
             rows = torch.arange(batch.batch_size, device="cuda")
         return self._runner.run_program(batch, self._tokens(descriptor.num_tokens), rows)
-
-
-def serve(runner: ModelRunner, num_steps: int) -> list[list[int]]:
-    """Tokens of requests that join and leave at random over `num_steps` steps."""
-    rng = random.Random(0)
-    loop, requests, in_flight = Loop(runner), [], None
-    for step in range(num_steps):
-        if step % 4 == 0 or not loop.scheduler.has_work():
-            prompt = [rng.randrange(3, 3000) for _ in range(rng.randrange(1, 90))]
-            requests.append(loop.add(prompt, max_tokens=rng.randrange(1, 70), ignore_eos=True))
-        in_flight = loop._turn(in_flight, overlap=True)
-    loop._finish(*in_flight)
-    sizes = {batch.num_requests for batch in loop.batches}
-    assert len(sizes) > 8, "they join and leave"
-    assert sum(batch.num_decodes > 0 for batch in loop.batches) >= num_steps - 20
-    return [request.output_token_ids for request in requests]
 
 
 def test_500_steps_of_requests_that_join_and_leave_give_the_tokens_that_they_give_without_graphs(runner):

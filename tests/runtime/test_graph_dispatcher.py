@@ -62,6 +62,21 @@ def test_a_piecewise_graph_serves_any_number_of_requests():
     assert BOTH.dispatch(8, 3, False)[1].num_reqs is None
 
 
+def test_a_full_graph_of_any_step_is_preferred_to_pieces_unless_it_may_not_serve():
+    mixed = GraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, TOKENS, REQUESTS, (12, 5))
+    assert mixed.dispatch(6, 6, True) == full(6)
+    assert mixed.dispatch(6, 2, False) == (CUDAGraphMode.FULL, BatchDescriptor(12))
+    assert mixed.dispatch(6, 2, False, may_mix=False) == piecewise(8)
+    assert mixed.dispatch(13, 2, False) == piecewise(16)
+    assert set(mixed.descriptors()) - set(BOTH.descriptors()) == {
+        (CUDAGraphMode.FULL, BatchDescriptor(size)) for size in (5, 12)
+    }
+    alone = GraphDispatcher(CUDAGraphMode.FULL, (), REQUESTS, (5, 12))
+    assert alone.dispatch(13, 2, False)[0] is CUDAGraphMode.NONE
+    decodes = GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, (), REQUESTS, (5, 12))
+    assert decodes.mixed_tokens == ()
+
+
 def test_above_the_largest_size_a_batch_keeps_its_own_shape():
     assert BOTH.dispatch(17, 2, False) == (CUDAGraphMode.NONE, BatchDescriptor(17, num_reqs=2))
 

@@ -57,6 +57,17 @@ def test_more_uploads_than_host_buffers_still_bring_the_last_values(inputs):
     assert fields["positions"].tolist() == values(7, 1)["positions"].tolist()
 
 
+@pytest.mark.parametrize("num_pages", [3, 2000])
+def test_what_else_a_step_has_comes_with_its_inputs_however_much_it_is(inputs, num_pages):
+    others = {"page_slots": np.arange(64 * num_pages), "page_rows": np.arange(num_pages), "empty": np.arange(0)}
+    for seed in range(6):
+        fields = inputs.upload(values(5, 2), {name: array + seed for name, array in others.items()})
+        assert fields["page_slots"].dtype == torch.int32
+        assert {name: fields[name].tolist() for name in others} == {k: (v + seed).tolist() for k, v in others.items()}
+        assert fields["positions"].tolist() == inputs.positions[:5].tolist() == values(5, 2)["positions"].tolist()
+    assert set(inputs.upload(values(5, 2))) == set(NAMES)
+
+
 def test_what_fits_is_decided_by_tokens_and_requests(inputs):
     assert inputs.holds(8, 4)
     assert not inputs.holds(9, 4)

@@ -1,0 +1,55 @@
+"""Arrays of one copy to the device: packed one after another, each where it can be viewed in its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.staging import StagingRing
+
+_ALIGNMENT = 16  # bytes
+_INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
+
+
+class PackedFields:
+    """Where each array of a step is in a block of bytes.
+
+    Attributes:
+        end: bytes up to the end of the last one.
+    """
+
+    def __init__(self, fields: Mapping[str, np.ndarray], start: int = 0) -> None:
+        """
+        Args:
+            start: where the first one begins, a multiple of 16 bytes.
+        """
+        self._fields = fields
+        self._places: dict[str, tuple[int, int, torch.dtype]] = {}
+        self.end = start
+        for name, array in fields.items():
+            dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
+            begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
+            self.end = begin + array.size * dtype.itemsize
+            self._places[name] = (begin, self.end, dtype)
+
+    def write(self, memory: torch.Tensor) -> None:
+        """Put the arrays into host memory [≥ end] uint8."""
+        for name, view in self.views(memory).items():
+            view.numpy()[:] = self._fields[name]
+
+    def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays in a block [≥ end] uint8, by name."""
+        return {name: block[begin:end].view(dtype) for name, (begin, end, dtype) in self._places.items()}
+
+
+def upload_fields(fields: Mapping[str, np.ndarray], ring: StagingRing, device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of the arrays on the device, by one copy from pinned memory; waits for nobody."""
+    packed = PackedFields(fields)
+    buffer = ring.next(packed.end)
+    packed.write(buffer.memory)
+    block = torch.empty(packed.end, dtype=torch.uint8, device=device)
+    block.copy_(buffer.memory[: packed.end], non_blocking=True)
+    buffer.record()
+    return packed.views(block)

@@ -1,0 +1,167 @@
+"""Whole steps with prompts in one graph: what its kernels give one by one, whatever decodes and prompts come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
+from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
+from tests.gpu.graph_cases import check_untouched, fill_pages, graphs_of, make_gpu_runner, mixed_batch, serve, snapshot
+from tests.gpu.small_shape import SHAPE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+MIXED_TOKENS = (8, 24, 64)
+# 2 KV heads: Triton's kernels decode; 8: CUDA kernels of ours.
+HEADS = {"triton": (8, 2), "cuda": (16, 8)}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def runner_of(cache, heads: str, **changes) -> ModelRunner:
+    folder = cache / heads
+    folder.mkdir(exist_ok=True)
+    num_heads, num_kv_heads = HEADS[heads]
+    config = SHAPE | {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = {"path": str(folder), "load_format": "dummy"}
+    return make_gpu_runner(cache, **({"backend": "inductor", "model": model, "mixed_tokens": MIXED_TOKENS} | changes))
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def runner(request, cache) -> Iterator[ModelRunner]:
+    runner = runner_of(cache, request.param)
+    fill_pages(runner)
+    with torch.inference_mode():
+        yield runner
+    runner.shutdown()
+
+
+@torch.inference_mode()
+def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int) -> LogitsProcessorOutput:
+    """The step with the graph's shape and attention plan, piece by piece."""
+    graphs = graphs_of(runner)
+    graphs._places(size).take_tokens(batch, size)
+    runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
+    padded, rows = graphs._padding_prompts(size), graphs._logits_rows(batch)
+    return runner.run_program(padded, graphs._tokens(size), rows, all_rows=graphs._rows[:size])
+
+
+def batches_of(runner: ModelRunner, size: int) -> Iterator[ForwardBatch]:
+    """Prompts alone, with as many decodes as may be, with some; of all tokens and of fewer."""
+    smaller = max((s for s in MIXED_TOKENS if s < size), default=0)
+    for seed, num_tokens in enumerate((size, size - 1, smaller + 1)):
+        for num_decodes in {0, min(num_tokens - 1, 14), num_tokens // 3}:
+            if num_tokens > num_decodes <= 14:
+                yield mixed_batch(runner, num_tokens, seed, num_decodes)
+
+
+@pytest.mark.parametrize("size", MIXED_TOKENS)
+def test_a_graph_of_any_step_gives_the_logits_of_the_pieces_bit_for_bit(runner, size):
+    graphs = graphs_of(runner)
+    for batch in batches_of(runner, size):
+        mode, descriptor = graphs.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False)
+        assert (mode, descriptor) == (CUDAGraphMode.FULL, BatchDescriptor(size))
+        captured = runner.forward(batch).next_token_logits.clone()
+        assert captured.isfinite().all()
+        assert torch.equal(captured, uncaptured(runner, batch, size).next_token_logits)
+        unpadded = runner.run_eager(batch).next_token_logits.float()
+        assert (captured.float() - unpadded).norm() / unpadded.norm() < 2e-2
+
+
+def test_a_replay_follows_pages_that_were_given_to_others(runner):
+    for seed in range(6):
+        fill_pages(runner, seed=seed)
+        batch = mixed_batch(runner, 20, seed)
+        captured = runner.forward(batch).next_token_logits.float()
+        unpadded = runner.run_eager(batch).next_token_logits.float()
+        assert (captured - unpadded).norm() / unpadded.norm() < 2e-2
+
+
+def test_it_touches_no_page_and_no_row_but_its_own(runner):
+    graphs = graphs_of(runner)
+    fill_pages(runner, value=7.0)
+    for size in MIXED_TOKENS:
+        for batch in batches_of(runner, size):
+            before = snapshot(runner)
+            graphs._replay_mixed(batch, BatchDescriptor(size))
+            check_untouched(runner, before, batch.out_cache_loc)
+    fill_pages(runner)
+
+
+def test_further_logits_can_be_asked_for(runner):
+    batch = mixed_batch(runner, 20)
+    batch.return_logprob = True
+    indices = torch.tensor([3, 19, 0], device="cuda")
+    captured = runner.forward(batch).logits_of(indices).clone()
+    assert captured.isfinite().all() and captured.shape == (3, runner.vocab_size)
+    everything = mixed_batch(runner, 20)
+    everything.logits_indices = torch.arange(20, device="cuda")
+    assert torch.equal(captured, runner.forward(everything).next_token_logits[indices])
+
+
+def test_a_few_tokens_behind_a_long_prefix_get_the_kernel_that_splits_keys(cache, monkeypatch):
+    runner = runner_of(cache, "cuda")
+    try:
+        fill_pages(runner)
+        graphs = graphs_of(runner)
+        batch = mixed_batch(runner, 20)
+        monkeypatch.setattr(runner.attn_backend, "runs_well_captured", lambda batch: False)
+        monkeypatch.setattr(graphs, "_replay_mixed", lambda *_: pytest.fail("it was replayed whole"))
+        with torch.inference_mode():
+            assert runner.forward(batch).next_token_logits.isfinite().all()
+    finally:
+        runner.shutdown()
+
+
+class UncapturedMixed(GraphRunner):
+    """The same sizes, padding and attention plans, no step with prompts replayed whole."""
+
+    def _replay_mixed(self, batch, descriptor):
+        return uncaptured(self._runner, batch, descriptor.num_tokens)
+
+
+def test_300_steps_of_requests_that_join_and_leave_give_the_same_tokens(runner):
+    graphs = graphs_of(runner)
+    captured = serve(runner, 300)
+    without = object.__new__(UncapturedMixed)
+    without.__dict__.update(graphs.__dict__)
+    runner.graph_runner = without
+    try:
+        assert serve(runner, 300) == captured
+    finally:
+        runner.graph_runner = graphs
+
+
+def test_every_size_is_captured(runner):
+    figures = graphs_of(runner).figures
+    assert [figure.num_tokens for figure in figures if figure.mode == "MIXED"] == list(reversed(MIXED_TOKENS))
+
+
+def test_sizes_that_were_asked_for_are_refused_where_attention_cannot_be_captured(cache):
+    with pytest.raises(ConfigError, match=r"cudagraph.mixed_tokens is \[8, 24, 64\], but attention over prompts"):
+        runner_of(cache, "triton", backend="eager")
+
+
+def test_sizes_that_nobody_asked_for_are_left_out_there(cache):
+    runner = runner_of(cache, "triton", backend="eager", mixed_tokens_asked=False)
+    try:
+        assert graphs_of(runner).dispatcher.mixed_tokens == ()
+    finally:
+        runner.shutdown()
