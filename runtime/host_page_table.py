@@ -24,6 +24,10 @@ class HostPageTable:
         """page_ids[i] becomes the page_positions[i]-th page of rows[i]; all [N] int."""
         self._table[rows, page_positions] = page_ids
 
+    def places_of(self, rows: np.ndarray, page_positions: np.ndarray) -> np.ndarray:
+        """[N] int64: of these pages among the pages of all rows, row after row."""
+        return rows.astype(np.int64) * self._table.shape[1] + page_positions
+
     def slots_of(self, page_ids: np.ndarray) -> np.ndarray:
         """[N * page_size] int32: the slots of whole pages [N] int, one page after another."""
         offsets = np.arange(self.page_size, dtype=np.int32)

@@ -55,12 +55,17 @@ class ReqToTokenPool:
         """Enter whole pages: page_ids[i] becomes the page_positions[i]-th page of rows[i]; all [N] int64."""
         offsets = torch.arange(page_size, dtype=torch.int32, device=page_ids.device)
         slots = page_ids.to(torch.int32)[:, None] * page_size + offsets
-        self.write_page_slots(rows, page_positions, slots.flatten())
+        self.write_page_slots(rows * (self.max_context_len // page_size) + page_positions, slots.flatten())
 
-    def write_page_slots(self, rows: torch.Tensor, page_positions: torch.Tensor, page_slots: torch.Tensor) -> None:
-        """As write_pages, from the pages' slots [N * page_size] int32, which are one launch."""
-        slots = page_slots.unflatten(0, (rows.shape[0], -1))
-        self.req_to_token.unflatten(1, (-1, slots.shape[1])).index_put_((rows, page_positions), slots)
+    def write_page_slots(self, places: torch.Tensor, page_slots: torch.Tensor) -> None:
+        """As write_pages, by one launch.
+
+        Args:
+            places: [N] int64, counted over the pages of all rows.
+            page_slots: [N * page_size] int32.
+        """
+        slots = page_slots.view(places.shape[0], -1)
+        self.req_to_token.view(-1, slots.shape[1]).index_copy_(0, places, slots)
 
 
 class KVPool:

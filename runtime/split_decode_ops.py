@@ -144,6 +144,11 @@ def _split_decode_kernel(
     share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK
     num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
+    if EARLY and FETCH_FIRST:  # noqa: SIM102 # the one is known when the kernel is compiled
+        # In a step without decodes somebody has to wait, or the kernel behind would not be behind those ahead.
+        if (row == 0) & (start >= num_keys):
+            wait_for_prerequisites()
+            start_dependents()
     if start < num_keys:
         end = tl.minimum(start + share, num_keys)
         row_table = table_ptr + row.to(tl.int64) * table_stride

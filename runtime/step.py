@@ -112,8 +112,8 @@ class StepRunner:
         if not batch.page_ids.size:
             return {}
         self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-        slots = self._pages.slots_of(batch.page_ids)
-        return {"page_rows": batch.page_rows, "page_positions": batch.page_positions, "page_slots": slots}
+        places = self._pages.places_of(batch.page_rows, batch.page_positions)
+        return {"page_places": places, "page_slots": self._pages.slots_of(batch.page_ids)}
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
         config = self._runner.config
@@ -134,8 +134,7 @@ class StepRunner:
         else:
             fields = upload_fields(plan.inputs | others, self._uploads, device)
         if page_writes:
-            pages = (fields[name] for name in ("page_rows", "page_positions", "page_slots"))
-            self._runner.req_to_token_pool.write_page_slots(*pages)
+            self._runner.req_to_token_pool.write_page_slots(fields["page_places"], fields["page_slots"])
         return fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor]) -> ForwardBatch:

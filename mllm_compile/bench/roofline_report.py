@@ -170,7 +170,7 @@ def _trace(probe: Probe, work: StepWork, *, graphs: bool) -> list[dict[str, Any]
 
 
 # A list of sizes contradicts the mode none.
-_NO_SIZES = {"piecewise_tokens": "auto", "decode_requests": "auto"}
+_NO_SIZES = {"piecewise_tokens": "auto", "decode_requests": "auto", "mixed_tokens": "auto"}
 
 
 def _graph_mode(probe: Probe) -> str:

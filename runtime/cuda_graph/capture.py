@@ -56,13 +56,12 @@ class GraphCapturer:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Captures happen on the capture stream, with garbage collection frozen.
+        """Captures happen on the capture stream, without garbage collection.
 
-        A collection in the middle of a capture may unload a module or free an event, which kills the capture.
+        A collection in the middle of a capture may unload a module or free an event, which kills the capture. None is
+        made ahead either: it takes a tenth of a second.
         """
         torch.cuda.synchronize(self.device)
-        gc.collect()
-        gc.freeze()
         was_enabled = gc.isenabled()
         gc.disable()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -72,7 +71,6 @@ class GraphCapturer:
         finally:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
             torch.cuda.synchronize(self.device)
-            gc.unfreeze()
             if was_enabled:
                 gc.enable()
 

@@ -1,4 +1,4 @@
-"""What captured attention is told of a batch, with kernels that only note it (tests/gpu/test_mixed_graphs.py has them)."""
+"""What captured attention is told of a batch; its kernels only note it here (tests/gpu/test_mixed_graphs.py)."""
 
 from __future__ import annotations
 
