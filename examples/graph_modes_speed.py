@@ -62,7 +62,7 @@ def steps_by_mode(runner: ModelRunner, batch: ForwardBatch) -> dict[str, Callabl
         raise SystemExit("the config captures no graphs; set cudagraph.mode: full_and_piecewise")
     dispatcher, size = graphs.dispatcher, batch.batch_size
     steps: dict[str, Callable[[], object]] = {"none": lambda: runner.run_eager(batch)}
-    mode, descriptor = dispatcher.dispatch(size, size, uniform=False)
+    mode, descriptor = dispatcher.dispatch(size, size, uniform=False, may_mix=False)
     if mode is CUDAGraphMode.PIECEWISE:
 
         def piecewise() -> object:
