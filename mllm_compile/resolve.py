@@ -174,7 +174,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             split_decode=split_decode,
             hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype, device),
         ),
-        cudagraph=_cudagraph(config.cudagraph, runtime, device, model, choices),
+        cudagraph=_cudagraph(config.cudagraph, runtime, split_decode, device, model, choices),
         runtime=runtime,
         cache=ResolvedCache(
             dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
@@ -374,7 +374,12 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
 
 
 def _cudagraph(
-    asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, model: ModelFolder, choices: _Choices
+    asked: CudaGraphConfig,
+    runtime: ResolvedRuntime,
+    split_decode: bool,
+    device: DeviceInfo,
+    model: ModelFolder,
+    choices: _Choices,
 ) -> ResolvedCudaGraph:
     mode = _graph_mode(asked, runtime, device, choices)
     if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here
@@ -400,7 +405,7 @@ def _cudagraph(
             mode if mode in _FULL_MODES else None,
             choices,
         ),
-        mixed_tokens=_mixed_tokens(asked, mode, runtime, device, model, choices),
+        mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
         mixed_tokens_asked=asked.mixed_tokens != "auto",
     )
 
@@ -409,20 +414,27 @@ def _mixed_tokens(
     asked: CudaGraphConfig,
     mode: GraphMode,
     runtime: ResolvedRuntime,
+    split_decode: bool,
     device: DeviceInfo,
     model: ModelFolder,
     choices: _Choices,
 ) -> tuple[int, ...]:
-    """Sizes; where nobody asks for some, whether attention can be captured is known when the model is loaded."""
-    sizes = asked.mixed_tokens
+    """Sizes; whether the model's layers allow it is known when it is loaded."""
+    obstacle = None
+    if not device.is_hopper:
+        obstacle = f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
+    elif not split_decode:
+        obstacle = "decodes are not by kernels of the program (compile.split_decode)"
+    sizes, largest = asked.mixed_tokens, runtime.max_num_batched_tokens
     if sizes == "auto":
-        is_possible = mode in _MIXED_MODES and runtime.attention_backend == "flashinfer" and device.is_hopper
-        is_small = 0 < _width(model) <= _WIDEST_MIXED and runtime.max_num_batched_tokens >= MIXED_TOKENS[0]
-        if not is_possible or not is_small:
+        is_small = 0 < _width(model) <= _WIDEST_MIXED
+        if obstacle or mode not in _MIXED_MODES or not is_small or largest < MIXED_TOKENS[0]:
             return ()
     elif not sizes:
         return ()
-    limit = ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens)
+    elif obstacle:
+        raise ConfigError(f"cudagraph.mixed_tokens is {list(sizes)}, but {obstacle}. Set it to auto or [].")
+    limit = ("runtime.max_num_batched_tokens", largest)
     return _graph_sizes("mixed_tokens", sizes, MIXED_TOKENS, limit, mode if mode in _MIXED_MODES else None, choices)
 
 

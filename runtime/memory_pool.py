@@ -63,8 +63,13 @@ class ReqToTokenPool:
         Args:
             places: [N] int64, counted over the pages of all rows.
             page_slots: [N * page_size] int32.
+
+        Raises:
+            ValueError: rows are not made of whole pages.
         """
         slots = page_slots.view(places.shape[0], -1)
+        if self.max_context_len % slots.shape[1]:
+            raise ValueError(f"rows of {self.max_context_len} slots cannot take pages of {slots.shape[1]}")
         self.req_to_token.view(-1, slots.shape[1]).index_copy_(0, places, slots)
 
 

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MIXED_NEEDS = (
+    "that takes FlashInfer 0.6.18, and layers without window or soft cap whose decodes kernels of the program serve"
+)
+
 
 @dataclass(frozen=True)
 class LogitsProcessorOutput:
@@ -176,10 +180,10 @@ class ModelRunner:
         if mixed_tokens and not self.attn_backend.captures_mixed:
             if config.mixed_tokens_asked:
                 raise ConfigError(
-                    f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but attention over prompts cannot be captured "
-                    "here: that takes a Hopper GPU, FlashInfer, decodes by kernels of the program "
-                    "(compile.split_decode), and a model without windows, soft caps or an fp8 KV cache. Set it to auto."
+                    f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but this model's attention over prompts cannot "
+                    f"be captured: {_MIXED_NEEDS}. Set it to auto or []."
                 )
+            logger.info("steps with prompts are not captured whole: %s", _MIXED_NEEDS)
             mixed_tokens = ()
         return GraphDispatcher(mode, config.piecewise_tokens, config.decode_requests, mixed_tokens)
 

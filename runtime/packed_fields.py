@@ -1,4 +1,5 @@
-"""Arrays of one copy to the device: packed one after another, each where it can be viewed in its dtype."""
+"""The arrays of a step, brought to the device by one copy: packed one after another, each where it can be viewed in its
+dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.staging import StagingRing
 
-_ALIGNMENT = 16  # bytes
+ALIGNMENT = 16  # bytes
 _INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
 
 
@@ -23,14 +24,15 @@ class PackedFields:
     def __init__(self, fields: Mapping[str, np.ndarray], start: int = 0) -> None:
         """
         Args:
-            start: where the first one begins, a multiple of 16 bytes.
+            fields: by name, which says the dtype on the device: int32 of a few, int64 of all others.
+            start: where the first one begins, a multiple of ALIGNMENT.
         """
         self._fields = fields
         self._places: dict[str, tuple[int, int, torch.dtype]] = {}
         self.end = start
         for name, array in fields.items():
             dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
-            begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
+            begin = -(-self.end // ALIGNMENT) * ALIGNMENT
             self.end = begin + array.size * dtype.itemsize
             self._places[name] = (begin, self.end, dtype)
 

@@ -243,7 +243,7 @@ def split_decode(
     Args:
         q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
-            a row is passed over and its output left as it is. Some row has keys: blocks without wait for nobody.
+            a row is passed over and its output left as it is. Blocks without keys wait for nobody, but for row 0's.
         out: [R, H, D], contiguous, written.
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
         done: [R, Hk] int32, zeros, and zeros again in the end.

@@ -77,7 +77,10 @@ def test_no_piece_is_captured_for_longer_steps_than_all_requests_can_make():
         (H200, 1024, {"cudagraph": {"mode": "full_decode_only"}}, ()),
         (H200, 1024, {"runtime": {"attention_backend": "torch"}}, ()),
         (H200, 1024, {"runtime": {"deterministic": True}}, ()),
+        (H200, 1024, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, ()),
+        (H200, 1024, {"compile": {"split_decode": False}}, ()),
         (H200, 1024, {"cudagraph": {"mixed_tokens": []}}, ()),
+        (A100, 1024, {"cudagraph": {"mixed_tokens": []}}, ()),
         (H200, 4096, {"cudagraph": {"mixed_tokens": [100, 30]}}, (30, 100)),
         (A100, 1024, {}, ()),
         (CPU, 1024, {}, ()),
@@ -92,19 +95,26 @@ def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device,
 
 
 @pytest.mark.parametrize(
-    ("sections", "error", "said"),
+    ("device", "sections", "error", "said"),
     [
-        (
-            {"mode": "piecewise"},
-            ConfigError,
-            r"mixed_tokens lists sizes, but the mode captures none .* full_and_piecewise",
-        ),
-        ({"mixed_tokens": [9000]}, CaptureSizeError, r"mixed_tokens holds 9000, but no batch is larger than .*: 8192"),
+        (H200, {"cudagraph": {"mode": "piecewise"}}, ConfigError, r"captures none .* full_and_piecewise"),
+        (H200, {"cudagraph": {"mixed_tokens": [9000]}}, CaptureSizeError, r"holds 9000, but no batch .*: 8192"),
+        (H200, {"compile": {"split_decode": False}}, ConfigError, r"\[64\], but decodes are .*Set it to auto or \[\]"),
+        (A100, {}, ConfigError, r"mixed_tokens is \[64\], but the GPU is NVIDIA A100"),
     ],
 )
-def test_whole_steps_that_cannot_be_are_refused(sections, error, said):
+def test_whole_steps_that_cannot_be_are_refused(device, sections, error, said):
+    graphs = {"mixed_tokens": [64]} | sections.get("cudagraph", {})
     with pytest.raises(error, match=said):
-        resolved(H200, cudagraph={"mixed_tokens": [64]} | sections)
+        resolved(device, **(sections | {"cudagraph": graphs}))
+
+
+def test_a_resolved_config_from_before_there_were_such_steps_is_read():
+    stored = resolved(H200, QWEN | {"hidden_size": 1024}).model_dump(mode="json")
+    assert ResolvedConfig.model_validate(stored).cudagraph.mixed_tokens == MIXED_TOKENS
+    for key in ("mixed_tokens", "mixed_tokens_asked"):
+        del stored["cudagraph"][key]
+    assert ResolvedConfig.model_validate(stored).cudagraph.mixed_tokens == ()
 
 
 def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():

@@ -4,7 +4,8 @@ Per batch and plan group (layers equal in window, soft cap, scale and heads) the
 (flashinfer_prefill.py), and one for the decodes, which come first in a batch (flashinfer_decode.py), unless the program
 brings its own kernel for them (split_decode.py). Which of FlashInfer's kernels each gets is decided in
 flashinfer_kernels.py; pages and plan buffers are flashinfer_plan.py's.
-Decodes can be captured in a CUDA graph: see init_forward_metadata_capture_cuda_graph.
+Decodes can be captured in a CUDA graph: see init_forward_metadata_capture_cuda_graph; so can steps with prompts, where
+fa3 and the program's own kernels serve them: see mixed_steps.py.
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
@@ -82,10 +83,6 @@ class PrefillMetadata:
     extend_no_prefix: bool
     first_token: int = 0
 
-
-# Of a layer: what a captured step may take longer in attention than by the best kernel. What a graph spares the host
-# for it, 35 to 50 µs, is hidden behind the GPU in part.
-_MOST_LOST_US = 20.0
 
 # Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels.
 _workspaces: weakref.WeakValueDictionary[tuple[torch.device, int], torch.Tensor] = weakref.WeakValueDictionary()
@@ -254,7 +251,8 @@ class FlashInferAttnBackend(AttentionBackend):
     def _make_mixed_steps(self, max_requests: int) -> MixedSteps | None:
         """None where a group has decodes or prefills that cannot be captured together."""
         decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
-        prefills = [prefill for prefill in self._group_prefills if prefill.can_be_captured]
+        version = self._flashinfer.__version__
+        prefills = [prefill for prefill in self._group_prefills if prefill.can_be_captured(version)]
         if self._split_space is None or not len(decodes) == len(prefills) == len(self.groups):
             return None
         return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
@@ -465,11 +463,10 @@ class FlashInferAttnBackend(AttentionBackend):
         return self._mixed_steps is not None
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
-        common = batch.common
-        num_decodes, *_ = split_decodes_and_prefills(common)
-        lengths = np.diff(common.query_start_loc_cpu.numpy())[num_decodes:], common.num_computed_tokens_cpu.numpy()
-        loss_us = sum(group.captured_loss_us(lengths[0], lengths[1][num_decodes:]) for group in self._group_prefills)
-        return loss_us <= _MOST_LOST_US * len(self.groups)
+        num_decodes, *_ = split_decodes_and_prefills(batch.common)
+        query_lens = np.diff(batch.common.query_start_loc_cpu.numpy())[num_decodes:]
+        prefix_lens = batch.common.num_computed_tokens_cpu.numpy()[num_decodes:]
+        return all(group.runs_well_captured(query_lens, prefix_lens) for group in self._group_prefills)
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))
@@ -486,7 +483,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return self._mixed_steps
 
     def _set_mixed(self, step: MixedStep) -> None:
-        self._num_decodes = step.num_rows
+        self._num_decodes = step.num_rows  # rows that decode kernels are given; those that are no decodes have no keys
         self.decode_metadata = DecodeMetadata(step.decodes)
         self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False, extend_no_prefix=False)
 

@@ -20,6 +20,11 @@ from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Of FlashInfer, whose fa3 was seen to read nothing of a batch but its plan and the page ids (mixed_steps.py).
+CAPTURED_VERSION = "0.6.18"
+# µs of a layer: what a captured step may take longer in attention than by the best kernel. What a graph spares the host
+# for it, 35 to 50 µs, is hidden behind the GPU in part.
+_MOST_LOST_US = 20.0
 
 # Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
 # SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
@@ -156,6 +161,31 @@ def choose_prefill_kernel(
     """The kernel of prefill_costs that takes the least time."""
     costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper)
     return min(costs, key=costs.__getitem__)
+
+
+CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
+
+
+def can_capture_prefills(
+    group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bool, flashinfer_version: str
+) -> bool:
+    """Whether one capture serves any prefills: fa3 launches the same blocks for every batch."""
+    has_fa3 = CAPTURED_PREFILL.name in prefill_kernels(group, kv_cache_dtype, is_hopper)
+    return has_fa3 and flashinfer_version.partition(".post")[0] == CAPTURED_VERSION
+
+
+def runs_well_captured(
+    group: PlanGroup, kv_cache_dtype: torch.dtype, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int
+) -> bool:
+    """Whether the captured kernel is estimated to serve such prefills about as fast as the fastest one, on Hopper.
+
+    Args:
+        query_lens, prefix_lens: as prefill_costs'; there may be no prefills.
+    """
+    if not query_lens.size:
+        return True
+    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper=True)
+    return costs[CAPTURED_PREFILL] - min(costs.values()) <= _MOST_LOST_US
 
 
 def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> bool:

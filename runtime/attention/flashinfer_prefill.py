@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.flashinfer_kernels import (
+    CAPTURED_PREFILL,
     PlanGroup,
     PrefillKernel,
+    can_capture_prefills,
     choose_prefill_kernel,
-    prefill_costs,
     prefill_kernels,
+    runs_well_captured,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, PlanSpace
 
@@ -38,22 +40,31 @@ class PrefillRows:
     pages_of: Callable[[int], PagedView]  # window_left → their pages
 
 
-_CAPTURED = PrefillKernel("fa3", splits=False)
-
-
 class CapturedPrefill:
     """A wrapper of fa3 in a captured step: see mixed_steps.py."""
 
-    def __init__(self, wrapper: Any, space: PlanSpace, sizes: tuple[int, ...], pages: torch.Tensor) -> None:
+    def __init__(
+        self,
+        wrapper: Any,
+        space: PlanSpace,
+        num_tokens: int,
+        page_starts: torch.Tensor,
+        heads: tuple[int, int, int],
+        page_size: int,
+    ) -> None:
         """
         Args:
-            sizes: tokens, rows, heads, KV heads, head dim, page size.
-            pages: [R + 1] int32 on the host: where each row's page ids start.
+            wrapper: planned once by its own `plan`.
+            num_tokens: T.
+            page_starts: [R + 1] int32 on the host: where each row's page ids start.
+            heads: query heads, KV heads, head dim.
         """
         self._wrapper = wrapper
         self._space = space
-        self._num_tokens, self._num_rows, *self._heads, self._head_dim, self._page_size = sizes
-        self._pages = pages
+        self._num_tokens = num_tokens
+        self._page_starts = page_starts
+        self._num_heads, self._num_kv_heads, self._head_dim = heads
+        self._page_size = page_size
         self._layout = list(wrapper._plan_info)
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -76,11 +87,12 @@ class CapturedPrefill:
                 wrapper._int_workspace_buffer,
                 wrapper._pin_memory_int_workspace_buffer,
                 starts,
-                self._pages,
+                self._page_starts,
                 num_keys,
                 self._num_tokens,
-                self._num_rows,
-                *self._heads,
+                num_keys.shape[0],
+                self._num_heads,
+                self._num_kv_heads,
                 self._page_size,
                 True,  # for a CUDA graph
                 self._head_dim,
@@ -89,7 +101,10 @@ class CapturedPrefill:
                 -1,  # no window
             )
         if list(layout) != self._layout:
-            raise RuntimeError(f"FlashInfer's plan has moved from {self._layout} to {list(layout)}")
+            raise RuntimeError(
+                f"FlashInfer's plan has moved from {self._layout} to {list(layout)}, where no captured kernel reads "
+                "it. Set cudagraph.mixed_tokens: []."
+            )
 
 
 class GroupPrefill:
@@ -136,22 +151,13 @@ class GroupPrefill:
         kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
         return self._plan(kernel, prefills)
 
-    @property
-    def can_be_captured(self) -> bool:
-        """fa3 alone launches the same blocks for every batch, and reads nothing else than its plan and page ids."""
-        return "fa3" in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper)
+    def can_be_captured(self, flashinfer_version: str) -> bool:
+        """Whether `capture` may be called."""
+        return can_capture_prefills(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
 
-    def captured_loss_us(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> float:
-        """How much longer the captured kernel takes for such prefills than the fastest, as estimated.
-
-        Args:
-            query_lens, prefix_lens: [R]; there may be no prefills.
-        """
-        if not query_lens.size:
-            return 0.0
-        lengths = query_lens, prefix_lens
-        costs = prefill_costs(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
-        return costs[_CAPTURED] - min(costs.values())
+    def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
+        """Whether what `capture` gives serves these prefills [R] about as fast as any other kernel would."""
+        return runs_well_captured(self._group, self._kv_cache_dtype, query_lens, prefix_lens, self._num_sms)
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:
         """For steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""
@@ -163,7 +169,7 @@ class GroupPrefill:
             "paged_kv_indices_buf": ids,
             "paged_kv_last_page_len_buf": sizes[1:],
         }
-        wrapper = self._space.adopt(self._make_wrapper(_CAPTURED.name, False, use_cuda_graph=True, **buffers))
+        wrapper = self._space.adopt(self._make_wrapper(CAPTURED_PREFILL.name, False, use_cuda_graph=True, **buffers))
         # One request has all tokens in FlashInfer's own plan, which tells the wrapper how many there may be.
         starts = torch.full((num_rows + 1,), num_tokens, dtype=torch.int32)
         starts[0] = 0
@@ -171,7 +177,7 @@ class GroupPrefill:
         one = torch.ones(num_rows, dtype=torch.int32)
         with self._space.planning(wrapper):
             wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
-        return CapturedPrefill(wrapper, self._space, (num_tokens, num_rows, *self._heads, self._page_size), pages)
+        return CapturedPrefill(wrapper, self._space, num_tokens, pages, self._heads, self._page_size)
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)

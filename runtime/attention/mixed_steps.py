@@ -1,4 +1,5 @@
-"""Attention of captured steps with prompts: one capture serves whatever decodes and prompts make up so many tokens.
+"""Attention of captured steps with prompts: one capture serves whatever decodes and prompts make up so many tokens, of
+one kind or of both.
 
 All that depends on the batch is read on the device. The decode kernels of the program (split_decode.py) read each row's
 length, 0 where the row is no decode, and its pages. FlashInfer's fa3 reads the list of work that its plan writes into

@@ -1,6 +1,6 @@
 """Captures CUDA graphs: one memory pool and one stream for all, no garbage collection while a capture runs.
 
-Owns the mechanics of one capture, and the figures of all. What is captured is piece_graphs.py's and decode_graphs.py's.
+Owns the mechanics of one capture, and the figures of all. What is captured is piece_graphs.py's and graph_runner.py's.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ class BatchDescriptor:
     """The padded shape of a batch."""
 
     num_tokens: int  # padded
-    num_reqs: int | None = None  # padded; None: any number, for PIECEWISE
+    num_reqs: int | None = None  # padded; None: any number, for PIECEWISE, and for FULL of any step
     uniform: bool = False  # every request has the same query length
     has_lora: bool = False
     num_active_loras: int = 0

@@ -211,7 +211,7 @@ class GraphRunner:
         times = self._runner.forward_times
         with nullcontext() if times is None else times.measure(size):
             entry.graph.replay()
-        return self._runner.run_head(batch, entry.body, self._logits_rows(batch))
+            return self._runner.run_head(batch, entry.body, self._logits_rows(batch))
 
     def _logits_rows(self, batch: ForwardBatch) -> torch.Tensor:
         return self._rows[: batch.batch_size] if batch.logits_indices is None else batch.logits_indices

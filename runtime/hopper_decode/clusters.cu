@@ -219,7 +219,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const float factor = exp2f(tops[peer] - most);
       all += factor * totals[peer], sum += factor * sum_of[peer];
     }
-    if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all, 0.f) & 0xffff;  // rows without keys are left alone
+    if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all, 0.f) & 0xffff;
   }
   // A block's memory stays until the others have read it.
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

@@ -74,8 +74,8 @@ def decoders(tmp_path_factory):
     return of
 
 
-def decode(decoder: Decode, cache: Cache, q: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(q, torch.nan)
+def decode(decoder: Decode, cache: Cache, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.full_like(q, torch.nan) if out is None else out
     decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out])
     return out
 
@@ -290,7 +290,9 @@ def test_a_batch_of_rows_without_keys_is_nothing_to_do(decoders, kind):
     cache = Cache([1] * 40, 8, 128, 64, torch.bfloat16)
     q = torch.randn(40, 16, 128, device="cuda").bfloat16()
     cache.lengths.zero_()
-    decode(decoder, cache, q)
+    out = torch.full_like(q, 7.0)
+    decode(decoder, cache, q, out)
+    assert (out == 7.0).all()
     cache.lengths.fill_(1)
     only_value = cache.values[cache.page_table[:, 0].long() * 64]
     assert torch.equal(decode(decoder, cache, q), only_value.repeat_interleave(2, 1))

@@ -116,18 +116,15 @@ def test_further_logits_can_be_asked_for(runner):
     assert torch.equal(captured, runner.forward(everything).next_token_logits[indices])
 
 
-def test_a_few_tokens_behind_a_long_prefix_get_the_kernel_that_splits_keys(cache, monkeypatch):
-    runner = runner_of(cache, "cuda")
-    try:
-        fill_pages(runner)
-        graphs = graphs_of(runner)
-        batch = mixed_batch(runner, 20)
-        monkeypatch.setattr(runner.attn_backend, "runs_well_captured", lambda batch: False)
-        monkeypatch.setattr(graphs, "_replay_mixed", lambda *_: pytest.fail("it was replayed whole"))
-        with torch.inference_mode():
-            assert runner.forward(batch).next_token_logits.isfinite().all()
-    finally:
-        runner.shutdown()
+def test_a_batch_that_is_not_served_well_runs_piece_by_piece(runner, monkeypatch):
+    """Few tokens behind a long prefix, say; tests/runtime/test_flashinfer_kernels.py has which."""
+    batch = mixed_batch(runner, 20)
+    whole = runner.forward(batch).next_token_logits.float()
+    assert runner.attn_backend.runs_well_captured(batch)
+    monkeypatch.setattr(runner.attn_backend, "runs_well_captured", lambda batch: False)
+    monkeypatch.setattr(graphs_of(runner), "_replay_mixed", lambda *_: pytest.fail("it was replayed whole"))
+    pieces = runner.forward(batch).next_token_logits.float()
+    assert (whole - pieces).norm() / pieces.norm() < 2e-2
 
 
 class UncapturedMixed(GraphRunner):
@@ -155,13 +152,5 @@ def test_every_size_is_captured(runner):
 
 
 def test_sizes_that_were_asked_for_are_refused_where_attention_cannot_be_captured(cache):
-    with pytest.raises(ConfigError, match=r"cudagraph.mixed_tokens is \[8, 24, 64\], but attention over prompts"):
+    with pytest.raises(ConfigError, match=r"cudagraph.mixed_tokens is \[8, 24, 64\], but decodes are not by kernels"):
         runner_of(cache, "triton", backend="eager")
-
-
-def test_sizes_that_nobody_asked_for_are_left_out_there(cache):
-    runner = runner_of(cache, "triton", backend="eager", mixed_tokens_asked=False)
-    try:
-        assert graphs_of(runner).dispatcher.mixed_tokens == ()
-    finally:
-        runner.shutdown()

@@ -17,11 +17,13 @@ from mllm_compile.runtime.attention.flashinfer_decode import PlannedGroup, Split
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     PrefillKernel,
+    can_capture_prefills,
     check_never_split,
     check_supported,
     choose_prefill_kernel,
     decodes_on_tensor_cores,
     prefills_new_tokens_alone,
+    runs_well_captured,
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer_plan import make_paged_view
@@ -115,6 +117,37 @@ def test_prefills_get_a_kernel_that_is_about_the_fastest(batch):
     chosen = prefill_kernel([batch.new] * batch.requests, [batch.prefix] * batch.requests, group)
     times = {SPLIT: batch.split, FA2: batch.fa2, FA3: batch.fa3}
     assert times[chosen] < 1.03 * min(times.values())
+
+
+def runs_captured(query_lens, prefix_lens, group=PLAIN):
+    lengths = np.array(query_lens, dtype=np.int32), np.array(prefix_lens, dtype=np.int32)
+    return runs_well_captured(group, BF16, *lengths, 132)
+
+
+def test_captured_prefills_are_left_where_dividing_a_long_prefix_is_much_faster():
+    assert runs_captured([], [])
+    assert runs_captured([500], [0])
+    assert runs_captured([60], [1000])
+    assert not runs_captured([20], [8000])
+    assert not runs_captured([20, 5], [8000, 0])
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_cache_dtype", "is_hopper", "version", "expected"),
+    [
+        (PLAIN, BF16, True, "0.6.18.post1", True),
+        (PLAIN, BF16, True, "0.6.18", True),
+        (PLAIN, BF16, True, "0.6.19", False),
+        (PLAIN, BF16, False, "0.6.18", False),
+        (PLAIN, torch.float8_e4m3fn, True, "0.6.18", False),
+        (replace(PLAIN, params=PerLayerParameters(127, 0.0, 0.1)), BF16, True, "0.6.18", False),
+        (replace(PLAIN, params=PerLayerParameters(-1, 30.0, 0.1)), BF16, True, "0.6.18", False),
+    ],
+)
+def test_prefills_are_captured_by_a_kernel_and_a_version_that_are_known(
+    group, kv_cache_dtype, is_hopper, version, expected
+):
+    assert can_capture_prefills(group, kv_cache_dtype, is_hopper, version) is expected
 
 
 def test_estimates_are_near_what_was_measured():

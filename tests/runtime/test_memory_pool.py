@@ -21,6 +21,12 @@ def test_freeing_a_row_that_was_not_handed_out_is_an_error(row):
         pool.free(row)
 
 
+def test_pages_that_rows_are_not_made_of_are_refused():
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match="rows of 6 slots cannot take pages of 4"):
+        ReqToTokenPool(1, 6, "cpu").write_pages(one, one - 1, one, 4)
+
+
 def test_pages_become_consecutive_slots_of_their_row():
     pool = ReqToTokenPool(2, 8, "cpu")
     pool.write_pages(torch.tensor([1, 2, 1]), torch.tensor([0, 1, 1]), torch.tensor([5, 3, 2]), page_size=4)

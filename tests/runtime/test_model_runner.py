@@ -1,12 +1,15 @@
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mllm_compile.runtime import device_memory
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardMode
+from mllm_compile.runtime.model_runner import ModelRunner
 from tests.runtime.runner_cases import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, VOCAB, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 9]
@@ -50,6 +53,28 @@ def with_prompts_placed():
     for i, _ in enumerate(PROMPTS):
         place(runner, i + 1, 16, 1 + 4 * i)
     return runner, model
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(captures):
+    def dispatcher(is_asked: bool) -> GraphDispatcher:
+        runner = ModelRunner.__new__(ModelRunner)
+        runner.config = SimpleNamespace(
+            cudagraph_mode="full",
+            piecewise_tokens=(),
+            decode_requests=(1,),
+            mixed_tokens=(8, 64),
+            mixed_tokens_asked=is_asked,
+        )
+        runner.attn_backend = SimpleNamespace(captures_mixed=captures)
+        return runner._dispatcher()
+
+    assert dispatcher(is_asked=False).mixed_tokens == ((8, 64) if captures else ())
+    if captures:
+        assert dispatcher(is_asked=True).mixed_tokens == (8, 64)
+    else:
+        with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but this model.*Set it to auto or \[\]"):
+            dispatcher(is_asked=True)
 
 
 def test_initialize_knows_the_model_and_the_pools():

@@ -59,7 +59,7 @@ def test_more_uploads_than_host_buffers_still_bring_the_last_values(inputs):
 
 @pytest.mark.parametrize("num_pages", [3, 2000])
 def test_what_else_a_step_has_comes_with_its_inputs_however_much_it_is(inputs, num_pages):
-    others = {"page_slots": np.arange(64 * num_pages), "page_rows": np.arange(num_pages), "empty": np.arange(0)}
+    others = {"page_slots": np.arange(64 * num_pages), "page_places": np.arange(num_pages), "empty": np.arange(0)}
     for seed in range(6):
         fields = inputs.upload(values(5, 2), {name: array + seed for name, array in others.items()})
         assert fields["page_slots"].dtype == torch.int32
