@@ -22,6 +22,7 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.console import print_table
+from mllm_compile.device_info import is_hopper
 
 PROMPTS = ((1, 32), (1, 128), (1, 256), (1, 512), (4, 64), (4, 128))  # prompts at once, tokens of each
 PREFIXES = (1000, 3500)
@@ -85,15 +86,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--running", type=int, default=64, help="requests at once while others wait")
     parser.add_argument("--requests", type=int, default=384, help="requests in all")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
-    asked = EngineConfig.from_yaml(args.config)
-    runtime = asked.runtime.model_copy(update={"max_running_requests": args.running})
-    sizes = asked.cudagraph.mixed_tokens if args.tokens is None else tuple(args.tokens)
+    if not torch.cuda.is_available() or not is_hopper("cuda:0"):
+        sys.exit("needs an NVIDIA Hopper GPU")
+    asked = EngineConfig.from_yaml(args.config).model_dump(mode="json")
+    asked["runtime"]["max_running_requests"] = args.running
+    sizes = asked["cudagraph"]["mixed_tokens"] if args.tokens is None else args.tokens
     columns = []
-    for mixed_tokens in (sizes, ()):
-        graphs = asked.cudagraph.model_copy(update={"mixed_tokens": mixed_tokens})
-        config = asked.model_copy(update={"runtime": runtime, "cudagraph": graphs})
+    for mixed_tokens in (sizes, []):
+        config = EngineConfig.from_dict(asked | {"cudagraph": asked["cudagraph"] | {"mixed_tokens": mixed_tokens}})
         columns.append(measure(config, args.running, args.requests))
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     print_table(sys.stdout, args.config.stem, ("", "in one graph", "piece by piece"), rows)
