@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 _LAUNCH = re.compile(r"CUDA_DRIVER_CHECK\(cuLaunchKernel\(\s*func, gridX, gridY, gridZ,.*?\)\);", re.DOTALL)
+_DECIDES_TO_WAIT = "_handle_pdl_before_access"  # of Inductor's TritonKernel, torch 2.11 to 2.13
 _DEPENDENT_LAUNCH = """
                 CUlaunchAttribute attribute = {};
                 attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -57,16 +58,20 @@ def use_dependent_launch() -> bool:
     and ours with runtime/dependent_launch.py. Kernels of libraries are launched by those, as ever.
 
     Returns:
-        False where the GPU is older than Hopper, or the launcher is not the one that is known: nothing has changed.
+        False where the GPU is older than Hopper, or launcher or waits are not those that are known: nothing has
+        changed.
     """
     import torch
     from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
+    from torch._inductor.codegen.triton import TritonKernel
 
     if torch.version.hip is not None or torch.cuda.get_device_capability()[0] < 9:
         return False
     plain = CUDADeviceOpOverrides.kernel_driver
     if getattr(plain, "is_dependent", False):
         return True
+    if not hasattr(TritonKernel, _DECIDES_TO_WAIT):
+        return False
 
     def kernel_driver(self: Any) -> str:
         return _LAUNCH.sub(_DEPENDENT_LAUNCH, plain(self))
@@ -75,4 +80,28 @@ def use_dependent_launch() -> bool:
         return False
     kernel_driver.is_dependent = True  # type: ignore[attr-defined]
     CUDADeviceOpOverrides.kernel_driver = kernel_driver  # type: ignore[method-assign]
+    _wait_before_all_reads(TritonKernel)
     return True
+
+
+def _wait_before_all_reads(kernel_class: Any) -> None:
+    """Has Inductor's kernels wait before the first thing they read or write, whoever made it.
+
+    It leaves the wait until later where the kernel ahead has nothing to do with it, as that one has waited for all
+    others. Linears of ours let the next kernel in before they have (runtime/stream_linear/lanes.cu).
+    """
+    from torch._inductor.virtualized import V
+
+    plain = getattr(kernel_class, _DECIDES_TO_WAIT)
+
+    def decide(self: Any, *args: Any, **options: Any) -> None:
+        scheduler = V.graph.scheduler
+        if scheduler is None:
+            return plain(self, *args, **options)
+        ahead, scheduler.previous_node = scheduler.previous_node, None  # as of the first kernel of a package
+        try:
+            plain(self, *args, **options)
+        finally:
+            scheduler.previous_node = ahead
+
+    setattr(kernel_class, _DECIDES_TO_WAIT, decide)

@@ -15,6 +15,7 @@ from mllm_compile.passes.linear_match import match_linear
 from mllm_compile.passes.small_forms import add_forms
 from mllm_compile.runtime.stream_linear.shapes import (
     FORM_TOKENS,
+    is_held,
     is_read_in_rows,
     is_streamed,
     num_streamed_norm_blocks,
@@ -65,15 +66,16 @@ def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
 
 
 def _drop_slower_forms(gm: fx.GraphModule) -> None:
-    """Leaves one token to this pass's form where that reads large weights in rows.
+    """Leaves one token to this pass's form where that has a kernel for few tokens; heads have none.
 
     All kernels of a layer at one token, by Triton and by these: Qwen3-8B 100.2 and 97.1 µs, the shapes of Qwen3-4B 65.3
-    and 55.4 and 1.7B 36.5 and 32.2; of Qwen3-0.6B, whose weights are all small, 18.7 and 20.3.
+    and 55.4 and 1.7B 36.5 and 32.2.
     """
     for name, forms in gm.meta[SMALL_FORMS].items():
         piece: Any = gm.get_submodule(name)
         linears = (match_linear(node) for node in piece.graph.nodes)
-        if 1 in forms and len(forms) > 1 and any(one and is_read_in_rows(*one.shape) for one in linears):
+        has_kernels = any(one and (is_read_in_rows(*one.shape) or is_held(*one.shape)) for one in linears)
+        if 1 in forms and len(forms) > 1 and has_kernels:
             gm.delete_submodule(forms.pop(1))
 
 
@@ -83,7 +85,7 @@ def streamed(tokens: int) -> LinearOps:
         prefix="stream",
         module="mllm_compile.runtime.stream_linear.ops",
         is_taken=partial(is_streamed, tokens=tokens),
-        num_norm_blocks=lambda rows, columns: num_streamed_norm_blocks(rows),
+        num_norm_blocks=num_streamed_norm_blocks,
         takes_float16=False,
         takes_bias=True,
     )

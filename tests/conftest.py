@@ -7,9 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported. Tests are many and small: threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("any machine", deadline=None)  # a busy one takes longer than 0.2 s now and then
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.virtualized import V
 
 from mllm_compile import dependent_launcher
+
+DECIDES = dependent_launcher._DECIDES_TO_WAIT
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts Inductor's own launcher back after the test."""
+    """Puts Inductor's own launcher and waits back after the test."""
     monkeypatch.setattr(CUDADeviceOpOverrides, "kernel_driver", CUDADeviceOpOverrides.kernel_driver)
+    monkeypatch.setattr(TritonKernel, DECIDES, getattr(TritonKernel, DECIDES))
     return monkeypatch
 
 
@@ -44,6 +50,37 @@ def test_a_launcher_that_is_not_known_is_left_alone(driver):
     driver.setattr(CUDADeviceOpOverrides, "kernel_driver", lambda self: "launched in some other way")
     assert not use_on(driver, (9, 0))
     assert CUDADeviceOpOverrides().kernel_driver() == "launched in some other way"
+
+
+def waits(kernel_ahead: Any) -> list[str]:
+    """What Inductor writes before it reads what `kernel_ahead` has not written."""
+    lines: list[str] = []
+    kernel = SimpleNamespace(
+        _enable_pdl_codegen=lambda: True,
+        inside_reduction=False,
+        GDC_WAIT="wait",
+        current_node=SimpleNamespace(mutation_renames={}),
+    )
+    scheduler = SimpleNamespace(previous_node=kernel_ahead)
+    with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)), V.set_kernel_handler(kernel):
+        getattr(TritonKernel, DECIDES)(kernel, SimpleNamespace(writeline=lines.append), "read")
+    assert scheduler.previous_node is kernel_ahead
+    return lines
+
+
+def test_kernels_wait_before_they_read_what_the_one_ahead_has_nothing_to_do_with(driver):
+    ahead = SimpleNamespace(read_writes=SimpleNamespace(writes=[SimpleNamespace(name="another")], reads=[]))
+    assert waits(ahead) == [], "Inductor does so itself: the change is not needed any more"
+    assert use_on(driver, (9, 0))
+    assert waits(ahead) == ["wait"]
+    assert waits(None) == ["wait"]
+
+
+def test_waits_that_are_not_known_leave_everything_alone(driver):
+    driver.delattr(TritonKernel, DECIDES)
+    plain = CUDADeviceOpOverrides().kernel_driver()
+    assert not use_on(driver, (9, 0))
+    assert CUDADeviceOpOverrides().kernel_driver() == plain
 
 
 def test_kernels_are_analysed_without_their_waits(monkeypatch):

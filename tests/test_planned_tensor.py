@@ -53,7 +53,7 @@ def test_what_transformers_rearranges_is_planned(name):
     assert torch.equal(assemble(planned, sources), real)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(["cat", "stack", "split", "transpose"]), st.integers(0, 5)), max_size=6))
 def test_any_sequence_of_rearrangements_is_planned(operations):
     real, planned = pair("a", 4, 6)

@@ -1,4 +1,5 @@
-// What tiles.cu and wide.cu have in common: how they ask for boxes of the weight and of x, and the norm's factors.
+// What tiles.cu and wide.cu have in common: how they ask for boxes of the weight and of x, the norm's factors, and what
+// the next norm's are made of.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
 
@@ -40,4 +41,11 @@ __device__ void compute_factors(const float* squares, float* factors, float eps,
     sum = sum_of_lanes(sum, 4);
     if (quad == 0 && t < end) factors[t] = rsqrtf(sum / K + eps);
   }
+}
+
+// The sum of squares of a group of 16 outputs; where two sums are of one (lanes.cu leaves one of each 8) the other is 0.
+__device__ __forceinline__ void store_squares(bool is_there, float* to, int group, float squares) {
+  constexpr int SUMS_OF_GROUP = NEXT_BLOCKS * 16 / N;
+  store_if(is_there, to + group * SUMS_OF_GROUP, squares);
+  if (SUMS_OF_GROUP == 2) store_if(is_there, to + group * 2 + 1, 0.f);
 }

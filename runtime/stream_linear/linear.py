@@ -14,7 +14,7 @@ from mllm_compile.runtime.cuda.kernel import CudaKernel
 # A kernel each; a step takes the first that holds its tokens.
 TOKEN_BUCKETS = (8, 16, 32, 64, 128, *range(144, 257, 16))
 MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
-NORM_ROWS = 16  # outputs that one sum of squares is of
+NORM_ROWS = 16  # outputs of a group: one sum of squares is of them, or of one half (lanes.py)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LinearKind:
         norm_blocks: sums of squares a token that it reads; 0: x is taken as it is.
         gated: silu(gate) * up.
         residual: a residual is added.
-        norm_next: what the norm behind it wants is written too.
+        next_blocks: sums of squares a token that it leaves for the norm behind it; 0: there is none.
         bias: one is added; of one that is none of the last three.
     """
 
@@ -35,13 +35,14 @@ class LinearKind:
     norm_blocks: int = 0
     gated: bool = False
     residual: bool = False
-    norm_next: bool = False
+    next_blocks: int = 0
     bias: bool = False
 
     @property
     def name(self) -> str:
-        marks = [mark for mark in ("gated", "residual", "norm_next", "bias") if getattr(self, mark)]
-        return "_".join([f"{self.rows}x{self.columns}", f"norm{self.norm_blocks}", *marks])
+        marks = [mark for mark in ("gated", "residual", "bias") if getattr(self, mark)]
+        norms = [f"norm{self.norm_blocks}", *([f"next{self.next_blocks}"] if self.next_blocks else [])]
+        return "_".join([f"{self.rows}x{self.columns}", *norms, *marks])
 
     def constants(self) -> dict[str, int]:
         """What every kernel's source is given of it."""

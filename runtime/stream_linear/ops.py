@@ -1,8 +1,8 @@
 """The ops that pieces for few tokens call on Hopper: schemas, fakes, and launches of the runtime's own binaries.
 
-Registered as runtime/ops.py has it. What a kernel computes is rows.cu's, tiles.cu's or wide.cu's; a norm between two
-linears works as in runtime/few_token_ops.py: the first linear leaves h · norm_weight and sums of squares of h, the
-second one multiplies by the norm's factor.
+Registered as runtime/ops.py has it. What a kernel computes is lanes.cu's, rows.cu's, tiles.cu's or wide.cu's; a norm
+between two linears works as in runtime/few_token_ops.py: the first linear leaves h · norm_weight and sums of squares of
+h, the second one multiplies by the norm's factor.
 
 Shape legend: T tokens, N outputs and K inputs of a linear, B sums of squares a token (shapes.py says how many).
 """
@@ -163,8 +163,9 @@ def stream_linear_residual(x: torch.Tensor, weight: torch.Tensor, residual: torc
 
 def residual_kind(weight: torch.Tensor, norm_next: bool) -> LinearKind:
     """The linear of a call of stream_linear_residual or stream_linear_residual_norm."""
-    rows, columns = weight.shape
-    return LinearKind(int(rows), int(columns), residual=True, norm_next=norm_next)
+    rows, columns = map(int, weight.shape)
+    next_blocks = num_streamed_norm_blocks(rows, columns) if norm_next else 0
+    return LinearKind(rows, columns, residual=True, next_blocks=next_blocks)
 
 
 _LIBRARY.impl("stream_linear_residual", stream_linear_residual, "CUDA")
@@ -200,7 +201,7 @@ def stream_linear_residual_norm(
 
 
 def _norm_outputs(residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_blocks = num_streamed_norm_blocks(int(weight.shape[0]))
+    num_blocks = num_streamed_norm_blocks(*map(int, weight.shape))
     squares = residual.new_empty((*residual.shape[:-1], num_blocks), dtype=torch.float32)
     return (
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device),

@@ -9,7 +9,7 @@
 //
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
 // (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, NORM_BLOCKS (sums of squares a token to read;
-// 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the place of the norm's weight).
+// 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), BIAS (in the place of the norm's weight).
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
@@ -20,6 +20,7 @@ constexpr int MOST_GROUPS = (GROUPS + CLUSTERS - 1) / CLUSTERS;       // of rows
 constexpr int MOST_FINISHED = (MOST_GROUPS + SPLIT - 1) / SPLIT;      // a block's
 constexpr int LD = ROWS + 4;                                          // floats a token of a warp's sums
 constexpr int SUMS = TOKENS * ROWS;
+static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
 
 __device__ __forceinline__ constexpr int columns_of(int chunk) { return chunk + 1 < CHUNKS ? PIECE : MY_K - chunk * PIECE; }
 // A warp's steps of a chunk are every WARPS-th; the last one may be another warp's alone.
@@ -149,7 +150,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     const bool is_there = token < num_tokens;
     uint2 residuals = {0, 0}, weights = {0, 0};
     if (RESIDUAL && is_there) residuals = *(const uint2*)(residual + at);
-    if (NORM_NEXT || BIAS) weights = *(const uint2*)(norm_weight + row / 2);
+    if (NEXT_BLOCKS || BIAS) weights = *(const uint2*)(norm_weight + row / 2);
     const float factor = NORM_BLOCKS ? shared.factors[token] : 1.f;
     wait_for(arrived + 8 * place, 0);
     float2 first = {0.f, 0.f}, second = {0.f, 0.f};  // of a gated one: gates and ups
@@ -166,7 +167,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     }
     if (RESIDUAL) low = add(residuals.x, low), high = add(residuals.y, high);
     if (is_there) *(uint2*)(out + at) = uint2{low, high};
-    if (NORM_NEXT) {
+    if (NEXT_BLOCKS) {
       if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
       const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
       store_if(is_there && quad == 0, out_squares + token * (OUTPUTS / ROWS) + group, sum);

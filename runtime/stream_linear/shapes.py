@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.stream_linear import lanes as by_lanes
 from mllm_compile.runtime.stream_linear import rows as by_rows
 from mllm_compile.runtime.stream_linear import tiles as by_tiles
 from mllm_compile.runtime.stream_linear import wide as by_wide_tiles
+from mllm_compile.runtime.stream_linear.lanes import LaneTiling
 from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, NORM_ROWS, LinearKind, LinearTiling
 from mllm_compile.runtime.stream_linear.rows import RowTiling
 from mllm_compile.runtime.stream_linear.tiles import TileTiling
@@ -21,7 +23,7 @@ FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, MAX_HEAD_TOKENS)
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
 _HEAD_ROWS = 65536
 _LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight of which not all is on its way before the inputs are there
-_TILINGS = {tiling.source: tiling for tiling in (TileTiling, RowTiling, WideTiling)}
+_TILINGS = {tiling.source: tiling for tiling in (LaneTiling, TileTiling, RowTiling, WideTiling)}
 
 
 def is_streamed(rows: int, columns: int, tokens: int) -> bool:
@@ -52,15 +54,22 @@ def _is_large(rows: int, columns: int) -> bool:
     return rows * columns * 2 > _LARGE_BYTES
 
 
-def num_streamed_norm_blocks(rows: int) -> int:
-    """How many sums of squares a linear of so many outputs leaves for their norm."""
-    return rows // NORM_ROWS
+def is_held(rows: int, columns: int) -> bool:
+    """Whether lanes.cu takes a weight for its few tokens."""
+    return by_lanes.takes(LinearKind(rows, columns))
+
+
+def num_streamed_norm_blocks(rows: int, columns: int) -> int:
+    """How many sums of squares a linear leaves for the norm of its outputs, whichever kernel computes it."""
+    return rows // (by_lanes.TILE_ROWS if is_held(rows, columns) else NORM_ROWS)
 
 
 def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
     """The tiling for a bucket of tokens."""
     if tokens <= by_rows.MAX_TOKENS and is_read_in_rows(kind.rows, kind.columns):
         return by_rows.choose(kind)
+    if tokens <= by_lanes.MAX_TOKENS and by_lanes.takes(kind):
+        return by_lanes.choose(kind)
     return by_wide_tiles.choose(kind, tokens) if tokens > by_tiles.MAX_TOKENS else by_tiles.choose(kind, tokens)
 
 

@@ -11,8 +11,8 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, NUM_THREADS
 // and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
-// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the place of the norm's
-// weight), and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
+// BIAS (in the place of the norm's weight), and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
@@ -113,7 +113,7 @@ struct Operands {
         const bool is_there = RESIDUAL && outputs.is_there(place, h);
         const u32* from = residual + outputs.at(place, h);
         residuals[place][h][0] = is_there ? from[0] : 0, residuals[place][h][1] = is_there ? from[4] : 0;
-        weights[place][h] = (NORM_NEXT || BIAS) && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
+        weights[place][h] = (NEXT_BLOCKS || BIAS) && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
       }
   }
 };
@@ -174,11 +174,11 @@ __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Out
       }
       if (RESIDUAL) low = add(operands.residuals[place][h][0], low), high = add(operands.residuals[place][h][1], high);
       if (is_there) out[at] = low, out[at + 4] = high;
-      if (NORM_NEXT) {
+      if (NEXT_BLOCKS) {
         const u32* weights = operands.weights[place];
         if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
         const float squares = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
-        store_if(is_there && threadIdx.x % 4 == 0, out_squares + 2 * at / NORM_ROWS, squares);
+        store_squares(is_there && threadIdx.x % 4 == 0, out_squares, 2 * at / NORM_ROWS, squares);
       }
     }
 }

@@ -12,8 +12,9 @@
 //
 // Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a multiple of
 // 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, W_STAGES and
-// X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NORM_NEXT, BIAS (in the
-// place of the norm's weight), and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
+// X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
+// squares a token to leave), BIAS (in the place of the norm's weight), and `multiply_add_all`, which adds products to
+// TOKENS / PARTS / 2 sums of a thread.
 
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
@@ -194,14 +195,14 @@ __device__ __forceinline__ void finish(uint4 v, uint4 residual, uint4 weights, c
 #pragma unroll
     for (int i = 0; i < 4; i++) part(v, i) = add(part(residual, i), part(v, i));
   if (is_there) out[at] = v;
-  if (NORM_NEXT) {
+  if (NEXT_BLOCKS) {
     float squares = 0.f;
     uint4 product;
 #pragma unroll
     for (int i = 0; i < 4; i++) part(product, i) = times(part(v, i), part(weights, i)), squares += sum_of_squares(part(v, i));
     if (is_there) scaled[at] = product;
     squares += __shfl_xor_sync(~0u, squares, 16);
-    store_if(is_there && threadIdx.x % 32 < 16, out_squares + at * LANE_OUTPUTS / WARP_ROWS, squares);
+    store_squares(is_there && threadIdx.x % 32 < 16, out_squares, at * LANE_OUTPUTS / WARP_ROWS, squares);
   }
 }
 
@@ -266,7 +267,7 @@ __launch_bounds__(THREADS, 1) wide_linear(
 #pragma unroll
       for (int j = 0; j < OWN_UNITS; j++)
         residuals[j] = outputs.is_there(outputs.own(j)) ? residual[outputs.at(outputs.own(j))] : uint4{};
-    if (NORM_NEXT && outputs.is_row())
+    if (NEXT_BLOCKS && outputs.is_row())
 #pragma unroll
       for (int j = 0; j < 4; j++) part(weights, j) = norm_weight[row / 2 + j];
     float bias[2] = {};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,9 @@ import torch
 from torch.nn.functional import linear, silu
 
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
+from mllm_compile.nvrtc import compile_cuda
 from mllm_compile.progress import NullReporter
+from mllm_compile.runtime.cuda.driver import Kernel, address_of
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, bucket_of
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.stream_linear.shapes import choose_tiling, is_streamed, num_streamed_norm_blocks
@@ -34,12 +37,28 @@ NUM_TOKENS += [129, 143, 144, 145, 160, 176, 187, 192, 208, 209, 224, 240, 241, 
 SOURCE = FEW_SOURCE.replace("few_linear", "stream_linear")
 
 
+# Lets the next kernel begin, and writes what that reads 0.2 ms later.
+LATE_BLOCKS = 32
+WRITES_LATE = """
+extern "C" __global__ void write_late(uint4* to, const uint4* from, int count) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  while (now < begin + 200000);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];
+}
+"""
+
+
 def kinds_of(hidden: int, heads: int, ffn: int) -> list[LinearKind]:
+    of_o, of_down = num_streamed_norm_blocks(hidden, heads), num_streamed_norm_blocks(hidden, ffn)
     return [
-        LinearKind(hidden, heads, residual=True, norm_next=True),
-        LinearKind(2 * ffn, hidden, num_streamed_norm_blocks(hidden), gated=True),
-        LinearKind(hidden, ffn, residual=True, norm_next=True),
-        LinearKind(6 * hidden // 4, hidden, num_streamed_norm_blocks(hidden)),
+        LinearKind(hidden, heads, residual=True, next_blocks=of_o),
+        LinearKind(2 * ffn, hidden, of_o, gated=True),
+        LinearKind(hidden, ffn, residual=True, next_blocks=of_down),
+        LinearKind(6 * hidden // 4, hidden, of_down),
     ]
 
 
@@ -150,6 +169,37 @@ def test_an_input_may_lie_anywhere(tmp_path, rows, columns, count):
         beside = residual[: len(odd)]
         ours = torch.ops.mllm.stream_linear_residual(odd, weight, beside)
         assert torch.equal(ours, torch.ops.mllm.stream_linear_residual(odd.clone(), weight, beside.clone()))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 40, 150])
+@pytest.mark.parametrize("shape", [(1024, 2048, 3072), (2560, 4096, 9728)], ids=str)
+def test_what_the_kernel_ahead_writes_late_is_waited_for(tmp_path, shape, num_tokens):
+    """By all four of a layer, which are on the multiprocessors at the same time where the first lets the others in."""
+    hidden, heads, ffn = shape
+    load(kinds_of(*shape), tmp_path, (num_tokens,))
+    shapes = [
+        ("T", heads),
+        (hidden, heads),
+        ("T", hidden),
+        (hidden,),
+        (2 * ffn, hidden),
+        (hidden, ffn),
+        (hidden * 3 // 2, hidden),
+    ]
+    x, o, residual, norm, gate_up, down, qkv = random_inputs(shapes, num_tokens)
+
+    def layer_of(x: torch.Tensor) -> torch.Tensor:
+        h, scaled, squares = torch.ops.mllm.stream_linear_residual_norm(x, o, residual, norm)
+        active = torch.ops.mllm.stream_linear(scaled, gate_up, squares, EPS, True)
+        _, scaled, squares = torch.ops.mllm.stream_linear_residual_norm(active, down, h, norm)
+        return torch.ops.mllm.stream_linear(scaled, qkv, squares, EPS, False)
+
+    want = layer_of(x)
+    late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
+    for _ in range(3):
+        late_x = torch.full_like(x, torch.nan)
+        late.launch(LATE_BLOCKS, 256, (address_of(late_x), address_of(x), ctypes.c_int(x.numel() // 8)))
+        assert torch.equal(layer_of(late_x), want)
 
 
 def test_a_thread_without_a_context_loads_kernels(tmp_path):

@@ -66,7 +66,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     """The ops of streamed and gated linears, which are defined everywhere, but whose kernels need a Hopper GPU."""
 
     def residual_norm(x, weight, residual, norm_weight):
-        return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(weight.shape[0]))
+        return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(*weight.shape))
 
     library = torch.library.Library("mllm", "IMPL")
     library.impl("stream_linear", linear, "CPU")

@@ -19,7 +19,8 @@ from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.fx_match import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.program import Program, SmallForm
-from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, NORM_ROWS, TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.stream_linear.lanes import TILE_ROWS
+from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 from tests.passes.stand_ins import streamed_ops_on_cpu
@@ -75,10 +76,10 @@ def test_a_head_has_a_form_for_fewer_tokens_and_kernels_for_those():
 
 @pytest.mark.parametrize(
     ("rows", "sizes"),
-    [((6144, 256), {208}), ((256,), {1, 256}), ((65536,), {1, 64}), ((6144, 1000), {1})],
+    [((6144, 256), {208}), ((256,), {256}), ((65536,), {1, 64}), ((6144, 1000), {1})],
     ids=["large", "small", "a head", "one that does not divide"],
 )
-def test_one_token_is_left_to_the_form_that_reads_large_weights_in_rows(rows, sizes):
+def test_one_token_is_left_to_the_form_that_has_kernels_for_few(rows, sizes):
     gm = piece_of_linears(*rows, columns=2048)
     gm.add_module("piece_a_one_token", torch.nn.Identity())
     gm.meta[SMALL_FORMS] = {"piece_a": {1: "piece_a_one_token"}}
@@ -112,7 +113,7 @@ def test_a_linear_with_a_bias_takes_it_along_whatever_is_around_it():
     assert {(kind.rows, kind.norm_blocks, kind.bias) for kind in kinds} == {
         (HIDDEN, 0, False),
         (HIDDEN, 0, True),
-        (HIDDEN, HIDDEN // NORM_ROWS, True),
+        (HIDDEN, HIDDEN // TILE_ROWS, True),
         (2 * FFN, 0, True),
     }
 
@@ -142,7 +143,7 @@ def test_the_kernels_that_forms_call_are_each_named_once():
     tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
     assert len({tiling.name for tiling in tilings}) == len(tilings) == 4 * len(TOKEN_BUCKETS)
     assert [tiling.kind for tiling in tilings[:: len(TOKEN_BUCKETS)]][:3] == [
-        LinearKind(HIDDEN, HIDDEN, residual=True, norm_next=True),
-        LinearKind(2 * FFN, HIDDEN, HIDDEN // NORM_ROWS, gated=True),
-        LinearKind(HIDDEN, FFN, residual=True, norm_next=True),
+        LinearKind(HIDDEN, HIDDEN, residual=True, next_blocks=HIDDEN // TILE_ROWS),
+        LinearKind(2 * FFN, HIDDEN, HIDDEN // TILE_ROWS, gated=True),
+        LinearKind(HIDDEN, FFN, residual=True, next_blocks=HIDDEN // TILE_ROWS),
     ]

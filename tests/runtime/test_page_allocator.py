@@ -47,7 +47,7 @@ def test_freeing_twice_is_an_internal_error() -> None:
         allocator.free(pages[:1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(2, 20), st.lists(st.integers(-10, 10), max_size=40))
 def test_any_sequence_agrees_with_a_set_of_free_pages(num_pages: int, changes: list[int]) -> None:
     allocator = TokenToKVPoolAllocator(num_pages, page_size=4)

@@ -135,7 +135,7 @@ class Model:
         return {page: self.used[key] for key, page in self.pages.items() if not self.locks[key] and key not in parents}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(

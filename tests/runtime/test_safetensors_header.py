@@ -74,7 +74,7 @@ def test_a_missing_file_is_named(tmp_path):
         read_header(tmp_path / "gone.safetensors")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 400), st.integers(0, 255), st.integers(0, 400))
 def test_no_damage_raises_anything_but_a_checkpoint_error(tmp_path_factory, position, byte, length):
     data = bytearray(save(TENSORS))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mllm_compile.runtime.errors import RequestError
 from tests.runtime.scheduler_simulation import STOP, VOCAB, Simulation, check_pages, make_config, make_request
 
-SAMPLE = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+SAMPLE = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 FULL = settings(SAMPLE, max_examples=10_000)
 
 

@@ -18,7 +18,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import Argument, TensorMap
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.stream_linear import rows, tiles, wide
+from mllm_compile.runtime.stream_linear import lanes, rows, tiles, wide
 from mllm_compile.runtime.stream_linear.linear import (
     MAX_STREAMED_TOKENS,
     NORM_ROWS,
@@ -108,6 +108,19 @@ def test_tiles_of_many_tokens_hold_all_of_them(kind, tokens, fewer):
         assert {token for begin in first for token in range(begin, begin + box)} == set(range(count))
 
 
+@given(kinds(132, (1, 64), 32).filter(lanes.takes))
+def test_a_small_weight_divides_into_tiles_that_all_blocks_hold(kind):
+    tiling = lanes.choose(kind)
+    rows_of_block = tiling.tiles * lanes.TILE_ROWS * (2 if kind.gated else 1)
+    assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
+    assert (tiling.num_blocks - 1) * rows_of_block < kind.rows <= tiling.num_blocks * rows_of_block
+    assert tiling.tiles <= tiling.warps, "a warp finishes one"
+    assert lanes.MAX_TOKENS <= tiling.warps <= 32, "and adds up the squares of one token"
+    assert rows_of_block * kind.columns * 2 <= tiling.shared_bytes <= _SHARED_BYTES
+    assert -(-kind.columns // (32 * tiling.warps)) <= 10, "steps of a warp, whose inputs are in registers"
+    assert choose_tiling(kind, 8) == tiling
+
+
 @given(WIDE_KINDS)
 def test_a_large_weight_divides_into_pieces_of_rows_that_fit(kind):
     tiling = rows.choose(kind)
@@ -146,13 +159,13 @@ def test_of_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, div
 @pytest.mark.parametrize(
     ("kind", "tokens", "division"),
     [
-        (LinearKind(4096, 4096, residual=True, norm_next=True), 208, (1, 1, 2, 5)),
-        (LinearKind(4096, 12288, residual=True, norm_next=True), 144, (1, 1, 2, 7)),
+        (LinearKind(4096, 4096, residual=True, next_blocks=256), 208, (1, 1, 2, 5)),
+        (LinearKind(4096, 12288, residual=True, next_blocks=256), 144, (1, 1, 2, 7)),
         (LinearKind(24576, 4096, 256, gated=True), 176, (3, 1, 1, 4)),
         (LinearKind(24576, 4096, 256, gated=True), 240, (3, 1, 1, 4)),
         (LinearKind(6144, 1024, 64, gated=True), 208, (1, 1, 1, 6)),
         (LinearKind(4096, 1024, 64), 256, (1, 2, 1, 9)),
-        (LinearKind(1024, 3072, residual=True, norm_next=True), 208, (1, 3, 2, 12)),
+        (LinearKind(1024, 3072, residual=True, next_blocks=128), 208, (1, 3, 2, 12)),
     ],
 )
 def test_of_wide_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens, division):
@@ -164,9 +177,9 @@ def test_of_wide_tiles_what_was_measured_to_be_the_fastest_is_taken(kind, tokens
     ("kind", "division"),
     [
         (LinearKind(6144, 4096, 256), (2, 8, 1024, 3)),
-        (LinearKind(4096, 4096, residual=True, norm_next=True), (2, 8, 1024, 3)),
+        (LinearKind(4096, 4096, residual=True, next_blocks=256), (2, 8, 1024, 3)),
         (LinearKind(24576, 4096, 256, gated=True), (2, 8, 1024, 3)),
-        (LinearKind(4096, 12288, residual=True, norm_next=True), (2, 16, 1024, 6)),
+        (LinearKind(4096, 12288, residual=True, next_blocks=256), (2, 16, 1024, 6)),
         (LinearKind(19456, 2560, 160, gated=True), (2, 8, 1280, 2)),
     ],
 )
@@ -194,14 +207,19 @@ def test_a_head_is_streamed_for_fewer():
     [
         (6144, 4096, "rows"),
         (2560, 9728, "rows"),
-        (1024, 3072, "tiles"),
-        (4096, 1536, "tiles"),
+        (1024, 3072, "lanes"),
+        (4096, 1536, "lanes"),
+        (8192, 64, "lanes"),
+        (8448, 64, "lanes"),
+        (8512, 64, "tiles"),
+        (2112, 3328, "lanes"),
+        (2176, 3072, "tiles"),
         (4096, 2048, "rows"),
         (128256, 4096, "tiles"),
         (33856, 16640, "tiles"),
     ],
 )
-def test_large_weights_are_read_in_rows_for_up_to_eight_tokens(rows, columns, source):
+def test_up_to_eight_tokens_have_a_kernel_for_small_weights_and_one_for_large_ones(rows, columns, source):
     assert choose_tiling(LinearKind(rows, columns), 8).source == f"stream_linear/{source}.cu"
     assert choose_tiling(LinearKind(rows, columns), 16).source == "stream_linear/tiles.cu"
 
@@ -223,7 +241,7 @@ def test_names_tell_kernels_apart():
         LinearKind(64, 256, 8),
         LinearKind(64, 256, gated=True),
         LinearKind(64, 256, residual=True),
-        LinearKind(64, 256, residual=True, norm_next=True),
+        LinearKind(64, 256, residual=True, next_blocks=8),
         LinearKind(64, 256, bias=True),
     ]
     names = {choose_tiling(kind, tokens).name for kind in kinds for tokens in TOKEN_BUCKETS}
@@ -242,6 +260,7 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
         tiles.choose(kind, 8),
         wide.choose(kind, 144),
         *([rows.choose(kind)] if rows.takes(kind.rows, kind.columns) else []),
+        *([lanes.choose(kind)] if lanes.takes(kind) else []),
     ):
         assert tiling_from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
 
@@ -251,27 +270,31 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
     ("kind", "tokens"),
     [
         *[(LinearKind(6144, 1024, 64, gated=True), tokens) for tokens in TOKEN_BUCKETS],
-        *[(LinearKind(1024, 2048, residual=True, norm_next=True), tokens) for tokens in TOKEN_BUCKETS],
+        *[(LinearKind(1024, 2048, residual=True, next_blocks=128), tokens) for tokens in TOKEN_BUCKETS],
         *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128, *MANY_TOKENS)],
-        *[(LinearKind(4096, 12288, residual=True, norm_next=True), tokens) for tokens in (16, 64, 128, 208)],
+        *[(LinearKind(4096, 12288, residual=True, next_blocks=256), tokens) for tokens in (16, 64, 128, 208)],
         (LinearKind(151936, 4096, 256), 64),
         (LinearKind(32768, 4096, gated=True), 128),
-        (LinearKind(33792, 4096, residual=True, norm_next=True), 128),
-        (LinearKind(14784, 4096, residual=True, norm_next=True), 256),
+        (LinearKind(33792, 4096, residual=True, next_blocks=2112), 128),
+        (LinearKind(14784, 4096, residual=True, next_blocks=924), 256),
         (LinearKind(28672, 4096, 256, gated=True), 240),
         *[(LinearKind(6144, 4096, 256), tokens) for tokens in (144, 160)],
         (LinearKind(19456, 2560, 160, gated=True), 144),
         (LinearKind(10240, 5120, 320), 176),
         (LinearKind(7168, 5120, 320, bias=True), 160),
-        (LinearKind(17408, 2048, residual=True, norm_next=True), 208),
+        (LinearKind(17408, 2048, residual=True, next_blocks=1088), 208),
         (LinearKind(64, 64), 144),
         *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 256)],
         (LinearKind(4608, 3584, 224, bias=True), 8),
+        (LinearKind(1024, 3072, residual=True, next_blocks=128), 8),
+        (LinearKind(2048, 2304, residual=True, next_blocks=256), 8),
+        (LinearKind(896, 4864, residual=True, next_blocks=112), 8),
+        (LinearKind(8384, 832, 104), 8),
         (LinearKind(33792, 4096, 256, bias=True), 128),
         (LinearKind(14784, 1024, 64, bias=True), 240),
         (LinearKind(6144, 4096, 256), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
-        (LinearKind(4096, 12288, residual=True, norm_next=True), 8),
+        (LinearKind(4096, 12288, residual=True, next_blocks=256), 8),
         (LinearKind(8192, 28672, residual=True), 8),
     ],
     ids=lambda value: getattr(value, "name", None),
@@ -345,7 +368,7 @@ def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_t
 def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(driver, monkeypatch):
     driver()
     monkeypatch.setattr(tensor_maps.TensorMaps, "_MOST", 1)
-    tiling = choose_tiling(LinearKind(64, 256), 8)
+    tiling = choose_tiling(LinearKind(64, 256), 16)
     loaded = _Loaded(tiling, {tiling.name: b"binary"})
     launches: list[tuple[Argument, ...]] = []
     monkeypatch.setattr(loaded._kernel, "launch", lambda blocks, threads, arguments: launches.append(arguments))

@@ -1,0 +1,81 @@
+"""lanes.cu: every lane asks for what it multiplies, and waits for nobody; for small weights. 8 tokens.
+
+Shape legend: as linear.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.stream_linear.linear import LinearKind, LinearTiling
+
+MAX_TOKENS = 8
+
+TILE_ROWS = 8  # outputs of a tile, which one sum of squares is of
+_STEP = 32  # columns of a warp's step
+_LEAST_WARPS, _MOST_WARPS, _MOST_STEPS = 8, 16, 8
+_MOST_THREADS = 1024  # of a multiprocessor, with 64 registers each
+_MOST_BYTES = 112 << 10
+
+
+@dataclass(frozen=True)
+class LaneTiling(LinearTiling):
+    """
+    Attributes:
+        tiles: of TILE_ROWS outputs, a block's.
+        warps: of a block; they divide the columns.
+    """
+
+    source: ClassVar[str] = "stream_linear/lanes.cu"
+    function: ClassVar[str] = "stream_linear"
+
+    tiles: int
+    warps: int
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return math.ceil(_num_tiles(self.kind) / self.tiles)
+
+    def boxes(self, num_tokens: int) -> None:
+        return None
+
+    @cached_property
+    def num_threads(self) -> int:
+        return 32 * self.warps
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """The weight, and factors."""
+        steps = math.ceil(self.kind.columns / _STEP / self.warps)
+        parts = 2 if self.kind.gated else 1
+        return self.tiles * parts * steps * self.num_threads * 16 + MAX_TOKENS * 4
+
+    def constants(self) -> dict[str, int]:
+        return {
+            **self.kind.constants(),
+            "TILES": self.tiles,
+            "WARPS": self.warps,
+            "RESIDENT": _MOST_THREADS // self.num_threads,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+def takes(kind: LinearKind) -> bool:
+    """Whether all of the weight is on its way before the inputs are there."""
+    tiling = choose(kind)
+    return tiling.tiles <= tiling.warps and tiling.shared_bytes <= _MOST_BYTES
+
+
+@cache
+def choose(kind: LinearKind) -> LaneTiling:
+    tiles = math.ceil(_num_tiles(kind) / MULTIPROCESSORS)
+    warps = math.ceil(kind.columns / _STEP / _MOST_STEPS)
+    return LaneTiling(kind, MAX_TOKENS, tiles, min(max(warps, _LEAST_WARPS), _MOST_WARPS))
+
+
+def _num_tiles(kind: LinearKind) -> int:
+    return kind.rows // (2 if kind.gated else 1) // TILE_ROWS
