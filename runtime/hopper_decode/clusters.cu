@@ -101,12 +101,12 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   if (rotation.k) norm_weights = load_weights(rotation);
   u64 new_slot = 0;
   if (puts_new_key) new_slot = slot_in(page_table[request * width + (num_keys - 1) / PAGE], num_keys - 1);
+  start_dependents();  // its weight comes while this one waits and attends
   wait_for_prerequisites();
   if (threadIdx.x == 0) {
     asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what TMA reads
     if (waits_for_key) ask(mine - 1);
   }
-  start_dependents();
 
   Angle angle;
   if (rotation.k) angle = load_angle(rotation, request);

@@ -25,6 +25,9 @@ __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int token, 
       "l"(map), "r"(panel * COLUMNS), "r"(token), "r"(barrier) : "memory");
 }
 
+// Sums of squares are of 16 outputs. Where lanes.cu leaves twice as many, of 8 each, they come first, and zeros behind them
+// that need not be read with more than 8 tokens: with so many lanes.cu has made none.
+constexpr int SUM_OUTPUTS = 16, READ_SUMS = TOKENS > 8 && NORM_BLOCKS > K / SUM_OUTPUTS ? K / SUM_OUTPUTS : NORM_BLOCKS;
 // The norm's factor of each token from `begin` on, by three warps: four lanes a token, each LOADS at a time.
 template <int LOADS>
 __device__ void compute_factors(const float* squares, float* factors, float eps, int begin, int end) {
@@ -34,7 +37,7 @@ __device__ void compute_factors(const float* squares, float* factors, float eps,
     float sum = 0.f;
     if (t < end)
 #pragma unroll LOADS
-      for (int j = quad * 4; j < NORM_BLOCKS; j += 16) {
+      for (int j = quad * 4; j < READ_SUMS; j += 16) {
         const float4 v = *(const float4*)(squares + t * NORM_BLOCKS + j);
         sum += v.x + v.y + v.z + v.w;
       }
@@ -42,10 +45,10 @@ __device__ void compute_factors(const float* squares, float* factors, float eps,
     if (quad == 0 && t < end) factors[t] = rsqrtf(sum / K + eps);
   }
 }
-
-// The sum of squares of a group of 16 outputs; where two sums are of one (lanes.cu leaves one of each 8) the other is 0.
-__device__ __forceinline__ void store_squares(bool is_there, float* to, int group, float squares) {
-  constexpr int SUMS_OF_GROUP = NEXT_BLOCKS * 16 / N;
-  store_if(is_there, to + group * SUMS_OF_GROUP, squares);
-  if (SUMS_OF_GROUP == 2) store_if(is_there, to + group * 2 + 1, 0.f);
+// Of the group of `row`.
+__device__ __forceinline__ void store_squares(bool is_there, float* to, int token, int row, float squares) {
+  constexpr int GROUPS_OF_ROWS = N / SUM_OUTPUTS;
+  to += token * NEXT_BLOCKS + row / SUM_OUTPUTS;
+  store_if(is_there, to, squares);
+  if (NEXT_BLOCKS > GROUPS_OF_ROWS) store_if(is_there, to + GROUPS_OF_ROWS, 0.f);
 }

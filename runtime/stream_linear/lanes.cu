@@ -63,6 +63,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
       const bool is_there = is_step(s * WARPS + warp) && is_group(first + t / PARTS);
       copy(shared_address(mine) + lane * PLACE + (s * ALL_TILES + t) * PLACES, from + offset, is_there, once);
     }
+  // A warp finishes one tile, a lane two neighbouring outputs of a token.
+  const int row = (first + warp) * TILE + quad * 2, at = (token * OUTPUTS + row) / 2;
+  const bool is_mine = warp < TILES && is_group(first + warp), is_there = is_mine && token < num_tokens;
+  const u32 weights = (NEXT_BLOCKS || BIAS) && is_mine ? norm_weight[row / 2] : 0;
   start_dependents();
   wait_for_prerequisites();
 
@@ -73,10 +77,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     const bool is_there = token < num_tokens && is_step(step);
     xs[s] = is_there ? *(const uint4*)(x + (token * K + step * STEP + quad * 8) * 2) : uint4{0, 0, 0, 0};
   }
-  // A warp finishes one tile, a lane two neighbouring outputs of a token.
-  const int row = (first + warp) * TILE + quad * 2, at = (token * OUTPUTS + row) / 2;
-  const bool is_mine = warp < TILES && is_group(first + warp), is_there = is_mine && token < num_tokens;
-  const u32 added = RESIDUAL && is_there ? residual[at] : 0, weights = (NEXT_BLOCKS || BIAS) && is_mine ? norm_weight[row / 2] : 0;
+  const u32 added = RESIDUAL && is_there ? residual[at] : 0;
   if (NORM_BLOCKS && warp < num_tokens) {
     float sum = 0.f;
 #pragma unroll
@@ -88,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     if (lane == 0) factors[warp] = rsqrtf(sum / K + eps);
   }
 
+  __syncwarp();  // or ptxas asks for x only when the weights are there
   asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
   for (int t = 0; t < ALL_TILES; t += 2) {

@@ -56,7 +56,7 @@ def _is_large(rows: int, columns: int) -> bool:
 
 def is_held(rows: int, columns: int) -> bool:
     """Whether lanes.cu takes a weight for its few tokens."""
-    return by_lanes.takes(LinearKind(rows, columns))
+    return not is_read_in_rows(rows, columns) and by_lanes.takes(LinearKind(rows, columns))
 
 
 def num_streamed_norm_blocks(rows: int, columns: int) -> int:

@@ -178,7 +178,7 @@ __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Out
         const u32* weights = operands.weights[place];
         if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
         const float squares = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
-        store_squares(is_there && threadIdx.x % 4 == 0, out_squares, 2 * at / NORM_ROWS, squares);
+        store_squares(is_there && threadIdx.x % 4 == 0, out_squares, outputs.token + 8 * h, outputs.row(place), squares);
       }
     }
 }
