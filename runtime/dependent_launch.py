@@ -1,8 +1,8 @@
 """Programmatic dependent launch (Hopper and later): a kernel is on its SMs before the one that it reads from has ended.
 
-A kernel that is launched so may fetch what no kernel writes (weights), must then wait, and only then may let its own
-dependents start (otherwise they do when it ends): Inductor leaves the wait out of a kernel that does not read from the
-one before it, and counts on that one having waited for the rest. The launcher's half is
+A kernel that is launched so may fetch what no kernel writes (weights), and must wait before it touches what another
+kernel touches: nobody may count on the one ahead having waited, as some let their dependents start before they have
+(stream_linear/lanes.cu). Those that do not say when let them start when they end. The launcher's half is
 mllm_compile/dependent_launcher.py. Imports Triton: only the kernels do this.
 
 The two instructions are PTX's griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions").
