@@ -89,7 +89,7 @@ def _wait_before_all_reads(kernel_class: Any) -> None:
 
     It leaves the wait until later where the kernel ahead has nothing to do with it, as that one has waited for all
     others. Linears of ours let the next kernel in before they have (runtime/stream_linear/lanes.cu). Inductor's
-    templates, which max_autotune would choose among, do not wait at all: no piece may have one.
+    templates do not wait at all: piece_compiler.py leaves them out.
     """
     from torch._inductor.virtualized import V
 

@@ -103,6 +103,8 @@ def inductor_options(device: str) -> dict[str, Any]:
 
         options["triton.autotune_at_compile_time"] = True
         options["triton.enable_pdl"] = use_dependent_launch()
+        # Templates would start as early and not wait, so an environment that asks for some is not heard.
+        options["max_autotune"] = options["max_autotune_gemm"] = False
     return options
 
 

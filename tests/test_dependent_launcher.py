@@ -13,6 +13,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.virtualized import V
 
 from mllm_compile import dependent_launcher
+from mllm_compile.piece_compiler import inductor_options
 
 DECIDES = dependent_launcher._DECIDES_TO_WAIT
 
@@ -81,6 +82,14 @@ def test_waits_that_are_not_known_leave_everything_alone(driver):
     plain = CUDADeviceOpOverrides().kernel_driver()
     assert not use_on(driver, (9, 0))
     assert CUDADeviceOpOverrides().kernel_driver() == plain
+
+
+def test_no_piece_gets_a_template_whatever_the_environment_asks_for(monkeypatch):
+    monkeypatch.setattr(dependent_launcher, "use_dependent_launch", lambda: True)
+    options = inductor_options("cuda:0")
+    for name in ("max_autotune", "max_autotune_gemm"):
+        assert options[name] is False
+        assert isinstance(getattr(torch._inductor.config, name), bool), "Inductor still has it"
 
 
 def test_kernels_are_analysed_without_their_waits(monkeypatch):
