@@ -2,8 +2,8 @@
 
     python examples/mixed_graphs_speed.py configs/qwen-shape.yaml [--tokens 64 128] [--running 64]
 
-Needs an NVIDIA Hopper GPU. Two engines, one after another: one that captures such steps (the config's
-`cudagraph.mixed_tokens`, or --tokens where the config captures none), one that does not. Of each the milliseconds until
+Needs an NVIDIA Hopper GPU. Two engines, one after another: one that captures such steps (of
+--tokens, or else of the config's `cudagraph.mixed_tokens`), one that does not. Of each the milliseconds until
 a prompt's first token, alone and behind a cached prefix, and output tokens a second while a new prompt joins whenever a
 request ends.
 """

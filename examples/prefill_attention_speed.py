@@ -14,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Callable
 
-import flashinfer
 import numpy as np
 import torch
 
@@ -61,6 +60,8 @@ def measure(
     group: PlanGroup, kernel: PrefillKernel, new: np.ndarray, prefix: np.ndarray, workspace: torch.Tensor
 ) -> float:
     """µs of one launch."""
+    import flashinfer
+
     device, dtype = workspace.device, torch.bfloat16
     options = {"sm_scale": group.params.sm_scale, "q_data_type": dtype, "kv_data_type": dtype}
     options |= {"causal": True, "disable_split_kv": not kernel.splits}

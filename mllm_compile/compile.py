@@ -165,7 +165,7 @@ def find_target(config: EngineConfig, output: Path | None = None) -> Target:
     _check_pass_names(resolved)
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
-    # Compilers run in other folders and have caches of their own, which they add a relative path to.
+    # Absolute: compilers run in other folders, and look for a relative one in caches of their own.
     folder = _cached_folder(resolved, model, factors) if output is None else output.absolute()
     return Target(resolved, model, weights, factors, folder)
 

@@ -97,7 +97,7 @@ class CudaGraphConfig(Section):
 
     mixed_tokens: Auto | SizeList = "auto"
     """Token counts for which a whole step with prompts is captured, attention included, decodes among them or not.
-    auto: on Hopper, where the host would launch the pieces and attentions of a small model more slowly than they run;
+    auto: on Hopper, of models up to 2048 wide, whose pieces and attentions run faster than the host launches them;
     [] for none."""
 
     @field_validator("piecewise_tokens", "decode_requests")

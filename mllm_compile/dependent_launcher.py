@@ -87,9 +87,9 @@ def use_dependent_launch() -> bool:
 def _wait_before_all_reads(kernel_class: Any) -> None:
     """Has Inductor's kernels wait before the first thing they read or write, whoever made it.
 
-    It leaves the wait until later where the kernel ahead has nothing to do with it, as that one has waited for all
-    others. Linears of ours let the next kernel in before they have (runtime/stream_linear/lanes.cu). Inductor's
-    templates do not wait at all: piece_compiler.py leaves them out.
+    It writes no wait before an access to what the kernel ahead has not touched: it counts on that kernel having waited
+    for all earlier ones. Linears of ours let the next kernel in before they have (runtime/stream_linear/lanes.cu).
+    Inductor's templates do not wait at all: piece_compiler.py leaves them out.
     """
     from torch._inductor.virtualized import V
 

@@ -179,7 +179,7 @@ def compile_piece(
     Args:
         scratch: a folder of the model's compile; what the package is made of gets a folder in it. Inductor would have
             it where another process that compiles an equal piece writes the same files, and one packs what the other
-            has only begun. Absolute: Inductor adds other paths to its cache's.
+            has only begun. It must be absolute: Inductor would look for a relative one in its cache's folder.
 
     Raises:
         Exception: whatever torch.export or Inductor raises; the fork reports it.

@@ -461,7 +461,12 @@ def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens
         )
     piecewise_tokens = (num_tokens,) if mode == "piecewise" else ()
     decode_requests = (num_tokens,) if mode == "full_decode_only" else ()
-    sizes = {"piecewise_tokens": piecewise_tokens, "decode_requests": decode_requests, "mixed_tokens": ()}
+    if asked.mixed_tokens not in ("auto", ()):
+        raise ConfigError(
+            f"cudagraph.mixed_tokens is {list(asked.mixed_tokens)}, but with runtime.deterministic no step has a "
+            "prompt's shape. Set it to auto or []."
+        )
+    sizes = {"piecewise_tokens": piecewise_tokens, "decode_requests": decode_requests}
     for key, only in sizes.items():
         given = getattr(asked, key)
         if given not in ("auto", only):

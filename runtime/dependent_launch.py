@@ -2,8 +2,8 @@
 
 A kernel that is launched so may fetch what no kernel writes (weights), and must wait before it touches what another
 kernel touches: nobody may count on the one ahead having waited, as some let their dependents start before they have
-(stream_linear/lanes.cu). Those that do not say when let them start when they end. The launcher's half is
-mllm_compile/dependent_launcher.py. Imports Triton: only the kernels do this.
+(stream_linear/lanes.cu). A kernel that never calls start_dependents lets them start when it ends. The launcher's half
+is mllm_compile/dependent_launcher.py. Imports Triton: only the kernels do this.
 
 The two instructions are PTX's griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions").
 """

@@ -21,6 +21,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
+from mllm_compile.runtime.attention.flashinfer_kernels import CAPTURED_VERSION
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIXED_NEEDS = (
-    "that takes FlashInfer 0.6.18, and layers without window or soft cap whose decodes kernels of the program serve"
+    f"that takes FlashInfer {CAPTURED_VERSION}, and layers without window or soft cap whose decodes kernels of the "
+    "program serve"
 )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.staging import StagingRing
 
-ALIGNMENT = 16  # bytes
+_ALIGNMENT = 16  # bytes
 _INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
 
 
@@ -25,14 +25,14 @@ class PackedFields:
         """
         Args:
             fields: by name, which says the dtype on the device: int32 of a few, int64 of all others.
-            start: where the first one begins, a multiple of ALIGNMENT.
+            start: bytes to leave free ahead of the first one.
         """
         self._fields = fields
         self._places: dict[str, tuple[int, int, torch.dtype]] = {}
         self.end = start
         for name, array in fields.items():
             dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
-            begin = -(-self.end // ALIGNMENT) * ALIGNMENT
+            begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
             self.end = begin + array.size * dtype.itemsize
             self._places[name] = (begin, self.end, dtype)
 

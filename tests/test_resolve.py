@@ -214,6 +214,12 @@ def test_small_limits_pull_the_other_automatic_ones_along():
             CaptureSizeError,
             "every step has 512 tokens",
         ),
+        (
+            H200,
+            {"runtime": {"deterministic": True}, "cudagraph": {"mixed_tokens": [512]}},
+            ConfigError,
+            r"mixed_tokens is \[512\], but with runtime.deterministic no step .* Set it to auto or \[\]",
+        ),
         (DeviceInfo("cuda:0", "GPU"), {}, DeviceError, r"pip install 'mllm-compile\[cuda\]'"),
     ],
 )

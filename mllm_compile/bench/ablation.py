@@ -66,7 +66,7 @@ def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> Benc
     runs, levers_left_out = [measure(ALL, ())], []
     for lever in levers:
         if not _is_on(probe.setting, lever):
-            _tell(f"without {lever}: so is the config")
+            _tell(f"without {lever}: skipped, as the config leaves it out already")
             continue
         try:
             runs.append(measure(f"without {lever}", (lever,)))

@@ -5,7 +5,7 @@ All that depends on the batch is read on the device. The decode kernels of the p
 length, 0 where the row is no decode, and its pages. FlashInfer's fa3 reads the list of work that its plan writes into
 the int workspace, and page ids; nothing else of a batch, not even the offsets that its wrapper keeps (0.6.18). So its
 page ids are the decode kernels' page table, each request's at its own row, and a replay costs two launches for that
-table, one or two for the decodes' lengths, and a plan.
+table, at most two for the decodes' lengths, and a plan.
 
 Decodes come first in a batch, and prompts are written behind them: rows past the decodes are passed over by the
 kernels of the one, rows before the prompts by those of the other, padding by both.

@@ -54,7 +54,7 @@ class SplitDecodeSpace:
     """What the decodes of one backend share: the page table of the present batch, scratch memory, counters.
 
     Attributes:
-        page_table: [max requests, W] int32, a row each listed request.
+        page_table: [max requests, W] int32, one row for each listed request.
     """
 
     def __init__(

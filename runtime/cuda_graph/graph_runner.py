@@ -250,8 +250,9 @@ class GraphRunner:
         return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
 
     def _output_buffer(self, index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """Attention outputs: fresh memory, in a captured decode of the graph's pool; where a graph serves any step,
-        places of numbers, since padding is never written: what was there would be its keys and values."""
+        """Attention outputs. Eager steps and captured decodes get fresh memory, in a capture of the graph's pool;
+        graphs that serve any step get buffers that begin as zeros: attention never writes rows of padding, and what is
+        there goes on into keys and values, so it must be finite."""
         descriptor = get_forward_context().batch_descriptor
         if descriptor is None or descriptor.uniform:
             return q.new_empty((q.shape[0], *shape))

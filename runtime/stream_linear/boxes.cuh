@@ -25,8 +25,8 @@ __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int token, 
       "l"(map), "r"(panel * COLUMNS), "r"(token), "r"(barrier) : "memory");
 }
 
-// Sums of squares are of 16 outputs. Where lanes.cu leaves twice as many, of 8 each, they come first, and zeros behind them
-// that need not be read with more than 8 tokens: with so many lanes.cu has made none.
+// A sum of squares is of 16 outputs here. Where there is room for lanes.cu's, of 8 outputs each and so twice as many, these
+// are the first half and zeros the second. With more than 8 tokens lanes.cu has written none, so that need not be read.
 constexpr int SUM_OUTPUTS = 16, READ_SUMS = TOKENS > 8 && NORM_BLOCKS > K / SUM_OUTPUTS ? K / SUM_OUTPUTS : NORM_BLOCKS;
 // The norm's factor of each token from `begin` on, by three warps: four lanes a token, each LOADS at a time.
 template <int LOADS>

@@ -100,7 +100,7 @@ def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, cap
 )
 def test_what_the_config_does_without_has_no_variant(ablate, capsys, lever, changes):
     assert ablate([lever], **changes)[0] == ["all", "all, again"]
-    assert f"without {lever}: so is the config" in capsys.readouterr().err
+    assert f"without {lever}: skipped, as the config leaves it out already" in capsys.readouterr().err
 
 
 def test_a_lever_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):

@@ -12,11 +12,12 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize(
-    "name", ["decode_attention_speed.py", "graph_modes_speed.py", "mixed_graphs_speed.py", "step_gaps.py"]
-)
+ATTENTION = ["decode_attention_speed.py", "prefill_attention_speed.py"]
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, "graph_modes_speed.py", "mixed_graphs_speed.py", "step_gaps.py"])
 def test_a_script_for_a_gpu_ends_with_one_line_on_a_machine_without(name, monkeypatch):
-    config = [] if name == "decode_attention_speed.py" else ["configs/tiny.yaml"]
+    config = [] if name in ATTENTION else ["configs/tiny.yaml"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for package in ("flashinfer", "triton"):
         monkeypatch.setitem(sys.modules, package, None)
