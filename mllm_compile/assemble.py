@@ -22,7 +22,7 @@ from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE, GenerationD
 from mllm_compile.measured import device_key, read_measured, write_measured
 from mllm_compile.memory_plan import MemoryPlan, situation
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.idle_threads import end_idle_threads
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.model_source import ModelSource

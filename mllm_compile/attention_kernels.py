@@ -14,7 +14,7 @@ import torch
 from mllm_compile.artifact_source import attention_layer
 from mllm_compile.errors import DeviceError
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.attention.split_decode import Decoder
 from mllm_compile.runtime.program import Program
 

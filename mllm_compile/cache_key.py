@@ -21,7 +21,7 @@ import torch
 import mllm_compile
 from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.model_folder import ModelFolder
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.hopper_decode.clusters import LONG_TOKENS
 from mllm_compile.runtime.hopper_decode.shares import MOST_REQUESTS
 from mllm_compile.tokenizer import tokenizer_files

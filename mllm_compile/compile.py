@@ -48,7 +48,8 @@ from mllm_compile.errors import ArtifactError, CheckpointError, CompileError, Co
 from mllm_compile.explain import miss_note, nearest_runtime
 from mllm_compile.model_folder import ModelFolder, open_model_folder
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import ResolvedConfig, resolve
+from mllm_compile.resolve import resolve
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.device_memory import give_back_unused
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.split_decode_shapes import OF_FEW

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mllm_compile.cuda_kernels import can_compile_kernels
 from mllm_compile.piece_compiler import PieceInput
-from mllm_compile.resolve import ResolvedConfig, ResolvedRuntime
+from mllm_compile.resolved import ResolvedConfig, ResolvedRuntime
 from mllm_compile.runtime.attention.flashinfer_kernels import HEAD_DIMS
 from mllm_compile.runtime.hopper_decode.clusters import (
     LONG_TOKENS,

@@ -15,7 +15,7 @@ import torch
 
 from mllm_compile.errors import CheckpointError
 from mllm_compile.model_errors import first_line
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.model_source import LoadedModel, ModelSource
 

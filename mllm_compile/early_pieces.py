@@ -25,7 +25,7 @@ from mllm_compile.cache_key import max_traced_tokens
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.piece_workers import PieceJob, PieceWorkers
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.uncollected import uncollected
 
 if TYPE_CHECKING:

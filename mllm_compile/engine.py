@@ -35,7 +35,7 @@ from mllm_compile.uncollected import uncollected
 
 if TYPE_CHECKING:
     from mllm_compile.config import EngineSource
-    from mllm_compile.resolve import ResolvedConfig
+    from mllm_compile.resolved import ResolvedConfig
     from mllm_compile.runtime.scheduler import Scheduler
 
 # Work that is over before this shows no bar.

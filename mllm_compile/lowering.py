@@ -18,7 +18,7 @@ from mllm_compile.decode_attention import add_decode_attention
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.program import Program
 from mllm_compile.sampling_pieces import add_sampling_pieces

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from mllm_compile.piece_compiler import PieceInput
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.counter_rng import padded_vocab_size
 from mllm_compile.runtime.program import Program, SamplingForms
 from mllm_compile.written_piece import WrittenPiece

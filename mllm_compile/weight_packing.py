@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import ResolvedConfig
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.weight_loader import WeightPart, WeightSpec, allocate_weights, fill_random, load_weights
 from mllm_compile.tensor_file import save_tensors
 from mllm_compile.weight_files import WeightFiles, weight_files

@@ -14,7 +14,9 @@ from mllm_compile.device_info import DeviceInfo, detect_device
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.progress import PlainReporter
-from mllm_compile.resolve import MIXED_TOKENS, ResolvedConfig, ResolvedCudaGraph, resolve
+from mllm_compile.resolve import resolve
+from mllm_compile.resolve_graphs import MIXED_TOKENS
+from mllm_compile.resolved import ResolvedConfig, ResolvedCudaGraph
 
 CPU = DeviceInfo("cpu", "x86_64")
 H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)

@@ -43,9 +43,6 @@ class LaneTiling(LinearTiling):
     def num_blocks(self) -> int:
         return math.ceil(_num_tiles(self.kind) / self.tiles)
 
-    def boxes(self, num_tokens: int) -> None:
-        return None
-
     @cached_property
     def num_threads(self) -> int:
         return 32 * self.warps

@@ -71,9 +71,6 @@ class RowTiling(LinearTiling):
     def num_blocks(self) -> int:
         return self.clusters * self.split
 
-    def boxes(self, num_tokens: int) -> None:
-        return None
-
     @cached_property
     def num_threads(self) -> int:
         return 32 * self.warps

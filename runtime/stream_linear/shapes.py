@@ -50,13 +50,13 @@ def is_read_in_rows(rows: int, columns: int) -> bool:
     return _is_large(rows, columns) and not is_head(rows) and by_rows.takes(rows, columns)
 
 
-def _is_large(rows: int, columns: int) -> bool:
-    return rows * columns * 2 > _LARGE_BYTES
-
-
 def is_held(rows: int, columns: int) -> bool:
     """Whether lanes.cu takes a weight for its few tokens."""
     return not is_read_in_rows(rows, columns) and by_lanes.takes(LinearKind(rows, columns))
+
+
+def _is_large(rows: int, columns: int) -> bool:
+    return rows * columns * 2 > _LARGE_BYTES
 
 
 def num_streamed_norm_blocks(rows: int, columns: int) -> int:

@@ -11,15 +11,15 @@ import torch
 
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
 from mllm_compile.kernel_check import _rotated
-from mllm_compile.nvrtc import compile_cuda
 from mllm_compile.progress import NullReporter
 from mllm_compile.runtime.attention.base import Unrotated
-from mllm_compile.runtime.cuda.driver import Kernel, address_of
+from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
 from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.hopper_decode.shares import MISSING, ShareKernel
+from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32
 
 pytestmark = [
@@ -32,24 +32,14 @@ pytestmark = [
 
 Decode = ClusterDecode | ShareDecode
 CLUSTERS, SHARES = "clusters", "shares"
-# Lets the next kernel begin and writes the newest keys and values 0.2 ms later. From few blocks: where they are, no
-# registers may be left for one of the next kernel.
-LATE_BLOCKS = 32
-WRITES_LATE = """
-extern "C" __global__ void write_late(uint4* keys, uint4* values, const uint4* new_keys, const uint4* new_values,
-                                      const long long* slots, int num_slots) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  while (now < begin + 200000);
-  for (int i = blockIdx.x; i < num_slots; i += gridDim.x) {
+# The newest keys and values, or any memory in pieces of 16 bytes a thread.
+LATE_ROWS = (
+    "uint4* keys, uint4* values, const uint4* new_keys, const uint4* new_values, const long long* slots, int num_slots",
+    """for (int i = blockIdx.x; i < num_slots; i += gridDim.x) {
     const long long to = slots[i] * blockDim.x + threadIdx.x, from = i * blockDim.x + threadIdx.x;
     keys[to] = new_keys[from], values[to] = new_values[from];
-  }
-}
-"""
+  }""",
+)
 
 
 def compiled_decoder(folder: Path, kind: str, heads: int, kv_heads: int, page_size: int) -> Decode:
@@ -360,7 +350,7 @@ def decode_behind_a_late_write(decoder: Decode, cache: Cache, q: torch.Tensor) -
     page = cache.page_table.gather(1, (last // cache.page_size)[:, None]).squeeze(1).long()
     slots = page * cache.page_size + last % cache.page_size
     new_keys, new_values = cache.keys[slots], cache.values[slots]
-    late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
+    late = late_kernel(*LATE_ROWS)
     arguments = [address_of(tensor) for tensor in (cache.keys, cache.values, new_keys, new_values, slots)]
     arguments.append(ctypes.c_int(len(slots)))
     decode(decoder, cache, q)
@@ -380,7 +370,7 @@ def decode_behind_a_late_projection(decoder: Decode, cache: Cache, new: New) -> 
     """In a graph: what is to be rotated, by what, and values, are infinite until a kernel writes them that has let the
     next one begin before."""
     count, num_threads = len(cache.lengths), 32
-    late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
+    late = late_kernel(*LATE_ROWS)
     written, none = new.memory.clone(), torch.empty_like(new.memory)
     rows = torch.arange(len(written) // (8 * num_threads), device="cuda")
     arguments = [address_of(tensor) for tensor in (new.memory, none, written, written, rows)]

@@ -12,12 +12,12 @@ import torch
 from torch.nn.functional import linear, silu
 
 from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
-from mllm_compile.nvrtc import compile_cuda
 from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.cuda.driver import Kernel, address_of
+from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, bucket_of
 from mllm_compile.runtime.stream_linear.ops import load_kernels
 from mllm_compile.runtime.stream_linear.shapes import choose_tiling, is_streamed, num_streamed_norm_blocks
+from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_few_tokens import EPS, MARGIN, compiled, layer, off_by, random_inputs, shapes_of
 from tests.gpu.test_few_tokens import SOURCE as FEW_SOURCE
 
@@ -35,21 +35,6 @@ SHAPES += [(2048, 2048, 28672), (1024, 1024, 16384)]
 NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128]
 NUM_TOKENS += [129, 143, 144, 145, 160, 176, 187, 192, 208, 209, 224, 240, 241, 255, 256]
 SOURCE = FEW_SOURCE.replace("few_linear", "stream_linear")
-
-
-# Lets the next kernel begin, and writes what that reads 0.2 ms later.
-LATE_BLOCKS = 32
-WRITES_LATE = """
-extern "C" __global__ void write_late(uint4* to, const uint4* from, int count) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  while (now < begin + 200000);
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];
-}
-"""
 
 
 def kinds_of(hidden: int, heads: int, ffn: int) -> list[LinearKind]:
@@ -195,7 +180,10 @@ def test_what_the_kernel_ahead_writes_late_is_waited_for(tmp_path, shape, num_to
         return torch.ops.mllm.stream_linear(scaled, qkv, squares, EPS, False)
 
     want = layer_of(x)
-    late = Kernel(compile_cuda(WRITES_LATE, "write_late", "sm_90a"), "write_late", 0)
+    late = late_kernel(
+        "uint4* to, const uint4* from, int count",
+        "for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];",
+    )
     for _ in range(3):
         late_x = torch.full_like(x, torch.nan)
         late.launch(LATE_BLOCKS, 256, (address_of(late_x), address_of(x), ctypes.c_int(x.numel() // 8)))
