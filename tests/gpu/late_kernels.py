@@ -1,4 +1,4 @@
-"""Kernels that let the next one begin and write what that reads 0.2 ms later: who does not wait reads what was there."""
+"""Kernels that let the next one begin and write what it reads 0.2 ms later: who does not wait reads what was before."""
 
 from __future__ import annotations
 
