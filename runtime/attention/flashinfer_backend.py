@@ -4,33 +4,26 @@ Per batch and plan group (layers equal in window, soft cap, scale and heads) the
 (flashinfer_prefill.py), and one for the decodes, which come first in a batch (flashinfer_decode.py), unless the program
 brings its own kernel for them (split_decode.py). Which of FlashInfer's kernels each gets is decided in
 flashinfer_kernels.py; pages and plan buffers are flashinfer_plan.py's.
-Decodes can be captured in a CUDA graph: see init_forward_metadata_capture_cuda_graph; so can steps with prompts, where
-fa3 and the program's own kernels serve them: see mixed_steps.py.
+Decodes can be captured in a CUDA graph (decode_steps.py); so can steps with prompts, where fa3 and the program's own
+kernels serve them (mixed_steps.py).
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters, Unrotated
-from mllm_compile.runtime.attention.flashinfer_decode import (
-    DecodeRows,
-    GraphBuffers,
-    GroupDecode,
-    PlannedGroup,
-    SplitGroup,
-)
+from mllm_compile.runtime.attention.decode_steps import DecodeSteps, make_graph_buffers
+from mllm_compile.runtime.attention.flashinfer_decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     check_never_split,
@@ -41,6 +34,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     should_use_tensor_core,
     workspace_bytes,
 )
+from mllm_compile.runtime.attention.flashinfer_library import float_workspace, import_flashinfer
 from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
@@ -82,10 +76,6 @@ class PrefillMetadata:
     use_ragged: bool
     extend_no_prefix: bool
     first_token: int = 0
-
-
-# Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels.
-_workspaces: weakref.WeakValueDictionary[tuple[torch.device, int], torch.Tensor] = weakref.WeakValueDictionary()
 
 
 class FlashInferAttnBackend(AttentionBackend):
@@ -133,7 +123,7 @@ class FlashInferAttnBackend(AttentionBackend):
             UnsupportedModelError, ConfigError: a layer that no kernel serves.
         """
         self.device = torch.device(device)
-        self._flashinfer = _import_flashinfer(self.device)
+        self._flashinfer = import_flashinfer(self.device)
         if layers is None:
             layers = _uniform_layers(num_heads, num_kv_heads, head_dim, sliding_window_size)
         check_supported(layers, q_dtype)
@@ -151,14 +141,13 @@ class FlashInferAttnBackend(AttentionBackend):
 
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
-        self._workspace = _workspace(self.device, num_bytes, init_new_workspace)
+        self._workspace = float_workspace(self.device, num_bytes, own=init_new_workspace)
         self._group_prefills = [] if skip_prefill else [self._make_group_prefill(group) for group in self.groups]
-        self._captured_sizes: set[int] = set()
-        self._graph_buffers: list[GraphBuffers] = []  # one a group
         self._kv_indptr_buf = kv_indptr_buf
         self._kv_last_page_len_buf = kv_last_page_len_buf
 
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
+        self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
         self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
@@ -186,7 +175,8 @@ class FlashInferAttnBackend(AttentionBackend):
 
         if num_decodes:
             decodes = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
-            self._list_pages(batch.req_pool_indices[:num_decodes])
+            if self._split_space is not None:  # the program's own kernels read the pages of these
+                self._split_space.list_pages(batch.req_pool_indices[:num_decodes])
             self.decode_metadata = DecodeMetadata([group.plan(decodes) for group in self._group_decodes])
         if num_prefills:
             self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
@@ -256,11 +246,6 @@ class FlashInferAttnBackend(AttentionBackend):
         if self._split_space is None or not len(decodes) == len(prefills) == len(self.groups):
             return None
         return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
-
-    def _list_pages(self, rows: torch.Tensor) -> None:
-        """Tell the program's own decode kernels whose pages the next batch reads: of `rows` [requests]."""
-        if self._split_space is not None:
-            self._split_space.list_pages(rows)
 
     def _make_group_prefill(self, group: PlanGroup) -> GroupPrefill:
         def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
@@ -388,20 +373,16 @@ class FlashInferAttnBackend(AttentionBackend):
                 if isinstance(decode, PlannedGroup)
             ]
             check_never_split(planned, max_bs, self._num_sms)
-        zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
-        num_entries = max_bs * -(-self.max_context_len // self.page_size)
-        # Page lists and their offsets differ between windows; how full the last page is does not.
-        last_page_len = zeros(max_bs) if self._kv_last_page_len_buf is None else self._kv_last_page_len_buf
-        given = [(kv_indices_buf, self._kv_indptr_buf)] + [(None, None)] * (len(self.groups) - 1)
-        self._graph_buffers = [
-            GraphBuffers(
-                kv_indices=zeros(num_entries) if indices is None else indices,
-                kv_indptr=zeros(max_bs + 1) if indptr is None else indptr,
-                last_page_len=last_page_len,
-            )
-            for indices, indptr in given
-        ]
-        self._captured_sizes.clear()
+        buffers = make_graph_buffers(
+            len(self.groups),
+            max_bs,
+            -(-self.max_context_len // self.page_size),
+            self.device,
+            kv_indices_buf,
+            self._kv_indptr_buf,
+            self._kv_last_page_len_buf,
+        )
+        self._decode_steps = DecodeSteps(self._group_decodes, self._split_space, buffers)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -416,14 +397,7 @@ class FlashInferAttnBackend(AttentionBackend):
         The addresses that a captured kernel reads are this backend's; only their contents change with each replay.
         """
         _check_capturable(forward_mode, bs, num_tokens)
-        self._list_pages(req_pool_indices)
-        wrappers = [
-            decode.plan_capture(bs, seq_lens, buffers)
-            for decode, buffers in zip(self._group_decodes, self._graph_buffers, strict=True)
-        ]
-        self._captured_sizes.add(bs)
-        self._num_decodes = bs
-        self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
+        self._set_decodes(bs, self._captured_decodes.capture(bs, req_pool_indices, seq_lens))
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -442,8 +416,6 @@ class FlashInferAttnBackend(AttentionBackend):
                 get_cuda_graph_seq_len_fill_value.
         """
         _check_capturable(forward_mode, bs, bs)
-        if bs not in self._captured_sizes:
-            raise RuntimeError(f"no batch of {bs} was captured; captured: {sorted(self._captured_sizes)}")
 
         def list_pages(window_left: int, indices_out: torch.Tensor | None) -> PagedView:
             computed = seq_lens_cpu - 1
@@ -452,9 +424,16 @@ class FlashInferAttnBackend(AttentionBackend):
                 table, req_pool_indices, seq_lens_cpu, computed, window_left, self.page_size, indices_out
             )
 
-        self._list_pages(req_pool_indices)
         decodes = DecodeRows(seq_lens, list_pages)
-        wrappers = [decode.plan_replay(bs, decodes) for decode in self._group_decodes]
+        self._set_decodes(bs, self._captured_decodes.replay(bs, req_pool_indices, decodes))
+
+    @property
+    def _captured_decodes(self) -> DecodeSteps:
+        if self._decode_steps is None:
+            raise RuntimeError("call init_cuda_graph_state before a capture")
+        return self._decode_steps
+
+    def _set_decodes(self, bs: int, wrappers: list[Any]) -> None:
         self._num_decodes = bs
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 
@@ -488,23 +467,6 @@ class FlashInferAttnBackend(AttentionBackend):
         self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False, extend_no_prefix=False)
 
 
-def _import_flashinfer(device: torch.device) -> ModuleType:
-    if device.type != "cuda":
-        raise DeviceError(
-            f"runtime.attention_backend: flashinfer needs an NVIDIA GPU, but runtime.device is {device}. "
-            "Set runtime.attention_backend: torch."
-        )
-    try:
-        import flashinfer
-        import flashinfer.decode
-    except ImportError as error:
-        raise DeviceError(
-            f"runtime.attention_backend: flashinfer, but FlashInfer cannot be imported ({error}). "
-            "Install it with `pip install mllm-compile[cuda]`, or set runtime.attention_backend: torch."
-        ) from error
-    return flashinfer
-
-
 def _uniform_layers(
     num_heads: int, num_kv_heads: int, head_dim: int, sliding_window_size: int | None
 ) -> list[AttentionLayer]:
@@ -522,16 +484,6 @@ def _uniform_layers(
         )
         for i, window in enumerate(windows)
     ]
-
-
-def _workspace(device: torch.device, num_bytes: int, own: bool) -> torch.Tensor:
-    key = (device, num_bytes)
-    workspace = None if own else _workspaces.get(key)
-    if workspace is None:
-        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        if not own:
-            _workspaces[key] = workspace
-    return workspace
 
 
 def _check_capturable(forward_mode: ForwardMode, bs: int, num_tokens: int) -> None:

@@ -1,0 +1,42 @@
+"""FlashInfer itself, imported when a backend is made, and the workspace that backends share."""
+
+from __future__ import annotations
+
+import weakref
+from types import ModuleType
+
+import torch
+
+from mllm_compile.runtime.errors import DeviceError
+
+# Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels.
+_workspaces: weakref.WeakValueDictionary[tuple[torch.device, int], torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def import_flashinfer(device: torch.device) -> ModuleType:
+    """The library. Raises DeviceError where it is not installed, or `device` is no CUDA device."""
+    if device.type != "cuda":
+        raise DeviceError(
+            f"runtime.attention_backend: flashinfer needs an NVIDIA GPU, but runtime.device is {device}. "
+            "Set runtime.attention_backend: torch."
+        )
+    try:
+        import flashinfer
+        import flashinfer.decode
+    except ImportError as error:
+        raise DeviceError(
+            f"runtime.attention_backend: flashinfer, but FlashInfer cannot be imported ({error}). "
+            "Install it with `pip install mllm-compile[cuda]`, or set runtime.attention_backend: torch."
+        ) from error
+    return flashinfer
+
+
+def float_workspace(device: torch.device, num_bytes: int, own: bool) -> torch.Tensor:
+    """[num_bytes] uint8 for partial results, a new one if it is to be `own`; see flashinfer_kernels.workspace_bytes."""
+    key = (device, num_bytes)
+    workspace = None if own else _workspaces.get(key)
+    if workspace is None:
+        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if not own:
+            _workspaces[key] = workspace
+    return workspace
