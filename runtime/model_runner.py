@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,8 +24,9 @@ from mllm_compile.runtime.attention.flashinfer_kernels import CAPTURED_VERSION
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.device import open_device, prefer_cublaslt
 from mllm_compile.runtime.device_memory import check_weights_fit, cpu_kv_budget, cuda_kv_budget, give_back_unused
-from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
+from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
@@ -110,9 +110,9 @@ class ModelRunner:
             ConfigError, UnsupportedModelError: the attention backend cannot do what is asked.
         """
         with stage("open device"):
-            self.device = _open_device(self.config.device)
+            self.device = open_device(self.config.device)
         if self.device.type == "cuda":
-            _prefer_cublaslt()
+            prefer_cublaslt()
         with self.on_device():
             try:
                 self.load_model()
@@ -487,38 +487,3 @@ class ModelRunner:
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
-
-
-def _open_device(name: str) -> torch.device:
-    """The device of a name such as cpu or cuda:0.
-
-    Raises:
-        DeviceError: it is not there.
-    """
-    device = torch.device(name)
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise DeviceError(f"runtime.device: expected cpu, cuda or cuda:N, got {name!r}")
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            f"runtime.device is {name}, but torch sees no NVIDIA GPU (torch {torch.__version__}). Install a driver and "
-            "a CUDA build of torch, or set runtime.device: cpu."
-        )
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise DeviceError(f"runtime.device is {name}, but there are {torch.cuda.device_count()} GPUs, cuda:0 onwards")
-    return torch.device("cuda", index)
-
-
-def _prefer_cublaslt() -> None:
-    """For the whole process: cuBLASLt chooses better among the same kernels for steps of 17 to 256 tokens where weights
-    are wide (Qwen3-8B, 64 requests: 6.37 -> 6.18 ms a step), and elsewhere no worse
-    (docs/performance/levers.md).
-
-    torch warns whoever asks for it, but not where its environment variable has, which the command line sets. Whoever
-    has set it to 0 is left alone.
-    """
-    is_chosen = torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Cublaslt
-    if not is_chosen and os.environ.get("TORCH_BLAS_PREFER_CUBLASLT") != "0":
-        torch.backends.cuda.preferred_blas_library("cublaslt")

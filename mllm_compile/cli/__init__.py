@@ -82,7 +82,7 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # read when torch is imported; see model_runner.py
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # read when torch is imported; see runtime/device.py
     with kept_bytecode():
         code = run(sys.argv[1:])
     sys.exit(code)
