@@ -22,11 +22,12 @@ from mllm_compile.bench.workloads import LatencyWork
 from mllm_compile.console import print_table
 from mllm_compile.errors import ConfigError
 
-# Name → section, key, value that switches it off, and those of a config without it. The passes come before them.
+# Name → section, key, value that switches it off, and those of an engine without it. The passes come before them.
 CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
     "hopper_decode": ("compile", "hopper_decode", False, (False,)),
     "split_decode": ("compile", "split_decode", False, (False,)),
     "full_graphs": ("cudagraph", "mode", "piecewise", ("piecewise", "none")),
+    "mixed_graphs": ("cudagraph", "mixed_tokens", (), ([],)),
 }
 COMMAND = "ablation"
 ALL, ALL_AGAIN, NONE = "all", "all, again", "without any of them"
@@ -42,8 +43,8 @@ def lever_names() -> list[str]:
 def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> BenchResult:
     """tpot and prefill of every variant, with the limits of this machine; a run is named after its variant.
 
-    A lever that the config does without has no variant, nor has one that it cannot do without, on a CPU for instance:
-    stderr says so.
+    A lever that the engine with all of them does without, as its config says or the device or model wants it, has no
+    variant, nor has one that it cannot do without: stderr says so.
 
     Args:
         levers: some of lever_names().
@@ -65,8 +66,8 @@ def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> Benc
 
     runs, levers_left_out = [measure(ALL, ())], []
     for lever in levers:
-        if not _is_on(probe.setting, lever):
-            _tell(f"without {lever}: skipped, as the config leaves it out already")
+        if not _is_on(runs[0], lever):
+            _tell(f"without {lever}: skipped, as this engine does without it already")
             continue
         try:
             runs.append(measure(f"without {lever}", (lever,)))
@@ -91,13 +92,12 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _is_on(setting: Setting, lever: str) -> bool:
-    """Whether the config has it, as far as that stands there."""
-    config = setting.engine_config()
+def _is_on(run: EngineRun, lever: str) -> bool:
+    """Whether the engine of a run had it, as far as its resolved config says so."""
     if lever not in CHOICES:
-        return lever not in config.compile.disable_passes
+        return lever not in run.settings["compile"]["disable_passes"]
     section, key, _, without_it = CHOICES[lever]
-    return getattr(getattr(config, section), key) not in without_it
+    return run.settings[section][key] not in without_it
 
 
 def without(setting: Setting, levers: Sequence[str]) -> Setting:

@@ -1,6 +1,8 @@
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from mllm_compile.bench.harness import Probe
 from mllm_compile.bench.limits import ModelFigures
 from mllm_compile.bench.setting import Setting
 from mllm_compile.bench.workloads import LatencyWork
+from mllm_compile.config import EngineConfig
 from mllm_compile.errors import ConfigError
 from tests.bench.result_cases import CEILINGS, result, run, tpot
 from tests.bench.test_worker import SETTING
@@ -32,6 +35,7 @@ def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(sett
             "hopper_decode": config.compile.hopper_decode is False,
             "split_decode": config.compile.split_decode is False,
             "full_graphs": config.cudagraph.mode == "piecewise",
+            "mixed_graphs": config.cudagraph.mixed_tokens == (),
         }
         assert switched.get(name, name in config.compile.disable_passes)
         assert sum(switched.values()) == (name in switched)
@@ -47,6 +51,16 @@ def test_what_the_config_leaves_out_stays_out(setting):
     )
 
 
+def settings_on_hopper(config: EngineConfig) -> dict[str, Any]:
+    """What levers look at of a resolved config, as it comes from a worker process."""
+    mode = "full_and_piecewise" if config.cudagraph.mode == "auto" else config.cudagraph.mode
+    mixed_tokens = config.cudagraph.mixed_tokens
+    if mixed_tokens == "auto":
+        mixed_tokens = (64,) if mode == "full_and_piecewise" else ()
+    compiled = {name: getattr(config.compile, name) for name in ("disable_passes", "split_decode", "hopper_decode")}
+    return json.loads(json.dumps({"compile": compiled, "cudagraph": {"mode": mode, "mixed_tokens": mixed_tokens}}))
+
+
 @pytest.fixture
 def ablate(setting, monkeypatch):
     """Runs it with an engine that takes no time and refuses what `refused` says; (names of the runs, settings)."""
@@ -59,10 +73,11 @@ def ablate(setting, monkeypatch):
         asked = []
 
         def measure(engine, setting, work, probe):
+            config = setting.engine_config()
             asked.append(setting)
-            if refused(setting.engine_config()):
-                raise BenchmarkError("the device is a CPU")
-            return run(engine)
+            if refused(config):
+                raise BenchmarkError("no piece without its norm")
+            return replace(run(engine), settings=settings_on_hopper(config))
 
         monkeypatch.setattr(ablation, "probe_machine", lambda *args: Probe(base, {"commit": "abc"}, CEILINGS, figures))
         monkeypatch.setattr(ablation, "measure_latency", measure)
@@ -81,12 +96,12 @@ def test_variants_are_all_each_left_out_all_left_out_and_all_again(setting, abla
 
 def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, capsys):
     def refused(config):
-        return config.cudagraph.mode == "piecewise"
+        return "fuse_rope_cache" in config.compile.disable_passes
 
-    names, asked = ablate(["full_graphs", "pack_projections", "fuse_silu_mul"], refused)
+    names, asked = ablate(["fuse_rope_cache", "pack_projections", "fuse_silu_mul"], refused)
     assert names == ["all", "without pack_projections", "without fuse_silu_mul", "without any of them", "all, again"]
     assert not refused(asked[-2].engine_config())
-    assert "without full_graphs: the device is a CPU" in capsys.readouterr().err
+    assert "without fuse_rope_cache: no piece without its norm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -94,13 +109,15 @@ def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, cap
     [
         ("full_graphs", {"cudagraph": {"mode": "none"}}),
         ("full_graphs", {"cudagraph": {"mode": "piecewise"}}),
+        ("mixed_graphs", {"cudagraph": {"mixed_tokens": ()}}),
+        ("mixed_graphs", {"cudagraph": {"mode": "piecewise"}}),
         ("split_decode", {"compile": {"split_decode": False}}),
         ("fuse_silu_mul", {"compile": {"disable_passes": ("fuse_silu_mul",)}}),
     ],
 )
-def test_what_the_config_does_without_has_no_variant(ablate, capsys, lever, changes):
+def test_what_the_engine_does_without_has_no_variant(ablate, capsys, lever, changes):
     assert ablate([lever], **changes)[0] == ["all", "all, again"]
-    assert f"without {lever}: skipped, as the config leaves it out already" in capsys.readouterr().err
+    assert f"without {lever}: skipped, as this engine does without it already" in capsys.readouterr().err
 
 
 def test_a_lever_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
