@@ -20,7 +20,6 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
-from mllm_compile.runtime.attention.flashinfer_kernels import CAPTURED_VERSION
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
@@ -39,11 +38,6 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.penalties import PenaltyParams
 
 logger = logging.getLogger(__name__)
-
-_MIXED_NEEDS = (
-    f"that takes FlashInfer {CAPTURED_VERSION}, and layers without window or soft cap whose decodes kernels of the "
-    "program serve"
-)
 
 
 @dataclass(frozen=True)
@@ -179,13 +173,14 @@ class ModelRunner:
     def _dispatcher(self) -> GraphDispatcher:
         config = self.config
         mode, mixed_tokens = CUDAGraphMode.from_name(config.cudagraph_mode), config.mixed_tokens
-        if mixed_tokens and not self.attn_backend.captures_mixed:
-            if config.mixed_tokens_asked:
-                raise ConfigError(
-                    f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but this model's attention over prompts cannot "
-                    f"be captured: {_MIXED_NEEDS}. Set it to auto or []."
-                )
-            logger.info("steps with prompts are not captured whole: %s", _MIXED_NEEDS)
+        obstacle = self.attn_backend.mixed_obstacle if mixed_tokens else None
+        if obstacle and config.mixed_tokens_asked:
+            raise ConfigError(
+                f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but steps with prompts cannot be captured whole: "
+                f"{obstacle}. Set it to auto or []."
+            )
+        if obstacle:
+            logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
         return GraphDispatcher(mode, config.piecewise_tokens, config.decode_requests, mixed_tokens)
 

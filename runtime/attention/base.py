@@ -162,9 +162,9 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
 
     @property
-    def captures_mixed(self) -> bool:
-        """Whether steps with prompts can be captured whole, decodes among them or not."""
-        return False
+    def mixed_obstacle(self) -> str | None:
+        """Why steps with prompts cannot be captured whole, decodes among them or not; None: they can."""
+        return f"{type(self).__name__} captures no prompts"
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         """Whether a captured kernel serves the prompts of `batch` about as fast as any other would."""

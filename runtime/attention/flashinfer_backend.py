@@ -239,13 +239,11 @@ class FlashInferAttnBackend(AttentionBackend):
         return space, [make(index, group) for index, group in enumerate(self.groups)]
 
     def _make_mixed_steps(self, max_requests: int) -> MixedSteps | None:
-        """None where a group has decodes or prefills that cannot be captured together."""
-        decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
-        version = self._flashinfer.__version__
-        prefills = [prefill for prefill in self._group_prefills if prefill.can_be_captured(version)]
-        if self._split_space is None or not len(decodes) == len(prefills) == len(self.groups):
+        """None where something is in the way."""
+        if self._split_space is None or self.mixed_obstacle:
             return None
-        return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
+        decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
+        return MixedSteps(decodes, self._group_prefills, self._split_space, max_requests, self.device)
 
     def _make_group_prefill(self, group: PlanGroup) -> GroupPrefill:
         def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
@@ -438,8 +436,16 @@ class FlashInferAttnBackend(AttentionBackend):
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 
     @property
-    def captures_mixed(self) -> bool:
-        return self._mixed_steps is not None
+    def mixed_obstacle(self) -> str | None:
+        if self.skip_prefill:
+            return "this backend only decodes"
+        version = self._flashinfer.__version__
+        for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
+            if not isinstance(decode, SplitGroup):
+                return "decodes of some layers are by FlashInfer's kernels and not by those of the program"
+            if obstacle := prefill.capture_obstacle(version):
+                return obstacle
+        return None
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         num_decodes, *_ = split_decodes_and_prefills(batch.common)

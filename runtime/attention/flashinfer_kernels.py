@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Of FlashInfer, whose fa3 was seen to read nothing of a batch but its plan and the page ids (mixed_steps.py).
-CAPTURED_VERSION = "0.6.18"
+_CAPTURED_VERSION = "0.6.18"
 # µs of a layer: what a captured step may take longer in attention than by the best kernel. What a graph spares the host
 # for it, 35 to 50 µs, is hidden behind the GPU in part.
 _MOST_LOST_US = 20.0
@@ -166,12 +166,18 @@ def choose_prefill_kernel(
 CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
 
 
-def can_capture_prefills(
+def prefill_capture_obstacle(
     group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bool, flashinfer_version: str
-) -> bool:
-    """Whether one capture serves any prefills: fa3 launches the same blocks for every batch."""
-    has_fa3 = CAPTURED_PREFILL.name in prefill_kernels(group, kv_cache_dtype, is_hopper)
-    return has_fa3 and flashinfer_version.partition(".post")[0] == CAPTURED_VERSION
+) -> str | None:
+    """Why no capture serves any prefills; None: one does, of fa3, which launches the same blocks for every batch."""
+    if CAPTURED_PREFILL.name not in prefill_kernels(group, kv_cache_dtype, is_hopper):
+        return (
+            f"prompts are captured with FlashInfer's {CAPTURED_PREFILL.name} alone, which needs a Hopper GPU and "
+            "serves no layers with a window or soft cap and no fp8 cache"
+        )
+    if flashinfer_version.partition(".post")[0] != _CAPTURED_VERSION:
+        return f"prompts are captured with FlashInfer {_CAPTURED_VERSION} alone, and {flashinfer_version} is installed"
+    return None
 
 
 def runs_well_captured(

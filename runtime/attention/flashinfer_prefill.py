@@ -18,8 +18,8 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     CAPTURED_PREFILL,
     PlanGroup,
     PrefillKernel,
-    can_capture_prefills,
     choose_prefill_kernel,
+    prefill_capture_obstacle,
     prefill_kernels,
     runs_well_captured,
 )
@@ -151,9 +151,9 @@ class GroupPrefill:
         kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
         return self._plan(kernel, prefills)
 
-    def can_be_captured(self, flashinfer_version: str) -> bool:
-        """Whether `capture` may be called."""
-        return can_capture_prefills(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
+    def capture_obstacle(self, flashinfer_version: str) -> str | None:
+        """Why `capture` may not be called; None: it may."""
+        return prefill_capture_obstacle(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
 
     def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
         """Whether what `capture` gives serves these prefills [R] about as fast as any other kernel would."""

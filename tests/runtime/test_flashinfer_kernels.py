@@ -17,11 +17,11 @@ from mllm_compile.runtime.attention.flashinfer_decode import PlannedGroup, Split
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
     PrefillKernel,
-    can_capture_prefills,
     check_never_split,
     check_supported,
     choose_prefill_kernel,
     decodes_on_tensor_cores,
+    prefill_capture_obstacle,
     prefills_new_tokens_alone,
     runs_well_captured,
     workspace_bytes,
@@ -133,21 +133,22 @@ def test_captured_prefills_are_left_where_dividing_a_long_prefix_is_much_faster(
 
 
 @pytest.mark.parametrize(
-    ("group", "kv_cache_dtype", "is_hopper", "version", "expected"),
+    ("group", "kv_cache_dtype", "is_hopper", "version", "obstacle"),
     [
-        (PLAIN, BF16, True, "0.6.18.post1", True),
-        (PLAIN, BF16, True, "0.6.18", True),
-        (PLAIN, BF16, True, "0.6.19", False),
-        (PLAIN, BF16, False, "0.6.18", False),
-        (PLAIN, torch.float8_e4m3fn, True, "0.6.18", False),
-        (replace(PLAIN, params=PerLayerParameters(127, 0.0, 0.1)), BF16, True, "0.6.18", False),
-        (replace(PLAIN, params=PerLayerParameters(-1, 30.0, 0.1)), BF16, True, "0.6.18", False),
+        (PLAIN, BF16, True, "0.6.18.post1", None),
+        (PLAIN, BF16, True, "0.6.18", None),
+        (PLAIN, BF16, True, "0.6.19", "with FlashInfer 0.6.18 alone, and 0.6.19 is installed"),
+        (PLAIN, BF16, False, "0.6.18", "needs a Hopper GPU"),
+        (PLAIN, FP8, True, "0.6.18", "no fp8 cache"),
+        (replace(PLAIN, params=PerLayerParameters(127, 0.0, 0.1)), BF16, True, "0.6.18", "no layers with a window"),
+        (replace(PLAIN, params=PerLayerParameters(-1, 30.0, 0.1)), BF16, True, "0.6.18", "soft cap"),
     ],
 )
 def test_prefills_are_captured_by_a_kernel_and_a_version_that_are_known(
-    group, kv_cache_dtype, is_hopper, version, expected
+    group, kv_cache_dtype, is_hopper, version, obstacle
 ):
-    assert can_capture_prefills(group, kv_cache_dtype, is_hopper, version) is expected
+    found = prefill_capture_obstacle(group, kv_cache_dtype, is_hopper, version)
+    assert found is None if obstacle is None else obstacle in found
 
 
 def test_estimates_are_near_what_was_measured():

@@ -55,8 +55,8 @@ def with_prompts_placed():
     return runner, model
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(captures):
+@pytest.mark.parametrize("obstacle", [None, "layer 3 has a window"])
+def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(obstacle):
     def dispatcher(is_asked: bool) -> GraphDispatcher:
         runner = ModelRunner.__new__(ModelRunner)
         runner.config = SimpleNamespace(
@@ -66,14 +66,14 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
             mixed_tokens=(8, 64),
             mixed_tokens_asked=is_asked,
         )
-        runner.attn_backend = SimpleNamespace(captures_mixed=captures)
+        runner.attn_backend = SimpleNamespace(mixed_obstacle=obstacle)
         return runner._dispatcher()
 
-    assert dispatcher(is_asked=False).mixed_tokens == ((8, 64) if captures else ())
-    if captures:
+    assert dispatcher(is_asked=False).mixed_tokens == (() if obstacle else (8, 64))
+    if obstacle is None:
         assert dispatcher(is_asked=True).mixed_tokens == (8, 64)
     else:
-        with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but this model.*Set it to auto or \[\]"):
+        with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but .*a window\. Set it to auto or \[\]"):
             dispatcher(is_asked=True)
 
 
