@@ -226,7 +226,7 @@ def test_a_cache_folder_that_cannot_be_written_is_told_by_an_engine_too(tmp_path
 def test_an_output_folder_that_cannot_be_written_is_told_by_its_option(tmp_path, capsys):
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(tiny_config(tmp_path, compile={"backend": "eager"}).model_dump(mode="json")))
-    said = r"--output /.*/model\.yaml/out cannot be written \(Not a directory\); give --output a folder of yours"
+    said = r"--output /.*/model\.yaml/out: /.*/model\.yaml is a file; expected a folder\. Give another path\."
     assert_refused([str(path), "--output", str(path / "out")], said, capsys)
 
 

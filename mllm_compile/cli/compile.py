@@ -10,6 +10,7 @@ import typer
 
 from mllm_compile.bytecode import OF_TORCH, compiled_ahead
 from mllm_compile.cli.arguments import ConfigArgument
+from mllm_compile.cli.output_paths import check_output_folder
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
 from mllm_compile.console import print_table
@@ -32,6 +33,8 @@ def compile_command(
 ) -> None:
     """Compile the model of a config into a cached runtime (the default command)."""
     engine_config = EngineConfig.from_yaml(config)
+    if output is not None:
+        check_output_folder("--output", output)
 
     with compiled_ahead(OF_TORCH):
         with uncollected():
