@@ -41,11 +41,12 @@ class DecodeSteps:
             seq_lens: [R] int32, which captured kernels read.
         """
         self._list_pages(rows)
-        self._sizes.add(num_rows)
-        return [
+        wrappers = [
             group.plan_capture(num_rows, seq_lens, buffers)
             for group, buffers in zip(self._groups, self._buffers, strict=True)
         ]
+        self._sizes.add(num_rows)
+        return wrappers
 
     def replay(self, num_rows: int, rows: torch.Tensor, decodes: DecodeRows) -> list[Any]:
         """What was captured for `num_rows` rows, made ready for these requests.
