@@ -1,4 +1,4 @@
-"""Captured decodes of a backend's plan groups; the groups only note what they are told (tests/gpu/test_cuda_graphs.py)."""
+"""Captured decodes of plan groups, which only note what they are told (on a GPU: tests/gpu/test_cuda_graphs.py)."""
 
 import pytest
 import torch
