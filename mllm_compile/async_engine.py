@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
 
@@ -80,8 +80,8 @@ class AsyncEngine:
             stream,
         )
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request with finish_reason 'abort'; nothing happens when it has ended already."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """As Engine.abort."""
         self.engine.abort(request_id)
 
     async def stats(self) -> EngineStats:

@@ -108,7 +108,15 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **plain["variables"]},
             )
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             # What a template does with unexpected messages is up to its author: any of these is a refusal.
             raise RequestError(f"the model's chat template refuses these messages: {error}") from None
 

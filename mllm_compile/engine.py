@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +25,7 @@ from mllm_compile.request_builder import (
     Prompts,
     PromptTokenizer,
     RequestBuilder,
+    as_request_ids,
     is_single_prompt,
 )
 from mllm_compile.runtime.sampling_params import SamplingParams
@@ -254,9 +255,13 @@ class Engine:
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request with finish_reason 'abort'; nothing happens when it has ended already."""
-        self.core.abort([request_id])
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several, with finish_reason 'abort'; nothing happens to one that has ended already.
+
+        Raises:
+            RequestError: neither an id nor ids.
+        """
+        self.core.abort(as_request_ids(request_id))
 
     def stats(self) -> EngineStats:
         """What runs, what waits, and how fast; see EngineStats."""

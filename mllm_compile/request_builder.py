@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -201,11 +201,7 @@ class RequestBuilder:
             return _Prepared(text, error=RequestError("the model has no tokenizer; give the prompt as token ids"))
         if not text:
             return _Prepared(text, error=RequestError("the prompt is an empty text; expected at least one character"))
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            return _Prepared(text, error=RequestError(f"the prompt is no valid Unicode text: {error}"))
-        return _Prepared(text)
+        return _Prepared(text, error=_unicode_fault(text))
 
     def _prepare_ids(self, item: Any) -> _Prepared:
         if not isinstance(item, Seq) or isinstance(item, (bytes, bytearray)):
@@ -237,11 +233,36 @@ class RequestBuilder:
                 text = tokenizer.apply_chat_template(messages, **template_options)
             except RequestError as error:
                 return _Prepared(error=error)
+            fault = _unicode_fault(text)
+            if fault is not None:
+                return _Prepared(text, error=fault)
             # The template has written out all special tokens.
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             return _Prepared(text, token_ids, self._vocab_fault(token_ids))
 
         return render
+
+
+def _unicode_fault(text: str) -> RequestError | None:
+    """Why a text cannot be tokenized; None where it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return RequestError(f"the prompt is no valid Unicode text ({error}). Give text that was read as UTF-8.")
+    return None
+
+
+def as_request_ids(request_id: Any) -> list[str]:
+    """One id, or several.
+
+    Raises:
+        RequestError: anything else.
+    """
+    ids = [request_id] if isinstance(request_id, str) or not isinstance(request_id, Iterable) else list(request_id)
+    for one in ids:
+        if not isinstance(one, str):
+            raise RequestError(f"request_id: expected a text or a list of texts, got {brief(one)}")
+    return ids
 
 
 def is_single_prompt(prompts: object) -> bool:

@@ -16,6 +16,9 @@ from mllm_compile.runtime.errors import RequestError
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
 MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
 MAX_N = 16384
+_MOST_TOKENS = (
+    2**31 - 1
+)  # of a vocabulary or a context: a larger number means no more, and must fit the device's tables
 GREEDY_TEMPERATURE = 1e-5  # below it float32 logits / temperature is an argmax in all but name
 
 
@@ -101,7 +104,7 @@ class SamplingParams:
         self._number("temperature", 0, 100, hint="Use 0 for greedy decoding.")
         self._number("top_p", 0, 1, above_low=True, hint="Use 1 to turn it off.")
         self._integer("top_k", -1, hint="Use 0 or -1 to turn it off.")
-        self._set("top_k", max(self.top_k, 0))
+        self._set("top_k", min(max(self.top_k, 0), _MOST_TOKENS))
         self._number("min_p", 0, 1, hint="Use 0 to turn it off.")
         self._number("presence_penalty", -2, 2, hint="Use 0 to turn it off.")
         self._number("frequency_penalty", -2, 2, hint="Use 0 to turn it off.")
@@ -118,6 +121,7 @@ class SamplingParams:
         self._integer("max_tokens", 1, optional=True, hint="Use None for as many as the context leaves.")
         limit = "" if self.max_tokens is None else "It cannot exceed max_tokens."
         self._integer("min_tokens", 0, self.max_tokens, hint=limit)
+        self._set("min_tokens", min(self.min_tokens, _MOST_TOKENS))
         self._set("stop", _stop_texts(self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 

@@ -276,6 +276,7 @@ BAD_PROMPTS = {
     "a token id out of the vocabulary": ([5, 3072], "expected ids from 0 to 3071"),
     "a negative token id": ([-1], "expected ids from 0 to 3071"),
     "no text and no ids": (3.5, "a text or a list of token ids"),
+    "half a character": ("a\ud800", "no valid Unicode text"),
 }
 
 
@@ -295,6 +296,21 @@ def test_a_single_bad_prompt_raises(engine, mistake):
     bad, said = BAD_PROMPTS[mistake]
     with pytest.raises(RequestError, match=said):
         engine.generate(bad, GREEDY)
+
+
+def test_a_chat_with_half_a_character_is_refused_and_the_others_are_answered(engine):
+    chats = [[{"role": "user", "content": text}] for text in ("Return a new list", "a\ud800")]
+    alone = engine.chat(chats[0], GREEDY)[0]
+    answered, refused = engine.chat(chats, GREEDY)
+    assert answered.token_ids == alone.token_ids
+    assert refused.finish_reason == "error" and "no valid Unicode text" in refused.error
+
+
+def test_a_top_k_larger_than_any_vocabulary_is_served_beside_others(engine):
+    alone = engine.generate("Return a new list", GREEDY)[0].token_ids
+    other, large = engine.generate(["Return a new list"] * 2, [GREEDY, SamplingParams(seed=1, top_k=2**63)])
+    assert other.token_ids == alone
+    assert large.finish_reason in ("length", "stop") and large.error is None
 
 
 @pytest.mark.parametrize(

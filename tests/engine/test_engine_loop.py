@@ -277,6 +277,18 @@ def test_aborting_a_request_that_waits_or_is_unknown(engine, runner):
     assert reasons == ["length"] * 9 + ["abort"]
 
 
+def test_several_can_be_aborted_at_once_and_what_is_no_id_hurts_nobody(engine, runner):
+    runner.gate.clear()
+    streams = [engine.stream("abc", params(), request_id=str(i)) for i in range(4)]
+    for wrong in (7, ["1", 7], None):
+        with pytest.raises(RequestError, match="request_id: expected a text or a list of texts, got"):
+            engine.abort(wrong)
+    engine.abort(["1", "2"])
+    runner.gate.set()
+    reasons = [list(stream)[-1].finish_reason for stream in streams]
+    assert reasons == ["length", "abort", "abort", "length"]
+
+
 def test_an_id_in_use_is_refused_and_its_owner_is_not_hurt(engine, runner):
     runner.gate.clear()
     first = engine.stream("abc", params(), request_id="same")

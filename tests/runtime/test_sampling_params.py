@@ -108,6 +108,11 @@ def test_min_tokens_may_equal_max_tokens_and_is_free_without_one():
     assert SamplingParams(min_tokens=999, max_tokens=None).min_tokens == 999
 
 
+def test_numbers_that_no_vocabulary_and_no_context_reaches_fit_the_devices_tables():
+    params = SamplingParams(top_k=10**30, min_tokens=2**63, max_tokens=2**64)
+    assert params.top_k == params.min_tokens == 2**31 - 1
+
+
 @pytest.mark.parametrize("params", [SamplingParams(stop_token_ids=[9]), SamplingParams(logit_bias={9: 1.0})])
 def test_token_ids_past_the_vocabulary_are_refused_at_the_door(params):
     params.check_vocab(10)
