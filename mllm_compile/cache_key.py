@@ -29,7 +29,7 @@ from mllm_compile.weight_files import WeightFiles
 
 # Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 16
+FORMAT_VERSION = 17
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",
@@ -107,6 +107,7 @@ _INSTRUCTION_SETS = (
     "gfni",
     "sha",
 )
+PACKED_WEIGHTS = "packed weights"  # of a runtime that holds them: which checkpoint's
 _MIN_TRACED_TOKENS = 8192
 
 

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from mllm_compile.artifact import (
     Manifest,
     hash_files,
     open_artifact,
+    read_manifest,
     write_manifest,
     write_program,
 )
@@ -40,7 +41,14 @@ from mllm_compile.artifact_store import (
     using_compiler_cache,
 )
 from mllm_compile.bytecode import OF_A_COMPILE, compiled_ahead
-from mllm_compile.cache_key import MACHINE_FACTORS, key_factors, key_of, machine_factors, max_traced_tokens
+from mllm_compile.cache_key import (
+    MACHINE_FACTORS,
+    PACKED_WEIGHTS,
+    key_factors,
+    key_of,
+    machine_factors,
+    max_traced_tokens,
+)
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.config import EngineConfig
 from mllm_compile.device_info import detect_device
@@ -53,9 +61,10 @@ from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.device_memory import give_back_unused
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.runtime.split_decode_shapes import OF_FEW
+from mllm_compile.served_checkpoint import serves, serving, verified
 from mllm_compile.timeline import Timeline, timeline_of
-from mllm_compile.weight_files import WeightFiles, weight_files
-from mllm_compile.writable_place import Place, place_of
+from mllm_compile.weight_files import WeightFiles, data_identity, weight_files
+from mllm_compile.writable_place import place_of
 
 if TYPE_CHECKING:
     from mllm_compile.cuda_kernels import KernelCompiler
@@ -79,6 +88,7 @@ class CompiledRuntime:
         config: the config with no `auto` left.
         weights_root: the folder that weights are read from.
         was_cached: nothing had to be compiled.
+        serves_same: the folder, opened by itself, serves with this very config and checkpoint.
         stages: (name, seconds), in order.
     """
 
@@ -86,6 +96,7 @@ class CompiledRuntime:
     config: ResolvedConfig
     weights_root: Path
     was_cached: bool
+    serves_same: bool
     stages: list[tuple[str, float]] = field(default_factory=list)
 
     @property
@@ -122,18 +133,21 @@ def load_or_compile(
     """
     timeline = timeline_of(reporter)
     with timeline.stage("resolve"):
-        target = find_target(config, options.output)
+        target = find_target(config, options)
     target.config.report(timeline)
-    artifact = _open_cached(target, options, timeline)
+    artifact = _open_cached(target, timeline)
     was_cached = artifact is not None
     if artifact is None:
         artifact, was_cached = _compile_or_wait(target, options, timeline)
+    place = place_of(artifact.folder, is_output=options.output is not None)
+    if options.output is not None:
+        artifact = serving(artifact, target.config, target.weights, place)
     if options.verify_weights:
-        place = place_of(artifact.folder, is_output=options.output is not None)
-        artifact = _verify_weights(artifact, target.model.path, place, timeline)
+        artifact = verified(artifact, target.weights, target.model.path, place, timeline)
     mark_used(artifact.folder)
     root = artifact.folder if artifact.manifest.weights.is_packed else target.model.path
-    return CompiledRuntime(artifact, target.config, root, was_cached, _seconds(timeline))
+    serves_same = serves(artifact.manifest, target.config, target.weights)
+    return CompiledRuntime(artifact, target.config, root, was_cached, serves_same, _seconds(timeline))
 
 
 def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRuntime:
@@ -156,19 +170,34 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
         root = folder if weights.is_packed else Path(weights.folder)
         weights.check_headers(root)
     mark_used(folder)
-    return CompiledRuntime(artifact, config, root, True, _seconds(timeline))
+    return CompiledRuntime(artifact, config, root, True, True, _seconds(timeline))
 
 
-def find_target(config: EngineConfig, output: Path | None = None) -> Target:
-    """Resolves a config and computes its key; compiles nothing."""
+def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> Target:
+    """Resolves a config and computes its key; compiles nothing.
+
+    A runtime that holds the weights of this checkpoint serves it also where that is not asked for.
+    """
     model = open_model_folder(config.model)
     resolved = resolve(config, model, detect_device(config.runtime.device))
     _check_pass_names(resolved)
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
+    packed = factors | {PACKED_WEIGHTS: data_identity(model.weight_files)}
     # Absolute: compilers run in other folders, and look for a relative one in caches of their own.
-    folder = _cached_folder(resolved, model, factors) if output is None else output.absolute()
-    return Target(resolved, model, weights, factors, folder)
+    output = None if options.output is None else options.output.absolute()
+    folder = output or _cached_folder(resolved, model, packed)
+    if options.pack_weights or _is_of(folder, packed):
+        return Target(resolved, model, weights, packed, folder)
+    return Target(resolved, model, weights, factors, output or _cached_folder(resolved, model, factors))
+
+
+def _is_of(folder: Path, factors: Mapping[str, str]) -> bool:
+    """Whether a runtime lies there that was compiled for these factors, as far as its manifest can be read."""
+    try:
+        return os.path.exists(folder / MANIFEST) and read_manifest(folder).factors == factors
+    except ArtifactError:  # opening it says why
+        return False
 
 
 def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None = None) -> list[PassReport]:
@@ -237,7 +266,7 @@ def _check_pass_names(config: ResolvedConfig) -> None:
             )
 
 
-def _open_cached(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact | None:
+def _open_cached(target: Target, timeline: Timeline) -> Artifact | None:
     if not os.path.exists(target.folder / MANIFEST):  # also where it may not be looked: compiling says so
         return None
     try:
@@ -245,8 +274,6 @@ def _open_cached(target: Target, options: CompileOptions, timeline: Timeline) ->
             artifact = open_artifact(target.folder)
             if artifact.factors != target.factors:
                 raise ArtifactError(f"{target.folder} was compiled for something else; it is compiled again")
-            if options.pack_weights and not artifact.manifest.weights.is_packed:
-                raise ArtifactError(f"{target.folder} holds no weights; it is compiled again with them")
             if artifact.manifest.weights.is_packed:
                 artifact.manifest.weights.check_headers(target.folder)
             return artifact
@@ -263,21 +290,6 @@ def _check_machine(artifact: Artifact, config: ResolvedConfig) -> None:
                 f"{artifact.folder} was compiled for {name} {artifact.factors.get(name)!r}, here it is {here[name]!r}. "
                 "Compile the model again on this machine."
             )
-
-
-def _verify_weights(artifact: Artifact, checkpoint: Path, place: Place, timeline: Timeline) -> Artifact:
-    """Hashes the data; the first time it is remembered, later it is compared."""
-    weights = artifact.manifest.weights
-    root = artifact.folder if weights.is_packed else checkpoint
-    total = sum(facts.num_bytes for facts in weights.files.values())
-    with timeline.stage("verify weights", total=total) as stage:
-        hashed = weights.hashed(root, stage.advance)
-    if weights.are_hashed:
-        return artifact
-    manifest = replace(artifact.manifest, weights=hashed)
-    with place.writing():
-        write_manifest(artifact.folder, manifest)
-    return replace(artifact, manifest=manifest)
 
 
 def _seconds(timeline: Timeline) -> list[tuple[str, float]]:
@@ -298,7 +310,7 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
         timeline.announce(f"another process is compiling {target.folder.name}: waiting for it")
 
     with compile_lock(target.folder, waiting):
-        artifact = _open_cached(target, options, timeline)
+        artifact = _open_cached(target, timeline)
         if artifact is not None:
             return artifact, True
         return _compile(target, options, timeline), False

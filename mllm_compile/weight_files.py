@@ -132,6 +132,18 @@ def weight_files(root: Path, paths: Iterable[Path], *, is_packed: bool = False) 
     return WeightFiles("" if is_packed else str(root), files, is_packed)
 
 
+def data_identity(paths: Iterable[Path]) -> str:
+    """16 hex digits over where the files lie, their sizes and when they were last changed; "random" without files.
+
+    Headers of two checkpoints of one model are the same; hashing their data would take longer than a start.
+    """
+    resolved = sorted(path.resolve() for path in paths)
+    if not resolved:
+        return "random"
+    lines = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}\n" for path in resolved]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
 def _facts(path: Path) -> WeightFileFacts:
     header = read_header(path)
     return WeightFileFacts(path.stat().st_size, hashlib.sha256(header.raw).hexdigest())

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mllm_compile.cache_key import _SHAPING_SOURCES, _attention, _sources, changed_parts, key_of
 from mllm_compile.compile import find_target
+from mllm_compile.compile_options import CompileOptions
 from mllm_compile.explain import Change, changes, miss_note
 from tests.test_resolve import H200, resolved
 from tests.tiny_model import TINY, tiny_config
@@ -46,7 +47,7 @@ def test_a_key_does_not_depend_on_paths_and_file_times(model):
 
 def test_an_output_folder_is_absolute_as_compilers_have_folders_of_their_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert find_target(tiny_config(CACHE), Path("out")).folder == tmp_path / "out"
+    assert find_target(tiny_config(CACHE), CompileOptions(output=Path("out"))).folder == tmp_path / "out"
 
 
 def test_a_key_does_not_depend_on_the_environment_the_process_or_the_folder_it_runs_in(tmp_path):

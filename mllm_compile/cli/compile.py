@@ -44,6 +44,8 @@ def compile_command(
         runtime = load_or_compile(engine_config, reporter_for(plain_lines=True), options)
     if runtime.was_cached:
         print(f"already compiled: {runtime.folder}")
+        if not runtime.serves_same:
+            print("opened by itself it serves as it was compiled, with another config or checkpoint: see --output")
         return
     total = sum(seconds for _, seconds in runtime.stages)
     rows = [(name, f"{seconds:.2f}") for name, seconds in runtime.stages]
