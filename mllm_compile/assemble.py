@@ -17,8 +17,8 @@ from mllm_compile.artifact_source import ArtifactSource
 from mllm_compile.compile import CompiledRuntime, load_or_compile, open_runtime
 from mllm_compile.config import EngineSource, config_or_runtime
 from mllm_compile.engine import EngineParts
-from mllm_compile.errors import ConfigError, DeviceMemoryError, RequestError
-from mllm_compile.generation_defaults import GENERATION_CONFIG_FILE, GenerationDefaults, load_generation_defaults
+from mllm_compile.errors import DeviceMemoryError
+from mllm_compile.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
 from mllm_compile.measured import device_key, read_measured, write_measured
 from mllm_compile.memory_plan import MemoryPlan, situation
 from mllm_compile.progress import Reporter
@@ -159,7 +159,7 @@ def _load_text_parts(
         folder = compiled.artifact.tokenizer_folder
         tokenizer = None if folder is None else load_tokenizer(folder)
         defaults = load_generation_defaults(compiled.folder)
-        return tokenizer, defaults, _default_params(defaults, compiled.folder)
+        return tokenizer, defaults, default_params(defaults, compiled.folder)
 
 
 def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, timeline: Timeline) -> None:
@@ -184,13 +184,6 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
             "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
         },
     )
-
-
-def _default_params(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
-    try:
-        return SamplingParams(**defaults.sampling)
-    except RequestError as error:
-        raise ConfigError(f"{folder / GENERATION_CONFIG_FILE}: {error} Correct it in the model's folder.") from None
 
 
 def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:

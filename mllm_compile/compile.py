@@ -320,6 +320,8 @@ def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Art
     config, folder = target.config, target.folder
     reason = miss_note(target.factors, _nearest(target))
     timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This is done once.")
+    with timeline.stage("check text files"):
+        _check_text(target.model.path)
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         with timeline.stage("self-check"):
@@ -382,6 +384,19 @@ def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
         "stages": _seconds(timeline),
         "passes": [asdict(report) for report in lowered.reports],
     }
+
+
+def _check_text(folder: Path) -> None:
+    """Loads what an engine will: a file that is broken is found before the time that a compile takes.
+
+    Raises:
+        CheckpointError, ConfigError: one is.
+    """
+    from mllm_compile.generation_defaults import default_params, load_generation_defaults
+    from mllm_compile.tokenizer import load_tokenizer
+
+    load_tokenizer(folder)
+    default_params(load_generation_defaults(folder), folder)
 
 
 def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> None:

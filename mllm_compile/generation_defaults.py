@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.json_file import read_json_object
+from mllm_compile.runtime.sampling_params import SamplingParams
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -58,6 +59,18 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
     return GenerationDefaults(eos_token_ids, _sampling(generation))
 
 
+def default_params(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
+    """For requests without parameters of their own.
+
+    Raises:
+        ConfigError: the file in `folder` has a value that cannot be.
+    """
+    try:
+        return SamplingParams(**defaults.sampling)
+    except RequestError as error:
+        raise ConfigError(f"{folder / GENERATION_CONFIG_FILE}: {error} Correct it in the model's folder.") from None
+
+
 def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     sampling = {
         ours: generation[theirs] for theirs, ours in _SAMPLING_KEYS.items() if generation.get(theirs) is not None
@@ -72,5 +85,8 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
 def _token_ids(value: Any, folder: Path) -> frozenset[int]:
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
-        raise ConfigError(f"{folder}: eos_token_id is {value!r}; expected a token id or a list of them.")
+        raise ConfigError(
+            f"{folder}: eos_token_id is {value!r}; expected a token id or a list of them. Correct it in "
+            f"{GENERATION_CONFIG_FILE}, or where that has none in config.json."
+        )
     return frozenset(ids)

@@ -202,10 +202,19 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; a file of its own wins over the older place in tokenizer_config.json."""
     path = folder / CHAT_TEMPLATE_FILE
     if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is no UTF-8 text ({error}). Save it as one, or download it again.") from None
     template = _read(folder / CHAT_TEMPLATE_JSON_FILE).get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
+        try:
+            return {str(entry["name"]): str(entry["template"]) for entry in template}
+        except (KeyError, TypeError):
+            raise CheckpointError(
+                f"{folder}: chat_template is a list whose entries are not all {{'name': …, 'template': …}}. Correct it "
+                f"in {TOKENIZER_CONFIG_FILE}, or download that again."
+            ) from None
     return {"default": template} if isinstance(template, str) else {}
 
 

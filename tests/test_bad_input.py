@@ -28,6 +28,7 @@ from mllm_compile.errors import (
     ConfigError,
     DeviceError,
     DeviceMemoryError,
+    MllmError,
     ModelNotFoundError,
     RequestError,
     UnsupportedModelError,
@@ -228,6 +229,25 @@ def test_an_output_folder_that_cannot_be_written_is_told_by_its_option(tmp_path,
     path.write_text(yaml.safe_dump(tiny_config(tmp_path, compile={"backend": "eager"}).model_dump(mode="json")))
     said = r"--output /.*/model\.yaml/out: /.*/model\.yaml is a file; expected a folder\. Give another path\."
     assert_refused([str(path), "--output", str(path / "out")], said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", '{"version"', r"tokenizer\.json is no valid tokenizer"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json"),
+        ("generation_config.json", '{"eos_token_id": -1}', "eos_token_id is -1; expected a token id"),
+        ("generation_config.json", '{"do_sample": true, "top_p": 7}', r"generation_config\.json: top_p"),
+    ],
+)
+def test_a_broken_text_file_is_told_by_its_place_before_anything_is_compiled(tmp_path, file, content, said):
+    shutil.copytree(TINY, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(content)
+    config = tiny_config(tmp_path / "cache", compile={"backend": "eager"}, model={"path": str(tmp_path / "model")})
+    with pytest.raises(MllmError, match=said) as raised:
+        load_or_compile(config)
+    assert str(tmp_path / "model") in str(raised.value)
+    assert not list((tmp_path / "cache").glob("runtimes/*"))
 
 
 def test_a_missing_config_file_is_told_with_its_name(capsys):

@@ -180,11 +180,16 @@ def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, 
     assert lines[5:] == ["pieces: 9, distinct: 3", "runtime: /cache/r"]
 
 
-def test_a_second_call_says_that_it_found_the_runtime(monkeypatch, config, capsys):
-    runtime = SimpleNamespace(folder="/cache/r", was_cached=True)
+@pytest.mark.parametrize("serves_same", [True, False])
+def test_a_second_call_says_that_it_found_the_runtime_and_whether_its_folder_is_the_same(
+    monkeypatch, config, capsys, serves_same
+):
+    runtime = SimpleNamespace(folder="/cache/r", was_cached=True, serves_same=serves_same)
     stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter, options: runtime)
     assert run([config]) == 0
-    assert capsys.readouterr().out == "already compiled: /cache/r\n"
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first == "already compiled: /cache/r"
+    assert bool(more) != serves_same and all("another config or checkpoint: see --output" in line for line in more)
 
 
 def test_a_page_and_a_folder_of_graphs_are_not_asked_for_at_once(config, tmp_path, capsys):

@@ -224,6 +224,19 @@ def test_a_damaged_tokenizer_file_is_named(folder):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("templates", [[{"foo": 1}], ["x"], [{"name": "default"}]])
+def test_a_list_of_templates_without_names_or_texts_says_what_is_expected(folder, templates):
+    write_config(folder, chat_template=templates)
+    with pytest.raises(CheckpointError, match=r"chat_template is a list whose entries are not all \{'name'"):
+        load_tokenizer(folder)
+
+
+def test_a_template_that_is_no_text_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is no UTF-8 text"):
+        load_tokenizer(folder)
+
+
 def test_loading_and_chatting_import_neither_transformers_nor_torch(folder):
     write_config(folder, chat_template=CHATML)
     code = (
