@@ -72,6 +72,7 @@ class ChatTemplate:
         self._sources = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
+        self._read: dict[str, frozenset[str]] = {}  # what each reads of what it is given
 
     def render(
         self,
@@ -92,13 +93,15 @@ class ChatTemplate:
             variables: further names that the template knows, for example `enable_thinking=False`.
 
         Raises:
-            RequestError: no messages, one without a role or content, data that is no JSON, or a template that fails or
-                refuses.
+            RequestError: no messages, one without a role or content, data that is no JSON, a variable that the template
+                does not read, or a template that fails or refuses.
         """
         check_messages(messages)
         from jinja2 import TemplateError
 
-        template = self._template("tool_use" if tools is not None and "tool_use" in self._sources else "default")
+        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
+        template = self._template(name)
+        self._check_variables(name, variables)
         plain = _as_json({"messages": messages, "tools": tools, "documents": documents, "variables": variables})
         try:
             return template.render(
@@ -122,6 +125,7 @@ class ChatTemplate:
 
     def _template(self, name: str) -> Template:
         from jinja2 import TemplateError
+        from jinja2.meta import find_undeclared_variables
 
         if name not in self._sources:
             known = ", ".join(sorted(self._sources)) or "none"
@@ -129,9 +133,21 @@ class ChatTemplate:
         if name not in self._compiled:
             try:
                 self._compiled[name] = self._environment.from_string(self._sources[name])
+                self._read[name] = frozenset(find_undeclared_variables(self._environment.parse(self._sources[name])))
             except TemplateError as error:
                 raise RequestError(f"the model's chat template is no valid Jinja template: {error}") from None
         return self._compiled[name]
+
+    def _check_variables(self, name: str, variables: Mapping[str, Any]) -> None:
+        """What nobody reads would be ignored: a mistyped name, or what other libraries do beside the template."""
+        unread = sorted(set(variables) - self._read[name])
+        if unread:
+            given = {"messages", "tools", "documents", "add_generation_prompt", *self._special_tokens}
+            known = ", ".join(sorted(self._read[name] - given)) or "none"
+            raise RequestError(
+                f"{unread[0]}: the model's chat template reads no such variable; beside messages, tools, documents and "
+                f"add_generation_prompt it may read: {known}."
+            )
 
     @cached_property
     def _environment(self) -> Environment:

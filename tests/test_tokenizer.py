@@ -129,7 +129,9 @@ def test_special_ids_and_token_strings_are_known(folder):
 def test_a_chat_becomes_what_transformers_makes_of_it(folder, template, add_generation_prompt):
     write_config(folder, chat_template=template)
     ours, theirs = load(folder), transformers_tokenizer(folder)
-    options = {"add_generation_prompt": add_generation_prompt, "tools": [TOOL], "think": True}
+    options = {"add_generation_prompt": add_generation_prompt, "tools": [TOOL]}
+    if " think" in template:
+        options["think"] = True
     expected = theirs.apply_chat_template(CHAT, tokenize=False, **options)
     assert ours.apply_chat_template(CHAT, **options) == expected
     assert ours.encode_chat(CHAT, **options) == theirs(expected, add_special_tokens=False)["input_ids"]
@@ -222,6 +224,14 @@ def test_a_damaged_tokenizer_file_is_named(folder):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is no valid tokenizer"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["thnik", "continue_final_message", "chat_template"])
+def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_does(folder, name):
+    write_config(folder, chat_template="{% if think %}{{ bos_token }}{% endif %}{{ messages[0].content }}")
+    said = f"{name}: the model's chat template reads no such variable; .* it may read: think"
+    with pytest.raises(RequestError, match=said):
+        load(folder).apply_chat_template(CHAT, **{name: "x"})
 
 
 @pytest.mark.parametrize("templates", [[{"foo": 1}], ["x"], [{"name": "default"}]])
