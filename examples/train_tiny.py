@@ -2,7 +2,9 @@
 
     python examples/train_tiny.py --device cuda                       # the real one: all recipes, about 4 minutes
     python examples/train_tiny.py --device cpu --steps 900 --minutes 3 --weight-decay 0.1 --evaluations 4 \
-        --context 256 --batch-tokens 512                              # a rough one, to try the script
+        --context 256 --batch-tokens 512 --out /tmp/tiny              # a rough one, to try the script
+
+Without --out it replaces the embedded model.
 
 Owns the tokenizer and the training. The text comes from tiny_corpus.py, the model card is tiny_card.py's. There is far
 less text than such a model could learn from, so several recipes (passes over the text, weight decay) are run, each

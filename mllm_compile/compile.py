@@ -318,7 +318,10 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
 
 def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
     config, folder = target.config, target.folder
-    reason = miss_note(target.factors, _nearest(target))
+    if options.output is not None and not os.path.exists(folder / MANIFEST):
+        reason = "there is no runtime in this folder yet"
+    else:
+        reason = miss_note(target.factors, _nearest(target))
     timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This is done once.")
     with timeline.stage("check text files"):
         _check_text(target.model.path)

@@ -17,6 +17,7 @@ import torch
 from mllm_compile.runtime.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
+_LFS_POINTER = b"version https://git-lfs"  # how such a file begins
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -60,7 +61,13 @@ def read_header(path: Path) -> SafetensorsHeader:
     try:
         file_bytes = os.path.getsize(path)
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            begin = file.read(8)
+            length = int.from_bytes(begin, "little")
+            if begin == _LFS_POINTER[:8]:
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer and not the weights. Run `git lfs pull` in its repository, or "
+                    "download the file itself."
+                )
             if file_bytes < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, file_bytes - 8):
                 raise CheckpointError(_broken(path, f"its header would be {length} bytes of a file of {file_bytes}"))
             raw = file.read(length)

@@ -15,6 +15,7 @@ import yaml
 
 from mllm_compile import EngineConfig
 from mllm_compile.compile import load_or_compile
+from mllm_compile.compile_options import CompileOptions
 from mllm_compile.progress import LogReporter, NullReporter, Stage
 from tests.tiny_model import TINY, tiny_config
 
@@ -62,8 +63,11 @@ def test_a_runtime_is_found_again(config):
 def test_a_compile_is_announced_with_the_place_and_the_reason(tmp_path, caplog):
     config = tiny_config(tmp_path / "cache", compile=EAGER)
     folder = load_or_compile(config, LogReporter()).folder
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert warning == (f"compiling {TINY} into {folder}: nothing was compiled for this model yet. This is done once.")
+    load_or_compile(config, LogReporter(), CompileOptions(output=tmp_path / "out"))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"compiling {TINY} into {folder}: nothing was compiled for this model yet. This is done once.",
+        f"compiling {TINY} into {tmp_path / 'out'}: there is no runtime in this folder yet. This is done once.",
+    ]
     caplog.clear()
     assert load_or_compile(config, LogReporter()).was_cached
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -124,6 +124,11 @@ class BenchResult:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or "runs" not in data:
+                raise ConfigError(
+                    f"{path} is no result of `mllm-compile bench latency | throughput | startup | ablation --json` "
+                    "(`bench roofline` writes maps of a step, of which there is no table here). Leave it out."
+                )
             if data.pop("format") != FORMAT:
                 raise ConfigError(f"{path} is of another format than {FORMAT}; measure again with this version")
             ceilings = data.pop("ceilings")

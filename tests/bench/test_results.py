@@ -26,6 +26,13 @@ def test_another_file_is_refused_by_name(tmp_path, text):
         BenchResult.read(path)
 
 
+def test_a_map_of_a_step_is_told_from_a_result(tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text('{"model": "m", "steps": []}')
+    with pytest.raises(ConfigError, match=r"map\.json is no result .*`bench roofline` writes maps .* Leave it out"):
+        BenchResult.read(path)
+
+
 def test_a_file_that_cannot_be_read_is_refused_by_name_and_with_the_reason(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file.* Expected a file that .* wrote"):
         BenchResult.read(tmp_path / "none.json")

@@ -62,6 +62,13 @@ def test_a_broken_file_is_named_with_what_is_wrong(damage, tmp_path):
         read_header(path)
 
 
+def test_a_pointer_of_git_lfs_is_told_from_weights(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(CheckpointError, match=f"{path} is a Git LFS pointer and not the weights. Run `git lfs pull`"):
+        read_header(path)
+
+
 def test_a_type_that_is_not_known_is_named(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(with_header({"w": entry(dtype="F4_X")}))
