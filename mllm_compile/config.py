@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from mllm_compile.errors import ConfigError
 
@@ -28,7 +28,11 @@ Auto = Literal["auto"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
 GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 PositiveInt = Annotated[int, Field(ge=1)]
-PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+PathText = Annotated[
+    str,
+    BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
+    AfterValidator(lambda value: _checked_path(value)),
+]
 NameList = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 SizeList = Annotated[
     tuple[PositiveInt, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -44,7 +48,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model, and how its weights are read."""
 
-    path: PathText = Field(min_length=1)
+    path: PathText
     """A Hugging Face hub id (`Qwen/Qwen3-0.6B`) or a local folder with `config.json` and safetensors files."""
 
     revision: str | None = None
@@ -164,7 +168,7 @@ class RuntimeConfig(Section):
 class CacheConfig(Section):
     """Where compiled runtimes are kept."""
 
-    dir: PathText = Field(default="auto", min_length=1)
+    dir: PathText = "auto"
     """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""
 
 
@@ -267,6 +271,12 @@ def _anchored_model_path(text: str, folder: Path) -> str:
     return candidate if is_local_path(text) or os.path.isdir(candidate) else text
 
 
+def _checked_path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError("a path: a text that is not empty and has no null byte")
+    return text
+
+
 def _without_repeats(items: tuple[Any, ...]) -> tuple[Any, ...]:
     for item in items:
         if items.count(item) > 1:
@@ -280,9 +290,11 @@ class _OneKeyOnceLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = key_node.value
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"line {line}: a key is a list or a mapping; expected the name of a key")
             if key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is there twice; keep one")
+                raise ConfigError(f"line {line}: the key {key!r} is there twice; keep one")
             seen.add(key)
         return super().construct_mapping(node, deep)
 

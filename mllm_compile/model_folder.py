@@ -83,7 +83,14 @@ def locate_model_folder(model: ModelConfig) -> Path:
     """
     text = model.path
     folder = Path(text).expanduser()
-    if folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise ModelNotFoundError(
+            f"model.path {shown!r} cannot be looked at: {error.strerror}. Give a local folder or a hub id."
+        ) from None
+    if is_folder:
         if model.revision is not None:
             raise ModelNotFoundError(
                 f"model.revision is {model.revision!r}, but model.path {text!r} is a local folder, which has no "

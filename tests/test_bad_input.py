@@ -108,6 +108,9 @@ MISTAKES = {
         "mean 'pack_projections'",
     ),
     "a missing folder": (keys_of("model", path="./none"), ModelNotFoundError, "there is no such folder"),
+    "an endless path": (keys_of("model", path="./" + "x" * 5000), ModelNotFoundError, "cannot be looked at: File name"),
+    "a path that is empty": (keys_of("cache", dir=""), ConfigError, r"cache\.dir is ''; expected a path"),
+    "a path with a null byte": (keys_of("cache", dir="a\0b"), ConfigError, r"cache\.dir is .*; expected a path"),
     "a folder without a config": (
         with_model(lambda path: (path / "config.json").unlink()),
         ModelNotFoundError,

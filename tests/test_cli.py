@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,6 +179,21 @@ def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, 
         ["total", "1.75"],
     ]
     assert lines[5:] == ["pieces: 9, distinct: 3", "runtime: /cache/r"]
+
+
+def test_a_full_disk_is_one_line(monkeypatch, config, capsys):
+    def fill(config, reporter, options):
+        raise OSError(errno.ENOSPC, "No space left on device", "/mnt/r.json")
+
+    stand_in_compiler(monkeypatch, load_or_compile=fill)
+    assert run([config]) == 2
+    assert "/mnt/r.json: No space left on device. Make room, or write to another place." in capsys.readouterr().err
+
+
+def test_a_prompt_from_a_closed_standard_input_is_refused(monkeypatch, config, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(["generate", config, "--prompt", "-"]) == 2
+    assert "--prompt - reads standard input, which is closed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("serves_same", [True, False])

@@ -151,6 +151,7 @@ def test_sections_are_also_taken_as_objects():
         ("model", "the top level is 'model'"),
         ("model:\n  path: [", "not valid YAML"),
         ("model: {path: a}\nruntime: {seed: 1}\nruntime: {seed: 2}", "line 3: the key 'runtime' is there twice"),
+        ("model: {path: a}\n? [a, b]\n: 1", "line 2: a key is a list or a mapping; expected the name of a key"),
         ("runtime: {seed: 1}", "model.path is missing"),
         ("model: {path: null}", "model.path is None"),
         ("model: {path: ''}", "model.path is ''"),

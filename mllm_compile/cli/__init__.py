@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from mllm_compile.errors import MllmError
 PROGRAM = "mllm-compile"
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile_command,
@@ -107,6 +109,9 @@ def _message_for_user(error: Exception) -> str | None:
     """One line for a user's mistake, None for an error of ours."""
     if isinstance(error, MllmError):
         return " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        place = error.filename or "what is written to"
+        return f"{place}: {error.strerror}. Make room, or write to another place."
     # typer's usage errors; their base class has moved between its versions, the method has not.
     format_message = getattr(error, "format_message", None)
     if format_message is None:

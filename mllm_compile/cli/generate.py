@@ -47,6 +47,8 @@ def generate_command(
     timeline = Timeline(reporter_for(plain_lines=True))
     timeline.add("start Python, read the command line", 0.0, seconds_since_start())
     engine_config = config_or_runtime(config)  # a mistake is told before anything heavy is imported
+    if prompt == "-" and sys.stdin is None:
+        raise RequestError("--prompt - reads standard input, which is closed. Give the text itself.")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text and not chat:
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
