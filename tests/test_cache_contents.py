@@ -115,6 +115,11 @@ def test_a_format_that_is_a_changed_byte_is_no_other_versions(cache):
     assert "has format 0, this version reads " in str(problems["new"])
 
 
+def test_verify_says_where_nothing_is(tmp_path, capsys):
+    assert run(["cache", "verify", "--dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no runtimes in {tmp_path}\n"
+
+
 @pytest.mark.parametrize("command", ["list", "prune", "verify"])
 def test_what_is_no_cache_folder_is_refused_by_every_command(tmp_path, capsys, command):
     (tmp_path / "file").write_text("x")

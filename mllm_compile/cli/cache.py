@@ -65,6 +65,7 @@ def prune_command(
 ) -> None:
     """Remove unusable and old runtimes, what killed compiles left, and what compilers and Python keep.
 
+    Unusable: as `cache list` says. Files that `cache verify` finds damaged are compiled again when they are asked for.
     What these keep makes a later compile or start faster, and is needed by no runtime. The former stays while something
     compiles.
     """
@@ -95,8 +96,11 @@ def verify_command(cache_dir: DirOption = None) -> None:
     from mllm_compile.artifact import open_artifact
     from mllm_compile.cache_contents import stored_runtimes
 
-    num_bad = 0
-    for runtime in stored_runtimes(_folder(cache_dir)):
+    num_bad, folder = 0, _folder(cache_dir)
+    runtimes = stored_runtimes(folder)
+    if not runtimes:
+        print(f"no runtimes in {folder}")
+    for runtime in runtimes:
         try:
             open_artifact(runtime.folder)
             print(f"{runtime.folder.name}: good")
