@@ -69,19 +69,35 @@ def read_checkpoint(folder: Path, files: Iterable[str], model: PreTrainedModel) 
     """Reads the headers of all `files` and says for each key of the model what fills it.
 
     Raises:
-        CheckpointError: a file is corrupt, a tensor stands in two files, is unexpected, or is missing.
+        CheckpointError: a file is corrupt, a tensor stands in two files, is unexpected, quantised or missing.
         UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
     found: dict[str, PlannedTensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for file in files:
         for name, entry in read_header(folder / file).tensors.items():
             if name in found:
                 other = found[name].blocks[0].file
                 raise CheckpointError(f"tensor {name!r} is in {other} and in {file}: which one is meant?")
             found[name] = PlannedTensor.of_file(name, file, entry.shape)
+            dtypes[name] = entry.dtype
     table = to_model_keys(found, model)
     _account(table, model)
+    _check_dtypes(table, dtypes, model)
     return table
+
+
+def _check_dtypes(table: dict[str, PlannedTensor], dtypes: dict[str, torch.dtype], model: PreTrainedModel) -> None:
+    """A weight in 8 bits or integers means something only with scales, which nobody applies here."""
+    state = model.state_dict(keep_vars=True)
+    for key, planned in table.items():
+        for block in planned.blocks:
+            dtype = dtypes[block.tensor]
+            if state[key].is_floating_point() and (not dtype.is_floating_point or dtype.itemsize < 2):
+                raise CheckpointError(
+                    f"{block.file}: {block.tensor!r} is {str(dtype).removeprefix('torch.')}, as quantised weights are; "
+                    "expected float32, float16 or bfloat16. Take the model's checkpoint that is not quantised."
+                )
 
 
 def _account(table: dict[str, PlannedTensor], model: PreTrainedModel) -> None:

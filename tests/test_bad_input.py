@@ -138,6 +138,11 @@ MISTAKES = {
         CheckpointError,
         rf"'{Q_PROJ}' has shape \[3, 192\]",
     ),
+    "a weight in integers": (
+        with_weights(lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)})),
+        CheckpointError,
+        rf"'{Q_PROJ}' is int8, as quantised weights are; expected float32, float16 or bfloat16",
+    ),
     "a quantised checkpoint": (
         with_config(quantization_config={"quant_method": "gptq"}),
         CheckpointError,
