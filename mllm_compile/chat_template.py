@@ -7,7 +7,8 @@ importing it. Templates are code from a stranger: they run in Jinja's immutable 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.errors import RequestError
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Environment, Template, nodes
 
 # Names a message's reasoning goes by; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -60,6 +61,19 @@ def check_messages(messages: Any) -> None:
         raise RequestError(f"messages: message {index} {fault}; expected {_EXPECTED}, got {brief(message)}.")
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """
+    Attributes:
+        variables: names that it reads of what it is given.
+        takes_parts: it goes through the parts of a message's content itself.
+    """
+
+    template: Template
+    variables: frozenset[str]
+    takes_parts: bool
+
+
 class ChatTemplate:
     """The templates of one model.
 
@@ -71,8 +85,7 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = dict(templates)
         self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, Template] = {}
-        self._read: dict[str, frozenset[str]] = {}  # what each reads of what it is given
+        self._compiled: dict[str, _Compiled] = {}
 
     def render(
         self,
@@ -86,7 +99,8 @@ class ChatTemplate:
         """The prompt's text, special tokens written out.
 
         Args:
-            messages: `{"role": …, "content": …}` each; keys whose value is None count as missing.
+            messages: `{"role": …, "content": …}` each; keys whose value is None count as missing. A content may be a list
+                of text parts: where the template takes a text they are its lines.
             tools: JSON schemas of functions that the model may call.
             documents: passed to the template.
             add_generation_prompt: end with the header of the assistant's answer.
@@ -100,12 +114,12 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
-        template = self._template(name)
-        self._check_variables(name, variables)
+        compiled = self._template(name)
+        self._check_variables(compiled, variables)
         plain = _as_json({"messages": messages, "tools": tools, "documents": documents, "variables": variables})
         try:
-            return template.render(
-                messages=[_normalise(message) for message in plain["messages"]],
+            return compiled.template.render(
+                messages=[_normalise(message, compiled.takes_parts) for message in plain["messages"]],
                 tools=plain["tools"],
                 documents=plain["documents"],
                 add_generation_prompt=add_generation_prompt,
@@ -123,27 +137,25 @@ class ChatTemplate:
             # What a template does with unexpected messages is up to its author: any of these is a refusal.
             raise RequestError(f"the model's chat template refuses these messages: {error}") from None
 
-    def _template(self, name: str) -> Template:
+    def _template(self, name: str) -> _Compiled:
         from jinja2 import TemplateError
-        from jinja2.meta import find_undeclared_variables
 
         if name not in self._sources:
             known = ", ".join(sorted(self._sources)) or "none"
             raise RequestError(f"the model has no default chat template (it has: {known}). Pass the prompt as text.")
         if name not in self._compiled:
             try:
-                self._compiled[name] = self._environment.from_string(self._sources[name])
-                self._read[name] = frozenset(find_undeclared_variables(self._environment.parse(self._sources[name])))
+                self._compiled[name] = _compile(self._environment, self._sources[name])
             except TemplateError as error:
                 raise RequestError(f"the model's chat template is no valid Jinja template: {error}") from None
         return self._compiled[name]
 
-    def _check_variables(self, name: str, variables: Mapping[str, Any]) -> None:
+    def _check_variables(self, compiled: _Compiled, variables: Mapping[str, Any]) -> None:
         """What nobody reads would be ignored: a mistyped name, or what other libraries do beside the template."""
-        unread = sorted(set(variables) - self._read[name])
+        unread = sorted(set(variables) - compiled.variables)
         if unread:
             given = {"messages", "tools", "documents", "add_generation_prompt", *self._special_tokens}
-            known = ", ".join(sorted(self._read[name] - given)) or "none"
+            known = ", ".join(sorted(compiled.variables - given)) or "none"
             raise RequestError(
                 f"{unread[0]}: the model's chat template reads no such variable; beside messages, tools, documents and "
                 f"add_generation_prompt it may read: {known}."
@@ -164,8 +176,45 @@ def brief(value: object) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _normalise(message: dict[str, Any]) -> dict[str, Any]:
+def _compile(environment: Environment, source: str) -> _Compiled:
+    from jinja2 import nodes
+    from jinja2.meta import find_undeclared_variables
+
+    tree = environment.parse(source)
+    takes_parts = any(_is_content(node) for loop in tree.find_all(nodes.For) for node in (loop.iter, *_all(loop.iter)))
+    return _Compiled(environment.from_string(source), frozenset(find_undeclared_variables(tree)), takes_parts)
+
+
+def _all(node: nodes.Node) -> Iterable[nodes.Node]:
+    from jinja2 import nodes
+
+    return node.find_all(nodes.Node)
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Whether it is `message.content` or `message['content']`."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+def _joined(content: list[Any]) -> str:
+    """The texts of parts, `{"type": "text", "text": …}` as OpenAI's interface has them, a line each."""
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise RequestError(
+                f"messages: a part of a content is {brief(part)}; expected {{'type': 'text', 'text': …}}, as this "
+                "model's chat template takes texts alone."
+            )
+    return "\n".join(part["text"] for part in content)
+
+
+def _normalise(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if value is not None}
+    if isinstance(message.get("content"), list) and not takes_parts:
+        message["content"] = _joined(message["content"])
     reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
     if reasoning is None:
         return message

@@ -226,6 +226,28 @@ def test_a_damaged_tokenizer_file_is_named(folder):
         load_tokenizer(folder)
 
 
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+
+
+def test_text_parts_are_lines_where_the_template_takes_a_text(folder):
+    write_config(folder, chat_template="{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}")
+    assert load(folder).apply_chat_template(PARTS) == "user: one\ntwo"
+
+
+@pytest.mark.parametrize("content", ["message['content']", "message.content", "message.content | reverse"])
+def test_a_template_that_goes_through_parts_gets_them(folder, content):
+    loop = f"{{% for part in {content} %}}<{{{{ part['text'] }}}}>{{% endfor %}}"
+    write_config(folder, chat_template=f"{{% for message in messages %}}{loop}{{% endfor %}}")
+    assert sorted(load(folder).apply_chat_template(PARTS)) == sorted("<one><two>")
+
+
+def test_a_part_that_is_no_text_is_refused(folder):
+    write_config(folder, chat_template="{{ messages[0]['content'] }}")
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(RequestError, match=r"a part of a content is .*image_url.*; expected {'type': 'text'"):
+        load(folder).apply_chat_template(image)
+
+
 @pytest.mark.parametrize("name", ["thnik", "continue_final_message", "chat_template"])
 def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_does(folder, name):
     write_config(folder, chat_template="{% if think %}{{ bos_token }}{% endif %}{{ messages[0].content }}")
