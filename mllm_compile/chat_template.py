@@ -99,8 +99,8 @@ class ChatTemplate:
         """The prompt's text, special tokens written out.
 
         Args:
-            messages: `{"role": …, "content": …}` each; keys whose value is None count as missing. A content may be a list
-                of text parts: where the template takes a text they are its lines.
+            messages: `{"role": …, "content": …}` each; keys whose value is None count as missing. A content may be a
+                list of text parts: where the template takes a text they are its lines.
             tools: JSON schemas of functions that the model may call.
             documents: passed to the template.
             add_generation_prompt: end with the header of the assistant's answer.
