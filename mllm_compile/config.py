@@ -172,6 +172,9 @@ class CacheConfig(Section):
     """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""
 
 
+_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "cache")
+
+
 class EngineConfig(Section):
     """One YAML file. Everything but `model.path` has a default; a mistake is a ConfigError that names the key."""
 
@@ -182,8 +185,10 @@ class EngineConfig(Section):
     cache: CacheConfig = CacheConfig()
 
     def __init__(self, **sections: Any) -> None:
+        # A section of a YAML whose keys are all commented out is None: it has none.
+        given = {name: keys for name, keys in sections.items() if keys is not None or name not in _OPTIONAL_SECTIONS}
         try:
-            super().__init__(**sections)
+            super().__init__(**given)
         except ValidationError as error:
             raise ConfigError("; ".join(_describe_mistakes(error))) from None
 

@@ -168,6 +168,12 @@ def test_a_broken_file_is_told_with_its_name(tmp_path, text, said):
     assert said in str(caught.value)
 
 
+def test_a_section_whose_keys_are_commented_out_is_empty(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text("model: {path: ./a}\nruntime:\n#  seed: 3\ncache:\n")
+    assert EngineConfig.from_yaml(path).runtime == RuntimeConfig()
+
+
 def test_a_missing_file_a_folder_and_a_binary_file_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         EngineConfig.from_yaml(tmp_path / "none.yaml")
