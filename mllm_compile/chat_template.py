@@ -7,7 +7,7 @@ importing it. Templates are code from a stranger: they run in Jinja's immutable 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -181,20 +181,16 @@ def _compile(environment: Environment, source: str) -> _Compiled:
     from jinja2.meta import find_undeclared_variables
 
     tree = environment.parse(source)
-    takes_parts = any(_is_content(node) for loop in tree.find_all(nodes.For) for node in (loop.iter, *_all(loop.iter)))
+    takes_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
     return _Compiled(environment.from_string(source), frozenset(find_undeclared_variables(tree)), takes_parts)
 
 
-def _all(node: nodes.Node) -> Iterable[nodes.Node]:
+def _is_content(node: nodes.Node | None) -> bool:
+    """Whether it is `message.content` or `message['content']`, filters behind it or not."""
     from jinja2 import nodes
 
-    return node.find_all(nodes.Node)
-
-
-def _is_content(node: nodes.Node) -> bool:
-    """Whether it is `message.content` or `message['content']`."""
-    from jinja2 import nodes
-
+    while isinstance(node, nodes.Filter):
+        node = node.node
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"

@@ -24,6 +24,13 @@ MAX_PAGE_SIZE = 256
 _RUNTIME_FILES = ("manifest.json", "program.json")
 _MODEL_FILE = "config.json"
 
+
+def _checked_path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError("a path: a text that is not empty and has no null byte")
+    return text
+
+
 Auto = Literal["auto"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
 GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
@@ -31,7 +38,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PathText = Annotated[
     str,
     BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
-    AfterValidator(lambda value: _checked_path(value)),
+    AfterValidator(_checked_path),
 ]
 NameList = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 SizeList = Annotated[
@@ -274,12 +281,6 @@ def is_local_path(text: str) -> bool:
 def _anchored_model_path(text: str, folder: Path) -> str:
     candidate = os.path.normpath(folder / Path(text).expanduser())
     return candidate if is_local_path(text) or os.path.isdir(candidate) else text
-
-
-def _checked_path(text: str) -> str:
-    if not text or "\0" in text:
-        raise ValueError("a path: a text that is not empty and has no null byte")
-    return text
 
 
 def _without_repeats(items: tuple[Any, ...]) -> tuple[Any, ...]:

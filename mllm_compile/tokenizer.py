@@ -198,6 +198,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def _names_a_template(entry: Mapping[str, Any]) -> bool:
+    return isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+
+
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; a file of its own wins over the older place in tokenizer_config.json."""
     path = folder / CHAT_TEMPLATE_FILE
@@ -208,13 +212,12 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             raise CheckpointError(f"{path} is no UTF-8 text ({error}). Save it as one, or download it again.") from None
     template = _read(folder / CHAT_TEMPLATE_JSON_FILE).get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
-        try:
-            return {str(entry["name"]): str(entry["template"]) for entry in template}
-        except (KeyError, TypeError):
+        if not all(isinstance(entry, dict) and _names_a_template(entry) for entry in template):
             raise CheckpointError(
                 f"{folder}: chat_template is a list whose entries are not all {{'name': …, 'template': …}}. Correct it "
                 f"in {TOKENIZER_CONFIG_FILE}, or download that again."
-            ) from None
+            )
+        return {entry["name"]: entry["template"] for entry in template}
     return {"default": template} if isinstance(template, str) else {}
 
 

@@ -137,10 +137,10 @@ def data_identity(paths: Iterable[Path]) -> str:
 
     Headers of two checkpoints of one model are the same; hashing their data would take longer than a start.
     """
-    resolved = sorted(path.resolve() for path in paths)
-    if not resolved:
+    files = [(path, path.stat()) for path in sorted(path.resolve() for path in paths)]
+    if not files:
         return "random"
-    lines = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}\n" for path in resolved]
+    lines = [f"{path} {facts.st_size} {facts.st_mtime_ns}\n" for path, facts in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 

@@ -234,6 +234,12 @@ def test_text_parts_are_lines_where_the_template_takes_a_text(folder):
     assert load(folder).apply_chat_template(PARTS) == "user: one\ntwo"
 
 
+def test_a_template_that_goes_through_lines_of_a_text_gets_a_text(folder):
+    loop = "{% for line in m.content.split('\n') %}<{{ line }}>{% endfor %}"
+    write_config(folder, chat_template=f"{{% for m in messages %}}{loop}{{% endfor %}}")
+    assert load(folder).apply_chat_template(PARTS) == "<one><two>"
+
+
 @pytest.mark.parametrize("content", ["message['content']", "message.content", "message.content | reverse"])
 def test_a_template_that_goes_through_parts_gets_them(folder, content):
     loop = f"{{% for part in {content} %}}<{{{{ part['text'] }}}}>{{% endfor %}}"
@@ -256,7 +262,9 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_doe
         load(folder).apply_chat_template(CHAT, **{name: "x"})
 
 
-@pytest.mark.parametrize("templates", [[{"foo": 1}], ["x"], [{"name": "default"}]])
+@pytest.mark.parametrize(
+    "templates", [[{"foo": 1}], ["x"], [{"name": "default"}], [{"name": "default", "template": None}]]
+)
 def test_a_list_of_templates_without_names_or_texts_says_what_is_expected(folder, templates):
     write_config(folder, chat_template=templates)
     with pytest.raises(CheckpointError, match=r"chat_template is a list whose entries are not all \{'name'"):

@@ -110,8 +110,8 @@ def _message_for_user(error: Exception) -> str | None:
     if isinstance(error, MllmError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        place = error.filename or "what is written to"
-        return f"{place}: {error.strerror}. Make room, or write to another place."
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{error.strerror}. Make room, or write to another place."
     # typer's usage errors; their base class has moved between its versions, the method has not.
     format_message = getattr(error, "format_message", None)
     if format_message is None:

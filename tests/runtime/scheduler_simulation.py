@@ -23,6 +23,13 @@ EOS, STOP, VOCAB = 0, 1, 29
 _MASK = (1 << 61) - 1
 
 
+FREE = {"ignore_eos": True}  # an answer as long as max_tokens
+
+
+def prompt_of(length: int, first: int = 2) -> list[int]:
+    return [(first + i * i) % 23 for i in range(length)]
+
+
 def make_request(
     request_id: str, prompt: list[int], *, priority: int = 0, salt: tuple = (), **params: object
 ) -> Request:
