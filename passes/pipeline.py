@@ -1,18 +1,19 @@
 """The passes, in the order in which they run.
 
 1. canonicalise        names, sizes and dead ends of what Dynamo captured
-2. pack_projections    q, k, v and gate, up as one GEMM each
-3. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
-4. fuse_rope_cache     on CUDA, norms and rotation of q and k and the write into the KV cache as one kernel
-5. rotate_in_attention on Hopper, attention is told what that kernel makes q and k of: decodes do without it
-6. gather_rows_early   of the last layer only the rows whose logits are wanted
-7. split_at_attention  one submodule per stretch between attentions, and one for the head
-8. deduplicate_pieces  equal stretches share one module
-9. fuse_single_token   on CUDA, a form of each piece for steps of one token
-10. stream_linears     and one for steps of up to 256 tokens, on Hopper
-11. fuse_few_tokens    or for few tokens, elsewhere
-12. fuse_gated_linear  on Hopper, gate_up and its activation as one kernel, for more tokens
-13. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
+2. multiply_outer_products the angles of rotary positions need no GEMM
+3. pack_projections    q, k, v and gate, up as one GEMM each
+4. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
+5. fuse_rope_cache     on CUDA, norms and rotation of q and k and the write into the KV cache as one kernel
+6. rotate_in_attention on Hopper, attention is told what that kernel makes q and k of: decodes do without it
+7. gather_rows_early   of the last layer only the rows whose logits are wanted
+8. split_at_attention  one submodule per stretch between attentions, and one for the head
+9. deduplicate_pieces  equal stretches share one module
+10. fuse_single_token  on CUDA, a form of each piece for steps of one token
+11. stream_linears     and one for steps of up to 256 tokens, on Hopper
+12. fuse_few_tokens    or for few tokens, elsewhere
+13. fuse_gated_linear  on Hopper, gate_up and its activation as one kernel, for more tokens
+14. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
 
 To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
 """
@@ -38,6 +39,7 @@ from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
@@ -46,6 +48,7 @@ from mllm_compile.passes.verify import verify_graph
 
 PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,
+    MultiplyOuterProducts,
     PackProjections,
     LowerAttention,
     FuseRopeCache,

@@ -79,6 +79,7 @@ def pieces_are_functions_of_tensors(gm: fx.GraphModule) -> Iterator[str]:
 ALWAYS: tuple[Check, ...] = (every_node_has_a_value,)
 AFTER: dict[str, tuple[Check, ...]] = {
     "canonicalise": (inputs_are_named_tensors,),
+    "multiply_outer_products": (inputs_are_named_tensors,),
     "pack_projections": (inputs_are_named_tensors,),
     "lower_attention": (inputs_are_named_tensors, attention_is_lowered),
     "fuse_rope_cache": (inputs_are_named_tensors, attention_is_lowered),

@@ -121,7 +121,7 @@ def test_what_the_engine_does_without_has_no_variant(ablate, capsys, lever, chan
 
 
 def test_a_lever_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(ConfigError, match=r"--lever 'fuse_all' is not known; expected some of pack_projections"):
+    with pytest.raises(ConfigError, match=r"--lever 'fuse_all' is not known; expected some of multiply_outer_products"):
         run_ablation(tmp_path / "no.yaml", ["fuse_all"], LatencyWork())
 
 

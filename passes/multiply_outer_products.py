@@ -1,0 +1,68 @@
+"""A product of one column and one row is a multiplication of their elements."""
+
+from __future__ import annotations
+
+import operator
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.fx_match import call, drop_dead_nodes, is_call
+
+_PRODUCTS = (operator.matmul, torch.matmul, torch.bmm)
+_METHODS = ("matmul", "bmm")
+
+
+class MultiplyOuterProducts:
+    """Matrix products that add nothing up become multiplications.
+
+    Why: Transformers 5.17 has the angles of rotary positions as such a product (5.23 multiplies). A library's GEMM for
+        it is a kernel of its own, with another ahead of it that converts the positions, at the start of every step; a
+        multiplication becomes a part of the kernel that takes the cosines.
+
+    Before::
+
+        angles = inv_freq[None, :, None].float() @ positions[:, None, :].float()
+
+    After::
+
+        angles = inv_freq[None, :, None].float() * positions[:, None, :].float()
+
+    Requires: a canonical graph.
+    Preserves: every value bitwise, where products are of the precision that their operands have; where TensorFloat-32
+        is allowed, they gain the digits that it drops.
+    """
+
+    name: ClassVar[str] = "multiply_outer_products"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        products = [node for node in gm.graph.nodes if _is_outer_product(node)]
+        for node in products:
+            column, row = node.args
+            with gm.graph.inserting_before(node):
+                node.replace_all_uses_with(call(gm.graph, torch.mul, column, row))
+        drop_dead_nodes(gm)
+        return PassResult(gm, len(products), before, len(gm.graph.nodes))
+
+
+def _is_outer_product(node: fx.Node) -> bool:
+    """[..., M, 1] times [..., 1, N], both floating-point."""
+    is_product = is_call(node, *_PRODUCTS) or (node.op == "call_method" and node.target in _METHODS)
+    if not is_product or len(node.args) != 2 or node.kwargs:
+        return False
+    column, row = (operand.meta["val"] for operand in node.args if isinstance(operand, fx.Node))
+    return (
+        min(column.ndim, row.ndim) >= 2
+        and column.dtype == row.dtype
+        and column.dtype.is_floating_point
+        and _is_one(column.shape[-1])
+        and _is_one(row.shape[-2])
+    )
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    """Known to be 1: a size that a step decides is not."""
+    return isinstance(size, int) and size == 1
