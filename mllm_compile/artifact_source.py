@@ -18,6 +18,7 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.progress import Reporter
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.split_decode import DecodePiece, Decoder, Decoders
+from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoopPieces
 from mllm_compile.runtime.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.gated_linear.ops import load_gated_kernels
 from mllm_compile.runtime.hopper_decode.clusters import ClusterKernel
@@ -27,6 +28,7 @@ from mllm_compile.runtime.model_source import LoadedModel
 from mllm_compile.runtime.pieces import PackagedPiece, SourcePiece, load_piece
 from mllm_compile.runtime.program import (
     DecodeForm,
+    DecodeLoopForms,
     LayerSpec,
     Program,
     SamplingForms,
@@ -75,6 +77,7 @@ class ArtifactSource:
             layers=tuple(attention_layer(layer, executor.weights) for layer in artifact.program.layers),
             decoders=load_decoders(artifact.program, loaded, artifact.cubins, device),
             sampling=_sampling_pieces(artifact.program.sampling, loaded),
+            decode_loop=_decode_loop_pieces(artifact.program.decode_loop, loaded),
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
@@ -165,6 +168,12 @@ def _sampling_pieces(
     if forms is None:
         return None
     return SamplingPieces(getattr(torch, forms.dtype), *(loaded[piece] for piece in forms.piece_ids()))
+
+
+def _decode_loop_pieces(
+    forms: DecodeLoopForms | None, loaded: Mapping[str, PackagedPiece | SourcePiece]
+) -> DecodeLoopPieces | None:
+    return None if forms is None else DecodeLoopPieces(*(loaded[piece] for piece in forms.piece_ids()))
 
 
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

@@ -137,6 +137,7 @@ def runner_config(config: ResolvedConfig) -> RunnerConfig:
         decode_requests=graphs.decode_requests,
         mixed_tokens=graphs.mixed_tokens,
         mixed_tokens_asked=graphs.mixed_tokens_asked,
+        sample_in_graph=graphs.sample_in_graph,
     )
 
 

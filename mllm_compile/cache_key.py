@@ -29,7 +29,7 @@ from mllm_compile.weight_files import WeightFiles
 
 # Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 17
+FORMAT_VERSION = 18
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "models/*.py",

@@ -425,6 +425,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
 
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
+    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS}
     with (
         compiled_ahead(OF_A_COMPILE),
         using_compiler_cache(config.cache.dir) as folder,

@@ -111,6 +111,11 @@ class CudaGraphConfig(Section):
     auto: on Hopper, of models up to 2048 wide, whose pieces and attentions run faster than the host launches them;
     [] for none."""
 
+    sample_in_graph: bool = True
+    """Captured decodes choose their tokens, and take their inputs from where the step before and the host leave them:
+    one launch a step. Only where decode attention and sampling are kernels of the program. false: launches around the
+    graph do that."""
+
     @field_validator("piecewise_tokens", "decode_requests")
     @classmethod
     def _some_sizes(cls, sizes: Auto | tuple[int, ...]) -> Auto | tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Runs what the compiler wrote itself on small inputs: attention of decodes, the choice of tokens, and gated linears.
+"""Runs what the compiler wrote itself on small inputs: attention of decodes, the choice of tokens, what is around a
+captured decode (decode_loop_check.py), and gated linears.
 
 The self-check's batches hold a few short prompts, and all their logits: no request decodes there, no token is chosen,
 and of the kernels for many tokens only one is run. Nothing to do where a program has none of these, as on a CPU.
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from mllm_compile.artifact_source import load_decoders
+from mllm_compile.decode_loop_check import check_decode_loop
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import PerLayerParameters, Unrotated
 from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup
@@ -73,6 +75,8 @@ def check_written_pieces(
                 check.run(lengths, forms, decoders[layer.name])
     if program.sampling is not None:
         _check_sampling(program.sampling, pieces, logits)
+    if program.decode_loop is not None:
+        check_decode_loop(program.decode_loop, pieces, page_size, logits)
     _check_gated_linears(program.gated_linears, logits.device)
 
 

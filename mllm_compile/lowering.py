@@ -15,6 +15,7 @@ import torch
 from mllm_compile.cache_key import max_traced_tokens
 from mllm_compile.cuda_kernels import can_compile_kernels, gated_linears, streamed_linears
 from mllm_compile.decode_attention import add_decode_attention
+from mllm_compile.decode_loop_pieces import add_decode_loop
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
@@ -135,9 +136,12 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
     graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
-    program, sampling_pieces = add_sampling_pieces(config, program, output.args[0][0].meta["val"])
+    logits = output.args[0][0].meta["val"]
+    program, sampling_pieces = add_sampling_pieces(config, program, logits)
+    program, loop_pieces = add_decode_loop(config, program, logits)
     program = replace(program, linears=streamed_linears(graph, program), gated_linears=gated_linears(graph, program))
-    return Lowered(hf_model, graph, program, reports, size_symbols(graph), (*decode_pieces, *sampling_pieces))
+    written = (*decode_pieces, *sampling_pieces, *loop_pieces)
+    return Lowered(hf_model, graph, program, reports, size_symbols(graph), written)
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:

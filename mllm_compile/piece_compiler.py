@@ -27,7 +27,7 @@ SYSTEM_CXX = "/usr/bin/g++"
 
 # Sizes that the example inputs have where a size is dynamic. Distinct and not special (0, 1, multiples of 8), so that
 # the exporter does not take one for another or for a constant.
-EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19, "L": 29}
+EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19, "L": 29, "M": 41, "R": 43, "C": 307}
 _MAY_BE_ZERO = "L"  # slots to write: none where attention writes them
 
 
@@ -209,6 +209,7 @@ def compile_piece(
 
 def _import_ops() -> None:
     """Defines the ops that pieces call. Those not for Hopper need Triton."""
+    import mllm_compile.runtime.decode_loop_ops
     import mllm_compile.runtime.draw_ops
     import mllm_compile.runtime.few_token_ops
     import mllm_compile.runtime.gated_linear.ops

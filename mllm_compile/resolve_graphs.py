@@ -72,6 +72,7 @@ def resolve_graphs(
         ),
         mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
         mixed_tokens_asked=asked.mixed_tokens != "auto",
+        sample_in_graph=asked.sample_in_graph and split_decode and mode in _FULL_MODES,
     )
 
 

@@ -56,6 +56,7 @@ class ResolvedCudaGraph(_Resolved):
     decode_requests: tuple[int, ...]
     mixed_tokens: tuple[int, ...] = ()
     mixed_tokens_asked: bool = False
+    sample_in_graph: bool = False
 
 
 class ResolvedRuntime(_Resolved):

@@ -21,7 +21,7 @@ from triton.language.extra import libdevice
 from mllm_compile.runtime.counter_rng import BLOCK
 from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
-_BLOCKS_AT_ONCE = 16  # of one program
+BLOCKS_AT_ONCE = 16  # of one program
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _negative_gumbel(seed, position, counters):
 
 
 @triton.jit
-def _product(a, b):
+def product(a, b):
     """a * b, rounded: of `*` and a difference that follows the compiler makes one operation that rounds but once."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -55,8 +55,34 @@ def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMP
     """Of columns of a row, -inf past the vocabulary."""
     scores = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
-        scores = _product(scores, tl.div_rn(1.0, tl.load(temperature_ptr + row)))
+        scores = product(scores, tl.div_rn(1.0, tl.load(temperature_ptr + row)))
     return scores
+
+
+@triton.jit
+def block_sums(scores):
+    """logsumexp of each row of [blocks, BLOCK].
+
+    Summed as integers, so that the sum is the same whatever order the compiler gives it for another type of logits.
+    256 parts of at most 2**22 fit, and are off by at most 256 halves of 2**-22 together; 64-bit ones cost three times
+    the kernel's time.
+    """
+    largest = tl.max(scores, 1)
+    largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+    parts = (tl.exp(scores - largest[:, None]) * 4194304.0 + 0.5).to(tl.int32)  # 2**22
+    return largest + tl.log(tl.sum(parts, 1).to(tl.float32) * 2.384185791015625e-07)  # 2**-22
+
+
+@triton.jit
+def draw_block(sums, blocks, seed, position):
+    """The block of a row with the largest sum and Gumbel value."""
+    return tl.argmax(sums - _negative_gumbel(seed, position, blocks.to(tl.int64) + 1), 0)
+
+
+@triton.jit
+def draw_within(scores, within, seed, position, B: tl.constexpr):
+    """The place in a block, whose scores these are, likewise."""
+    return tl.argmax(scores - _negative_gumbel(seed, position, within.to(tl.int64) + B + 1), 0)
 
 
 @triton.jit
@@ -79,13 +105,7 @@ def _block_scores_kernel(
     blocks = tl.program_id(1) * BLOCKS_AT_ONCE + tl.arange(0, BLOCKS_AT_ONCE)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     scores = _scores(logits_ptr, temperature_ptr, row, columns, V, HAS_TEMPERATURE)
-    largest = tl.max(scores, 1)
-    largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
-    # Summed as integers, so that the sum is the same whatever order the compiler gives it for another type of logits.
-    # 256 parts of at most 2**22 fit, and are off by at most 256 halves of 2**-22 together; 64-bit ones cost three times
-    # the kernel's time.
-    parts = (tl.exp(scores - largest[:, None]) * 4194304.0 + 0.5).to(tl.int32)  # 2**22
-    sums = largest + tl.log(tl.sum(parts, 1).to(tl.float32) * 2.384185791015625e-07)  # 2**-22
+    sums = block_sums(scores)
     tl.store(block_scores_ptr + row * B + blocks, sums, mask=blocks < B)
 
 
@@ -112,11 +132,10 @@ def _draw_kernel(
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     blocks = tl.arange(0, PADDED_B)
     block_scores = tl.load(block_scores_ptr + row * B + blocks, mask=blocks < B, other=float("-inf"))
-    chosen = tl.argmax(block_scores - _negative_gumbel(seed, position, blocks.to(tl.int64) + 1), 0)
+    chosen = draw_block(block_scores, blocks, seed, position)
     within = tl.arange(0, BLOCK)
     scores = _scores(logits_ptr, temperature_ptr, row, chosen * BLOCK + within, V, HAS_TEMPERATURE)
-    noise = _negative_gumbel(seed, position, within.to(tl.int64) + B + 1)
-    token = chosen * BLOCK + tl.argmax(scores - noise, 0)
+    token = chosen * BLOCK + draw_within(scores, within, seed, position, B)
     # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would crash the embedding.
     tl.store(tokens_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
 
@@ -147,9 +166,9 @@ def draw_tokens(
         "HAS_TEMPERATURE": temperatures is not None,
         "EARLY": starts_early(),
     }
-    grid = (num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))
+    grid = (num_rows, triton.cdiv(num_blocks, BLOCKS_AT_ONCE))
     wrap_triton(_block_scores_kernel)[grid](
-        *scores, block_scores, BLOCKS_AT_ONCE=_BLOCKS_AT_ONCE, num_warps=4, **constants
+        *scores, block_scores, BLOCKS_AT_ONCE=BLOCKS_AT_ONCE, num_warps=4, **constants
     )
     padded = triton.next_power_of_2(num_blocks)
     wrap_triton(_draw_kernel)[(num_rows,)](

@@ -10,6 +10,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer
 from mllm_compile.runtime.attention.split_decode import Decoders
+from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoopPieces
 from mllm_compile.runtime.sampler import SamplingPieces
 
 
@@ -34,6 +35,7 @@ class LoadedModel:
     layers: tuple[AttentionLayer, ...]  # by layer_id
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
+    decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int

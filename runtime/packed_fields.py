@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.staging import StagingRing
 
-_ALIGNMENT = 16  # bytes
+ALIGNMENT = 16  # bytes
 _INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
 
 
@@ -32,7 +32,7 @@ class PackedFields:
         self.end = start
         for name, array in fields.items():
             dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
-            begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
+            begin = -(-self.end // ALIGNMENT) * ALIGNMENT
             self.end = begin + array.size * dtype.itemsize
             self._places[name] = (begin, self.end, dtype)
 

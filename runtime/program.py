@@ -159,6 +159,17 @@ class SamplingForms:
 
 
 @dataclass(frozen=True)
+class DecodeLoopForms:
+    """The pieces that make the inputs of a captured decode ready, and choose and hand on its tokens."""
+
+    begin: str
+    end: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.begin, self.end
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
 
@@ -169,14 +180,17 @@ class Program:
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
     sampling: SamplingForms | None = None
+    decode_loop: DecodeLoopForms | None = None
     linears: tuple[LinearTiling, ...] = ()  # the kernels of runtime/stream_linear/ that pieces call
     gated_linears: tuple[GatedKernel, ...] = ()  # and those of runtime/gated_linear/
 
     def piece_ids(self) -> list[str]:
-        """All that is compiled: the steps' pieces, their forms for few tokens, those of attention and of sampling."""
+        """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
+        decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
         sampling = () if self.sampling is None else self.sampling.piece_ids()
-        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling]
+        loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
+        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling, *loop]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """Those that the runtime holds compiled by NVRTC."""
@@ -207,6 +221,7 @@ class Program:
                 layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
             },
             "sampling": None if self.sampling is None else asdict(self.sampling),
+            "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
             "linears": [tiling.to_json() for tiling in self.linears],
             "gated_linears": [kernel.to_json() for kernel in self.gated_linears],
         }
@@ -227,6 +242,7 @@ class Program:
                     layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
                 sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
+                decode_loop=None if data["decode_loop"] is None else DecodeLoopForms(**data["decode_loop"]),
                 linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
                 gated_linears=tuple(GatedKernel.from_json(kernel) for kernel in data["gated_linears"]),
             )

@@ -32,6 +32,10 @@ _NEUTRAL_FLOATS = {
     "presence_penalty": 0.0,
 }
 _NEUTRAL_INTS = {"seed": 0, "top_k": 0, "min_tokens_end": 0, "count_row": 0, "is_greedy": 1}
+# Where the kernels of decode_loop_ops.py find what they read of the tables.
+NUM_FLOATS, NUM_INTS = len(_NEUTRAL_FLOATS), len(_NEUTRAL_INTS)
+TEMPERATURE = list(_NEUTRAL_FLOATS).index("temperature")
+SEED, IS_GREEDY = (list(_NEUTRAL_INTS).index(name) for name in ("seed", "is_greedy"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,11 @@ class SamplingFlags:
     def needs_filters(self) -> bool:
         """Some row draws from a part of the vocabulary."""
         return self.needs_top_k or self.needs_top_p or self.needs_min_p
+
+    @property
+    def chooses_plainly(self) -> bool:
+        """Every row takes the most probable token or draws by a temperature alone: a captured decode chooses those."""
+        return not (self.needs_filters or self.changes_logits)
 
     @property
     def changes_logits(self) -> bool:
@@ -182,6 +191,11 @@ class SamplingState:
         self._floats.copy_(upload(_transposed(self._host_floats), self.device))
         self._ints.copy_(upload(_transposed(self._host_ints), self.device))
         self._is_stale = False
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[NUM_FLOATS, slots] float32 and [NUM_INTS, slots] int64, as of the last flush; always these tensors."""
+        return self._floats, self._ints
 
     def gather(self, slots: torch.Tensor) -> RowParams:
         """Parameters of these slots, as the last flush left them. slots: [S] int64."""

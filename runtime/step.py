@@ -1,9 +1,10 @@
 """One engine step: ScheduledBatch → ForwardBatch → logits → tokens, with the host never waiting for the device.
 
-Sampled ids stay on the device, where the next step's decodes take them from; the host gets a copy when it asks. Host
-work of a step: one packed upload, of which what captured graphs read goes to their places; one asynchronous download.
-Steps run in the order in which they are submitted, on one stream, so a step may be submitted before the tokens of the
-one before are known.
+Sampled ids stay on the device, where the next step's decodes take them from; the host gets a copy when it asks. A step
+of decodes alone is one launch, where they are captured so (cuda_graph/decode_loop.py). Host work of any other: one
+packed upload, of which what captured graphs read goes to their places; one asynchronous download. Steps run in the
+order in which they are submitted, on one stream, so a step may be submitted before the tokens of the one before are
+known.
 
 What goes in and comes out is planned in step_plan.py. Used by one thread.
 """
@@ -11,6 +12,7 @@ What goes in and comes out is planned in step_plan.py. Used by one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,11 +26,13 @@ from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
 from mllm_compile.runtime.packed_fields import upload_fields
 from mllm_compile.runtime.request import Request
 from mllm_compile.runtime.sampler import Sampler
-from mllm_compile.runtime.sampling_state import SamplingState
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.staging import StagingRing
+from mllm_compile.runtime.staging import StagingBuffer, StagingRing
 from mllm_compile.runtime.step_output import ScoreTable, StepOutput
 from mllm_compile.runtime.step_plan import StepPlan, plan_fixed_rows, plan_step
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.decode_loop import Turn
 
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
@@ -73,9 +77,9 @@ class StepRunner:
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
-        num_rows = runner.max_running_requests + 1
-        self.state = SamplingState(num_rows, runner.vocab_size, runner.device)
-        self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=runner.device)
+        self.state = runner.last_tokens.state
+        self._last_tokens = runner.last_tokens.ids
+        num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.max_model_len, runner.config.page_size)
         self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
@@ -100,18 +104,44 @@ class StepRunner:
             ) from error
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
-        page_writes = self._write_pages(batch)
+        if batch.page_ids.size:
+            self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
         plan = self._plan(batch)
-        fields = self._upload(plan, page_writes)
+        results = self._decode(batch, plan) or self._run(batch, plan)
+        return StepHandle(batch, plan, results)
+
+    def _decode(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
+        """The step in one launch; None: it is not of decodes alone, or these are not captured so.
+
+        The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
+        """
+        if batch.num_decodes < batch.num_requests or self._runner.config.deterministic:
+            return None
+        self._follow_slots(batch)
+        self.state.flush()
+        inputs, flags = plan.inputs, self.state.flags
+        decode = self._runner.decode(inputs["req_pool_indices"], inputs["seq_lens"], inputs["out_cache_loc"])
+        if decode is None:
+            return None
+        if not flags.chooses_plainly:  # then what the graph chose is nobody's
+            fields = {"req_pool_indices": decode.rows, "seq_lens": decode.seq_lens}
+            return self._sample(plan, fields, LogitsProcessorOutput(decode.logits))
+        if flags.max_logprobs is None:
+            scores = None
+        else:
+            scores = token_logprobs(decode.logits, decode.tokens, flags.max_logprobs)
+        return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores)
+
+    def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
+        fields = self._upload(plan, self._page_writes(batch))
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
         self._follow_slots(batch)  # while the device is busy
-        return StepHandle(batch, plan, self._sample(plan, fields, output))
+        return self._sample(plan, fields, output)
 
-    def _write_pages(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """Enters new pages in the host's table, which the plan reads; returns what to tell the device's, if any."""
+    def _page_writes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """What to tell the device's table of slots of new pages, if there are any."""
         if not batch.page_ids.size:
             return {}
-        self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
         places = self._pages.places_of(batch.page_rows, batch.page_positions)
         return {"page_places": places, "page_slots": self._pages.slots_of(batch.page_ids)}
 
@@ -179,7 +209,12 @@ class StepRunner:
             prompt_scores = self._score(output.logits_of, plan, fields["scored_indices"], fields["prompt_targets"])
         elif plan.prompt_rows.size:
             prompt_scores = token_logprobs(logits, fields["prompt_targets"], plan.prompt_num_top)
-        return _Results(tokens, scores, prompt_scores, self._downloads)
+        # Also for a step without results: the host must not run ahead of the device without bound.
+        buffer = self._downloads.next(0 if tokens is None else tokens.nbytes)
+        token_ids = None
+        if tokens is not None:
+            token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
+        return _Results(buffer, token_ids, scores, prompt_scores)
 
     def _score(
         self,
@@ -221,16 +256,18 @@ class _Results:
 
     def __init__(
         self,
-        tokens: torch.Tensor | None,
+        buffer: StagingBuffer | Turn,
+        tokens: np.ndarray | None,
         scores: TokenLogprobs | None,
-        prompt_scores: TokenLogprobs | None,
-        ring: StagingRing,
+        prompt_scores: TokenLogprobs | None = None,
     ) -> None:
-        # Also for a step without results: the host must not run ahead of the device without bound.
-        self._buffer = ring.next(0 if tokens is None else tokens.nbytes)
-        self._tokens = None
-        if tokens is not None:
-            self._tokens = self._buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True)
+        """
+        Args:
+            buffer: the host's memory of the step.
+            tokens: [S] int64, a part of it that is being written.
+        """
+        self._buffer = buffer
+        self._tokens = tokens
         self._scores = None if scores is None else _download(scores)
         self._prompt_scores = None if prompt_scores is None else _download(prompt_scores)
         self._buffer.record()
@@ -238,15 +275,14 @@ class _Results:
     def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
         """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over.
 
-        The tokens are valid until the ring comes round.
+        The tokens are valid until the buffers come round.
         """
         self._buffer.wait()
-        tokens = None if self._tokens is None else self._tokens.numpy()
         scores, prompt_scores = (
             None if tensors is None else [tensor.numpy() for tensor in tensors]
             for tensors in (self._scores, self._prompt_scores)
         )
-        return tokens, scores, prompt_scores
+        return self._tokens, scores, prompt_scores
 
 
 def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, rows: np.ndarray) -> ScoreTable | None:

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
     "hopper_decode": ("compile", "hopper_decode", False, (False,)),
     "split_decode": ("compile", "split_decode", False, (False,)),
     "full_graphs": ("cudagraph", "mode", "piecewise", ("piecewise", "none")),
+    "sample_in_graph": ("cudagraph", "sample_in_graph", False, (False,)),
     "mixed_graphs": ("cudagraph", "mixed_tokens", (), ([],)),
 }
 COMMAND = "ablation"

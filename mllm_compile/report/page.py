@@ -130,6 +130,9 @@ def _role(program: Program, piece: str) -> str:
             return f"in place of another for {'one token' if form.max_size == 1 else f'up to {form.max_size} tokens'}"
     if program.sampling is not None and piece in program.sampling.piece_ids():
         return "takes the most probable tokens" if piece == program.sampling.greedy else "draws tokens"
+    if program.decode_loop is not None and piece in program.decode_loop.piece_ids():
+        is_first = piece == program.decode_loop.begin
+        return "makes a captured decode's inputs ready" if is_first else "chooses a captured decode's tokens"
     layers = [forms for forms in program.decode_attention.values() if piece in {form.piece for form in forms}]
     return f"decode attention of {len(layers)} layer{'s' * (len(layers) != 1)}"
 

@@ -162,6 +162,13 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
 
     @property
+    def page_table(self) -> torch.Tensor | None:
+        """[max requests, W] int32: what captured decodes read pages from, where this and the lengths that they were
+        captured with are all that a replay has to find up to date; None: it needs
+        init_forward_metadata_replay_cuda_graph."""
+        return None
+
+    @property
     def mixed_obstacle(self) -> str | None:
         """Why steps with prompts cannot be captured whole, decodes among them or not; None: they can."""
         return f"{type(self).__name__} captures no prompts"

@@ -382,6 +382,12 @@ class FlashInferAttnBackend(AttentionBackend):
         )
         self._decode_steps = DecodeSteps(self._group_decodes, self._split_space, buffers)
 
+    @property
+    def page_table(self) -> torch.Tensor | None:
+        if self._split_space is None or not all(isinstance(decode, SplitGroup) for decode in self._group_decodes):
+            return None
+        return self._split_space.page_table
+
     def init_forward_metadata_capture_cuda_graph(
         self,
         bs: int,

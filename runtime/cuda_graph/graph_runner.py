@@ -1,8 +1,8 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
-FULL is one graph for a whole decode, its attention made ready before every replay, or for any step up to its head;
-PIECEWISE replays the pieces around eager attention. Padding rows belong to the dummy row: at most they write to page 0
-and read one key of it.
+FULL is one graph for a whole decode, with what makes its inputs ready and chooses its tokens (decode_loop.py) or its
+attention made ready before every replay; or one for any step up to its head. PIECEWISE replays the pieces around eager
+attention. Padding rows belong to the dummy row: at most they write to page 0 and read one key of it.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """
@@ -14,9 +14,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
+from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, Turn
 from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
@@ -39,6 +41,24 @@ _MOST_UPLOADED_TOKENS = 512
 class _DecodeGraph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor  # [R_padded, V], non-owning
+    tokens: torch.Tensor | None  # [R_padded] int64, non-owning; of the decode loop
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedDecode:
+    """A decode that chooses its own tokens, launched.
+
+    Attributes:
+        logits: [R, V]; tokens: [R] int64; both until another graph is replayed.
+        rows: [R] int64 and seq_lens: [R] int32 of its requests, on the device.
+        turn: has the tokens on the host, once it is over.
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    turn: Turn
 
 
 @dataclass(slots=True)
@@ -52,6 +72,7 @@ class GraphRunner:
 
     Attributes:
         inputs: what the graphs read; a step that puts its inputs there spares copying them.
+        decode_loop: what makes the inputs of captured decodes ready and chooses their tokens; None: they do neither.
     """
 
     def __init__(self, runner: ModelRunner, dispatcher: GraphDispatcher, debug: bool = False) -> None:
@@ -89,6 +110,15 @@ class GraphRunner:
             )
         if dispatcher.decode_requests:
             runner.attn_backend.init_cuda_graph_state(self._max_requests, self._max_requests)
+        self.decode_loop = self._make_decode_loop()
+
+    def _make_decode_loop(self) -> DecodeLoop | None:
+        """None where the program has no kernels for it, or more is to be made ready for a decode than they do."""
+        runner, pieces, page_table = self._runner, self._runner.model.decode_loop, self._runner.attn_backend.page_table
+        if not (runner.config.sample_in_graph and pieces and self.dispatcher.decode_requests) or page_table is None:
+            return None
+        req_to_token = runner.req_to_token_pool.req_to_token
+        return DecodeLoop(pieces, self.inputs, runner.last_tokens, req_to_token, page_table)
 
     @property
     def figures(self) -> list[CaptureFigures]:
@@ -107,6 +137,8 @@ class GraphRunner:
                         self._capture_mixed(descriptor)
                     else:
                         self._capture_pieces(descriptor)
+        if self.decode_loop is not None:
+            self.decode_loop.captured()
         seconds = sum(figure.seconds for figure in self.figures)
         mib = sum(figure.mib for figure in self.figures)
         logger.info("captured %d sizes in %.2f s, %.0f MiB", len(self.figures), seconds, mib)
@@ -136,22 +168,63 @@ class GraphRunner:
         )
         rows = self._rows[:size]
 
-        def run() -> torch.Tensor:
+        loop = self.decode_loop
+
+        def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+            if loop is not None:
+                loop.begin(size)
             output = runner.run_program(batch, self._tokens(size), rows, CUDAGraphMode.FULL, descriptor)
-            return output.next_token_logits
+            logits = output.next_token_logits
+            return logits, None if loop is None else loop.end(logits)
 
         if not self._decode_graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
-        graph, logits = self._capturer.capture(run)
-        self._decode_graphs[descriptor] = _DecodeGraph(graph, WeakTensor(logits).tensor())
+        graph, (logits, tokens) = self._capturer.capture(run)
+        self._decode_graphs[descriptor] = _DecodeGraph(
+            graph, WeakTensor(logits).tensor(), None if tokens is None else WeakTensor(tokens).tensor()
+        )
+
+    def holds_decode(self, num_requests: int) -> bool:
+        """Whether `decode` takes as many requests."""
+        return self.decode_loop is not None and num_requests <= self._max_requests
+
+    def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
+        """A step of decodes in one launch; their newest tokens are where the last step left them.
+
+        Args:
+            rows, seq_lens, slots: [R] of any integers: each request's row, its tokens with the new one, and the slot of
+                that. A page that begins with it is entered in the table of slots.
+
+        Raises:
+            RuntimeError: not without a decode loop.
+        """
+        if self.decode_loop is None:
+            raise RuntimeError("no decode was captured that makes its own inputs ready")
+        count = rows.size
+        _, descriptor = self.dispatcher.dispatch(count, count, True)
+        size, inputs, turn = descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
+        turn.write(rows, seq_lens, slots, size, inputs.padding_len)
+        entry = self._replay(descriptor)
+        if entry.tokens is None:
+            raise RuntimeError("the decode was captured without its decode loop")
+        return CapturedDecode(
+            entry.logits[:count], entry.tokens[:count], inputs.req_pool_indices[:count], inputs.seq_lens[:count], turn
+        )
+
+    def _replay(self, descriptor: BatchDescriptor) -> _DecodeGraph:
+        """A captured decode whose inputs are ready, or written down for this turn."""
+        entry, times = self._decode_graphs[descriptor], self._runner.forward_times
+        with nullcontext() if times is None else times.measure(descriptor.num_tokens):
+            entry.graph.replay()
+        if self.decode_loop is not None:
+            self.decode_loop.replayed()
+        return entry
 
     def _replay_decode(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
         self._prepare_decode(batch, descriptor.num_tokens)
-        entry = self._decode_graphs[descriptor]
-        times = self._runner.forward_times
-        with nullcontext() if times is None else times.measure(descriptor.num_tokens):
-            entry.graph.replay()
-        logits = entry.logits[: batch.batch_size]
+        if self.decode_loop is not None:
+            self.decode_loop.next_turn().write_in_place(descriptor.num_tokens)
+        logits = self._replay(descriptor).logits[: batch.batch_size]
         return logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices)
 
     def _prepare_decode(self, batch: ForwardBatch, size: int) -> None:

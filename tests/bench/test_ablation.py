@@ -35,6 +35,7 @@ def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(sett
             "hopper_decode": config.compile.hopper_decode is False,
             "split_decode": config.compile.split_decode is False,
             "full_graphs": config.cudagraph.mode == "piecewise",
+            "sample_in_graph": config.cudagraph.sample_in_graph is False,
             "mixed_graphs": config.cudagraph.mixed_tokens == (),
         }
         assert switched.get(name, name in config.compile.disable_passes)

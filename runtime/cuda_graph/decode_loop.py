@@ -1,0 +1,169 @@
+"""The decode loop: a captured decode that takes its inputs from the host's memory and leaves its tokens there.
+
+One launch is a whole step. Its first kernel reads which requests decode from pinned memory, and their newest tokens
+from where the step before left them; its last kernels choose the tokens, keep them for the next step and write them to
+pinned memory. So nothing stands between two steps on the device but the launch, and the host packs a few numbers.
+
+The memory has NUM_TURNS parts, used in turn by whichever captured decode runs next: the device counts the turns, the
+host as well. Every replay of a graph with these kernels is one turn.
+
+Shape legend: S rows of a captured decode, M most rows of any, n of them of requests, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.cuda_graph.capture import WeakTensor
+from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
+from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.sampling_state import SamplingState
+
+_IN_PLACE = -1  # in place of a row: a step's inputs are in their places already
+
+
+@dataclass(frozen=True)
+class DecodeLoopPieces:
+    """The program's kernels for it; arguments as the ops of decode_loop_ops.py have them.
+
+    Attributes:
+        begin: (turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
+            page_table).
+        end: (logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen) → ([S] int64,).
+    """
+
+    begin: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    end: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class LastTokens:
+    """What captured decodes choose tokens by, and where they leave them for the next step.
+
+    Attributes:
+        ids: [rows of the slot table] int64, the newest token of each.
+        state: sampling parameters of the same rows.
+    """
+
+    ids: torch.Tensor
+    state: SamplingState
+
+
+class Turn:
+    """The part of the host's memory that one replay uses, until NUM_TURNS others have begun.
+
+    Attributes:
+        tokens: [M] int64 on the host: what the replay chose, once `wait` returns.
+    """
+
+    def __init__(self, requests: np.ndarray, tokens: np.ndarray) -> None:
+        self._requests = requests  # [M, REQUEST_FIELDS] int32
+        self.tokens = tokens
+        self._event = torch.cuda.Event()
+
+    def write(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, size: int, padding_len: int) -> None:
+        """The requests [n] of a step of `size` rows."""
+        count, fields = rows.size, self._requests
+        fields[:count, 0], fields[:count, 1], fields[:count, 2] = rows, seq_lens, slots
+        fields[count:size] = (0, padding_len, 0, 0)
+
+    def write_in_place(self, size: int) -> None:
+        """The inputs of `size` rows are in their places."""
+        self._requests[:size, 0] = _IN_PLACE
+
+    def record(self) -> None:
+        """All that uses this part is queued now."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """Block until what was queued at the last `record` is over."""
+        self._event.synchronize()  # at once when never recorded
+
+
+class DecodeLoop:
+    """See the module's header. Used by one thread."""
+
+    def __init__(
+        self,
+        pieces: DecodeLoopPieces,
+        inputs: StepInputs,
+        last_tokens: LastTokens,
+        req_to_token: torch.Tensor,
+        page_table: torch.Tensor,
+    ) -> None:
+        """
+        Args:
+            inputs: the places that captured decodes read.
+            req_to_token: [rows, columns] int32: the slot of each position.
+            page_table: [≥ M, W] int32: what the program's decode attention reads.
+        """
+        self._pieces = pieces
+        self._inputs = inputs
+        self._last_tokens = last_tokens
+        self._req_to_token = req_to_token
+        self._page_table = page_table
+        most = inputs.max_requests
+        # Both are the device's too: it reads and writes them over the bus.
+        self._requests = torch.zeros(NUM_TURNS, most, REQUEST_FIELDS, dtype=torch.int32, pin_memory=True)
+        self._chosen = torch.zeros(NUM_TURNS, most, dtype=torch.int64, pin_memory=True)
+        self._requests_of_device = WeakTensor(self._requests).tensor()
+        self._chosen_of_device = WeakTensor(self._chosen).tensor()
+        self._turns_of_device = torch.zeros(2, dtype=torch.int64, device=page_table.device)
+        self._turns = [Turn(*part) for part in zip(self._requests.numpy(), self._chosen.numpy(), strict=True)]
+        self._turn = 0
+        for turn in self._turns:
+            turn.write_in_place(most)  # for what runs ahead of a capture
+
+    @property
+    def state(self) -> SamplingState:
+        """Sampling parameters that captured decodes choose by; to be flushed before a replay."""
+        return self._last_tokens.state
+
+    # In a capture -----------------------------------------------------------------------------------------------------
+
+    def begin(self, size: int) -> None:
+        """Puts the first kernel of a decode of `size` rows on the stream."""
+        inputs = self._inputs
+        self._pieces.begin(
+            [
+                self._turns_of_device,
+                self._requests_of_device,
+                self._last_tokens.ids,
+                self._req_to_token,
+                inputs.input_ids[:size],
+                inputs.positions[:size],
+                inputs.out_cache_loc[:size],
+                inputs.req_pool_indices[:size],
+                inputs.seq_lens[:size],
+                self._page_table[:size],
+            ]
+        )
+
+    def end(self, logits: torch.Tensor) -> torch.Tensor:
+        """The last kernels, of logits [S, V]. Returns the tokens [S] int64."""
+        size, inputs = logits.shape[0], self._inputs
+        rows, seq_lens = inputs.req_pool_indices[:size], inputs.seq_lens[:size]
+        arguments = [logits, *self.state.tables, rows, seq_lens]
+        arguments += [self._turns_of_device, self._last_tokens.ids, self._chosen_of_device]
+        return self._pieces.end(arguments)[0]
+
+    def captured(self) -> None:
+        """All captures are over; what ran ahead of them counts as no turn."""
+        self._turns_of_device.zero_()
+
+    # Before and after a replay ----------------------------------------------------------------------------------------
+
+    def next_turn(self) -> Turn:
+        """The part that the next replay will use."""
+        turn = self._turns[self._turn]
+        turn.wait()
+        return turn
+
+    def replayed(self) -> None:
+        """The replay of this turn is queued."""
+        self._turns[self._turn].record()
+        self._turn = (self._turn + 1) % NUM_TURNS

@@ -1,0 +1,119 @@
+"""Decodes in one launch: the kernels around the model, and the tokens of steps that are run so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mllm_compile.decode_loop_check import check_decode_loop
+from mllm_compile.decode_loop_pieces import decode_loop_pieces
+from mllm_compile.piece_compiler import compile_piece
+from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.pieces import load_piece
+from mllm_compile.runtime.program import DecodeLoopForms
+from mllm_compile.runtime.sampler import Sampler
+from mllm_compile.runtime.step import StepRunner
+from tests.gpu.graph_cases import DECODE_REQUESTS, decode_batch, fill_pages, graphs_of, make_gpu_runner
+from tests.runtime.runner_cases import Loop
+from tests.runtime.sampling_cases import random_logits
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+# Vocabularies as test_sampling_pieces.py has them, with pages of one token, of a power of two and of neither.
+KINDS = [("bfloat16", 151_936, 64), ("float16", 50_257, 1), ("float32", 200, 100), ("bfloat16", 3000, 16)]
+PLAIN = [{}, {"temperature": 0.9}, {"temperature": 1.3, "seed": 4}]
+OTHERS = [
+    {"temperature": 0.8, "top_k": 3},
+    {"presence_penalty": 1.5, "temperature": 0.7},
+    {"logit_bias": {5: 3.0}},
+    {"logprobs": 2},
+    {"logprobs": 3, "temperature": 1.0},
+]
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size", "page_size"), KINDS)
+def test_the_kernels_do_what_torchs_operations_do(tmp_path, dtype, vocab_size, page_size):
+    pieces = {}
+    sizes = dict.fromkeys("TSLM", 8192) | dict.fromkeys("PWRC", 2**31 - 1) | {"N": 32}
+    for piece in decode_loop_pieces(dtype, vocab_size, page_size):
+        (tmp_path / "piece.py").write_text(piece.source)
+        package = tmp_path / f"{piece.name}.pt2"
+        compile_piece(tmp_path / "piece.py", list(piece.inputs), "cuda:0", sizes, package, tmp_path)
+        pieces[piece.name] = load_piece(package.name, package.read_bytes())
+    logits = random_logits(9, seed=1, spread=3.0, vocab_size=vocab_size).to(getattr(torch, dtype)).cuda()
+    logits[0, [vocab_size - 1, 17, vocab_size // 2]] = 50.0  # of equals the lowest
+    check_decode_loop(DecodeLoopForms("begin_decode", "end_decode"), pieces, page_size, logits)
+    logits[:] = torch.nan
+    arguments = [logits, torch.ones(6, 9, device="cuda"), torch.zeros(5, 9, dtype=torch.int64, device="cuda")]
+    arguments[2][4, ::2] = 1  # greedy
+    rows = torch.arange(9, device="cuda")
+    turns, last_tokens = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros_like(rows)
+    chosen = torch.zeros(NUM_TURNS, 9, dtype=torch.int64, device="cuda")
+    tokens = pieces["end_decode"]([*arguments, rows, rows.int(), turns, last_tokens, chosen])[0]
+    assert ((tokens >= 0) & (tokens < vocab_size)).all(), "rows without numbers give ids"
+
+
+@pytest.fixture(scope="module", params=[16, 64])
+def runners(request, tmp_path_factory) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    """With the decode loop and without."""
+    cache = tmp_path_factory.mktemp("cache")
+    made = tuple(make_gpu_runner(cache, "inductor", request.param, sample_in_graph=on) for on in (True, False))
+    with torch.inference_mode():
+        yield made
+    for runner in made:
+        runner.shutdown()
+
+
+def serve(runner: ModelRunner, kinds: list[dict]) -> list:
+    """Tokens and scored tokens of requests that join and leave."""
+    fill_pages(runner)
+    loop = Loop(runner)
+    loop.steps = StepRunner(runner, Sampler(runner.model.sampling))
+    rng = random.Random(0)
+    requests, in_flight = [], None
+    for step in range(300):
+        if step % 4 == 0 or not loop.scheduler.has_work():
+            prompt = [rng.randrange(3, 3000) for _ in range(rng.randrange(1, 90))]
+            limits = {"max_tokens": rng.randrange(1, 70), "ignore_eos": True}
+            requests.append(loop.add(prompt, **limits, **rng.choice(kinds)))
+        in_flight = loop._turn(in_flight, overlap=True)
+    while in_flight is not None:
+        in_flight = loop._turn(in_flight, overlap=True)
+    scores = [[(s.token_id, s.rank, s.logprob) for s in request.output_logprobs] for request in requests]
+    return [[request.output_token_ids for request in requests], scores]
+
+
+@pytest.mark.parametrize("kinds", [PLAIN, PLAIN + OTHERS], ids=["plain", "any"])
+def test_requests_that_join_and_leave_get_the_tokens_that_launches_around_the_graphs_give(runners, kinds, monkeypatch):
+    looped, without = runners
+    launches = []
+    plain_decode = graphs_of(looped).decode
+    monkeypatch.setattr(graphs_of(looped), "decode", lambda *of: launches.append(of) or plain_decode(*of))
+    tokens = serve(looped, kinds)
+    assert len(launches) > 100
+    assert graphs_of(without).decode_loop is None
+    assert tokens == serve(without, kinds)
+
+
+def test_batches_that_come_as_tensors_and_steps_in_one_launch_take_turns(runners):
+    runner, _ = runners
+    graphs, state = graphs_of(runner), runner.last_tokens.state
+    for slot in list(state._active):
+        state.clear(slot)
+    state.flush()
+    fill_pages(runner)
+    for seed in range(3 * NUM_TURNS):
+        batch = decode_batch(runner, 1 + seed % DECODE_REQUESTS[-1], seed)
+        given = runner.forward(batch).next_token_logits.clone()
+        runner.last_tokens.ids[batch.req_pool_indices] = batch.input_ids
+        rows, slots = batch.req_pool_indices.cpu().numpy(), batch.out_cache_loc.cpu().numpy()
+        decode = graphs.decode(rows, batch.seq_lens_cpu.numpy(), slots)
+        decode.turn.wait()
+        assert torch.equal(decode.logits, given)
+        expected = given.argmax(-1).tolist()
+        assert decode.turn.tokens[: len(rows)].tolist() == decode.tokens.tolist() == expected
+        assert runner.last_tokens.ids[batch.req_pool_indices].tolist() == expected

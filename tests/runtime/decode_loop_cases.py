@@ -1,0 +1,73 @@
+"""The kernels around a captured decode in plain torch, and a runner on a CPU whose decodes go through them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from mllm_compile.runtime.counter_rng import draw_tokens, padded_scores
+from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode
+from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.sampling_state import IS_GREEDY, SEED, TEMPERATURE
+
+
+def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
+    """The op of decode_loop_ops.py."""
+    turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens, table = arguments
+    for index in range(input_ids.shape[0]):
+        row, seq_len, slot, _ = requests[turns[0], index].tolist()
+        if row < 0:
+            continue
+        input_ids[index], positions[index], out_cache_loc[index] = last_tokens[row], seq_len - 1, slot
+        rows[index], seq_lens[index] = row, seq_len
+        page, start = slot // page_size, (seq_len - 1) // page_size * page_size
+        req_to_token[row, start : start + page_size] = page * page_size + torch.arange(page_size, dtype=torch.int32)
+        num_pages = -(-seq_len // page_size)
+        table[index, :num_pages] = req_to_token[row, ::page_size][:num_pages] // page_size
+    return ()
+
+
+def end_decode(arguments: list[torch.Tensor]) -> tuple[torch.Tensor]:
+    """The op of decode_loop_ops.py."""
+    logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen = arguments
+    scores = padded_scores(logits, floats[TEMPERATURE, rows])
+    drawn = draw_tokens(scores, ints[SEED, rows].contiguous(), seq_lens.long())
+    tokens = torch.where(ints[IS_GREEDY, rows] != 0, logits.argmax(-1), drawn)
+    last_tokens[rows[rows > 0]] = tokens[rows > 0]
+    turn = int(turns[0])
+    chosen[turn, : len(tokens)] = tokens
+    turns[0], turns[1] = (turn + 1) % NUM_TURNS, turn
+    return (tokens,)
+
+
+class LoopedRunner:
+    """A runner whose decodes make their own inputs ready and choose their own tokens, as captured ones do."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.decodes = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def decode(self, rows, seq_lens, slots) -> CapturedDecode:
+        runner, count = self._runner, rows.size
+        self.decodes += 1
+        requests = torch.zeros(NUM_TURNS, count, REQUEST_FIELDS, dtype=torch.int32)
+        for field, values in enumerate((rows, seq_lens, slots)):
+            requests[0, :, field] = torch.from_numpy(values.astype("int32"))
+        input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
+        lengths, turns = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        req_to_token, last_tokens = runner.req_to_token_pool.req_to_token, runner.last_tokens
+        table = torch.zeros(count, req_to_token.shape[1] // runner.config.page_size, dtype=torch.int32)
+        places = [input_ids, positions, out_cache_loc, row_places, lengths]
+        begin_decode([turns, requests, last_tokens.ids, req_to_token, *places, table], runner.config.page_size)
+        batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc)
+        logits = runner.forward(batch).next_token_logits
+        chosen = torch.zeros(NUM_TURNS, count, dtype=torch.int64)
+        arguments = [logits, *last_tokens.state.tables, row_places, lengths, turns, last_tokens.ids, chosen]
+        tokens = end_decode(arguments)[0]
+        turn = SimpleNamespace(tokens=chosen[0].numpy(), record=lambda: None, wait=lambda: None)
+        return CapturedDecode(logits, tokens, row_places, lengths, turn)
