@@ -12,6 +12,7 @@ from mllm_compile.runtime.staging import StagingRing
 
 ALIGNMENT = 16  # bytes
 _INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
 
 
 class PackedFields:
@@ -38,8 +39,9 @@ class PackedFields:
 
     def write(self, memory: torch.Tensor) -> None:
         """Put the arrays into host memory [≥ end] uint8."""
-        for name, view in self.views(memory).items():
-            view.numpy()[:] = self._fields[name]
+        block = memory.numpy()
+        for name, (begin, end, dtype) in self._places.items():
+            block[begin:end].view(_NUMPY[dtype])[:] = self._fields[name]
 
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays in a block [≥ end] uint8, by name."""

@@ -22,6 +22,7 @@ _MEASURED_HEAD_DIM = 128
 _FA3_BEGIN, _FA3_KEY, _FA3_QUERIES = 5.3, 0.0137, 128
 _FA3_UNEVEN = 1.3  # of several blocks a multiprocessor, as a causal mask makes them: the slowest to the average
 _FA2_BEGIN, _FA2_KEY, _FA2_KEY_OF_SMALL_TILE = 4.0, 0.0325, 0.024
+LEAST_US = _FA2_BEGIN  # by any kernel
 _SPLIT_BEGIN, _SPLIT_ROW, _SPLIT_ROW_AND_KEY = 8.0, 0.003, 1.54e-6  # a row: of a query head
 
 

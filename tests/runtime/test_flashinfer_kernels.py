@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer_backend import (
@@ -15,6 +17,7 @@ from mllm_compile.runtime.attention.flashinfer_backend import (
 )
 from mllm_compile.runtime.attention.flashinfer_decode import PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer_kernels import (
+    CAPTURED_PREFILL,
     PlanGroup,
     PrefillKernel,
     check_never_split,
@@ -22,6 +25,7 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     choose_prefill_kernel,
     decodes_on_tensor_cores,
     prefill_capture_obstacle,
+    prefill_costs,
     prefills_new_tokens_alone,
     runs_well_captured,
     workspace_bytes,
@@ -294,3 +298,10 @@ def test_the_page_list_can_be_written_into_a_buffer():
     assert view.indices.data_ptr() == buffer.data_ptr()
     assert buffer[:3].tolist() == make_paged_view(*args).indices.tolist()
     assert buffer[3:].tolist() == [-1] * 7
+
+
+@given(st.lists(st.tuples(st.integers(1, 600), st.integers(0, 9000)), min_size=1, max_size=8))
+def test_a_short_cut_to_the_answer_changes_none(lengths):
+    new, before = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
+    costs = prefill_costs(PLAIN, BF16, new, before, 132, is_hopper=True)
+    assert runs_captured(new, before) == (costs[CAPTURED_PREFILL] - min(costs.values()) <= 20)
