@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
-END_OF_STEP = "_largest_of_row"
+ENDS_OF_STEPS = ("_end_kernel", "_largest_of_row")  # in the graph of a decode, and around it
 STEADY_STEPS = 48  # the last ones: every request decodes in each
 
 
@@ -55,7 +55,7 @@ def device_events(trace: profile) -> list[tuple[float, float, str]]:
 
 
 def report(count: int, events: list[tuple[float, float, str]]) -> None:
-    ends = [end for _, end, name in events if END_OF_STEP in name][-STEADY_STEPS - 1 :]
+    ends = [end for _, end, name in events if name.startswith(ENDS_OF_STEPS)][-STEADY_STEPS - 1 :]
     gaps: list[list[float]] = [[] for _ in ends[1:]]
     busy_until, step = ends[0], 0
     for start, end, _ in events:

@@ -5,7 +5,8 @@ cache for an attention, and for whatever runs between two GEMMs what the first w
 between them share that, so that splitting work over more kernels shows as time lost.
 
 Which GEMM is which weight is known by order: a piece's matrices are used in the order of its inputs. Kernels of a
-replayed CUDA graph are found by name and count among those of a step without graphs. Pure Python.
+replayed CUDA graph are found by name and count among those of a step without graphs, but for those that a captured
+decode alone has. Pure Python.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ UNKNOWN = "?"
 _GEMM_NAME = re.compile(
     r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$)|^aten::(add)?mm$", re.I
 )
+# Of a captured decode alone (runtime/decode_loop_ops.py); the second reads the logits.
+_READS_LOGITS = "_block_numbers_kernel"
+_CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 
 
@@ -164,9 +168,13 @@ def assign_jobs(kernels: Sequence[TracedKernel], facts: StepFacts) -> list[Job]:
 
 
 def jobs_by_name(
-    kernels: Sequence[TracedKernel], known: Sequence[TracedKernel], known_jobs: Sequence[Job]
+    kernels: Sequence[TracedKernel], known: Sequence[TracedKernel], known_jobs: Sequence[Job], logits_bytes: int
 ) -> list[Job]:
-    """Jobs for a step's kernels from another step's: the n-th of a name has the job of the n-th there."""
+    """Jobs for a captured step's kernels from another step's: the n-th of a name has the job of the n-th there.
+
+    Args:
+        logits_bytes: what choosing tokens has to read.
+    """
     by_name: dict[str, list[Job]] = defaultdict(list)
     for kernel, job in zip(known, known_jobs, strict=True):
         by_name[kernel.name].append(job)
@@ -174,9 +182,13 @@ def jobs_by_name(
     jobs = []
     for kernel in kernels:
         same, count = by_name[kernel.name], counts[kernel.name]
-        jobs.append(same[count] if count < len(same) else Job(UNKNOWN))
+        jobs.append(same[count] if count < len(same) else _captured_job(kernel.name, logits_bytes))
         counts[kernel.name] += 1
     return jobs
+
+
+def _captured_job(name: str, logits_bytes: int) -> Job:
+    return Job(_CAPTURED_LABELS.get(name, UNKNOWN), logits_bytes if name == _READS_LOGITS else 0)
 
 
 def roofline_rows(kernels: Sequence[TracedKernel], jobs: Sequence[Job], ceilings: Ceilings) -> list[RooflineRow]:

@@ -103,10 +103,11 @@ def _step_map(batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings
         timed: the trace whose times count; it may be the same.
     """
     kernels = known_kernels = [TracedKernel(**kernel) for kernel in known["kernels"]]
-    jobs = known_jobs = assign_jobs(known_kernels, StepFacts.from_json(known["facts"]))
+    facts = StepFacts.from_json(known["facts"])
+    jobs = known_jobs = assign_jobs(known_kernels, facts)
     if timed is not known:
         kernels = [TracedKernel(**kernel) for kernel in timed["kernels"]]
-        jobs = jobs_by_name(kernels, known_kernels, known_jobs)
+        jobs = jobs_by_name(kernels, known_kernels, known_jobs, facts.logits_bytes)
     return StepMap(
         batch=batch,
         wall_us=timed["wall_us"],

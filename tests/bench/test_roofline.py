@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from mllm_compile.bench.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel
 from mllm_compile.bench.results import Ceilings
 from mllm_compile.bench.roofline import (
+    _CAPTURED_LABELS,
     PREPARE,
     SAMPLE,
     UNKNOWN,
@@ -109,9 +112,21 @@ def test_kernels_of_a_graph_have_the_jobs_of_those_outside_of_it():
     jobs = assign_jobs(STEP, FACTS)
     replayed = [kernel(k.name, k.us, BEFORE_FIRST_PIECE, inside=False) for k in STEP[1:]]
     replayed.append(kernel("nvjet_tst_64x8", 5, BEFORE_FIRST_PIECE, inside=False))
-    found = jobs_by_name(replayed, STEP, jobs)
+    found = jobs_by_name(replayed, STEP, jobs, logits_bytes=20)
     assert found[:-1] == jobs[1:]
     assert found[-1].label == UNKNOWN
+
+
+def test_kernels_that_a_captured_decode_alone_has_are_known_by_their_names():
+    names = ["_begin_kernel", "_block_numbers_kernel", "_end_kernel", "_other_kernel"]
+    replayed = [kernel(name, 1, BEFORE_FIRST_PIECE, inside=False) for name in names]
+    found = jobs_by_name(replayed, STEP, assign_jobs(STEP, FACTS), logits_bytes=20)
+    assert [(job.label, job.num_bytes) for job in found] == [(PREPARE, 0), (SAMPLE, 20), (SAMPLE, 0), (UNKNOWN, 0)]
+
+
+def test_those_names_are_the_kernels_names():
+    source = Path(find_spec("mllm_compile.runtime.decode_loop_ops").origin).read_text()
+    assert all(f"def {name}(" in source for name in _CAPTURED_LABELS)
 
 
 def test_rows_join_layers_and_are_sorted_by_time_lost():
