@@ -57,12 +57,13 @@ def _begin_kernel(
         seq_len = tl.load(entry + 1, cache_modifier=".cv")
         slot = tl.load(entry + 2, cache_modifier=".cv")
         tl.store(input_ids_ptr + request, tl.load(last_tokens_ptr + row))
-        tl.store(positions_ptr + request, (seq_len - 1).to(tl.int64))
+        position = tl.maximum(seq_len - 1, 0)  # padding may have no token at all
+        tl.store(positions_ptr + request, position.to(tl.int64))
         tl.store(out_cache_loc_ptr + request, slot.to(tl.int64))
         tl.store(rows_ptr + request, row)
         tl.store(seq_lens_ptr + request, seq_len)
         # The token's own page may be new: it is entered here, and not read again.
-        own_page, last = slot // PAGE, (seq_len - 1) // PAGE
+        own_page, last = slot // PAGE, position // PAGE
         own_slots_ptr = req_to_token_ptr + row * num_columns
         within = tl.arange(0, PADDED_PAGE)
         tl.store(own_slots_ptr + last * PAGE + within, own_page * PAGE + within, mask=within < PAGE)
@@ -102,7 +103,8 @@ def begin_decode(
 
     Args:
         turns: [2] int64, the first of which is this turn's number.
-        requests: [NUM_TURNS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one.
+        requests: [NUM_TURNS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one. A row
+            without tokens is at position 0.
         last_tokens: [R] int64, the newest token of each row.
         req_to_token: [R, C] int32; the page of the new token is entered.
         input_ids, positions, out_cache_loc, rows: [S] int64; seq_lens: [S] int32; written.

@@ -21,7 +21,6 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
-from mllm_compile.runtime.cuda_graph.decode_loop import LastTokens
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.device import open_device, prefer_cublaslt
@@ -33,7 +32,7 @@ from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.model_source import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampler import sample_tokens
-from mllm_compile.runtime.sampling_state import SamplingState
+from mllm_compile.runtime.slot_state import SlotState
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner
@@ -81,7 +80,7 @@ class ModelRunner:
     Attributes:
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
         forward_pass_id: forwards so far.
-        last_tokens: each row's newest token, and its sampling parameters; a StepRunner's.
+        slot_state: a StepRunner's, and captured decodes'.
         forward_times: of the forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
@@ -151,11 +150,7 @@ class ModelRunner:
         config = self.config
         max_context_len = -(-config.max_model_len // config.page_size) * config.page_size
         self.req_to_token_pool = ReqToTokenPool(config.max_running_requests, max_context_len, self.device)
-        num_rows = config.max_running_requests + 1
-        self.last_tokens = LastTokens(
-            torch.zeros(num_rows, dtype=torch.int64, device=self.device),
-            SamplingState(num_rows, self.vocab_size, self.device),
-        )
+        self.slot_state = SlotState(config.max_running_requests + 1, self.vocab_size, self.device)
         num_pages = self._measure_num_pages() if config.num_pages is None else config.num_pages
         self.token_to_kv_pool = self._make_kv_pool(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * config.page_size
@@ -195,7 +190,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Give all memory back; the runner cannot be used any more."""
         # Whatever part of it is there: a failed initialize ends here too.
-        parts = ("model", "attn_backend", "req_to_token_pool", "last_tokens", "token_to_kv_pool", "layers")
+        parts = ("model", "attn_backend", "req_to_token_pool", "slot_state", "token_to_kv_pool", "layers")
         for name in (*parts, "_metadata_builder"):
             self.__dict__.pop(name, None)
         self.graph_runner = None
@@ -318,14 +313,16 @@ class ModelRunner:
             return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.config.dtype, device=self.device))
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
 
-    def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode | None:
-        """Run decodes in one launch, choose their tokens included, without waiting for the device; None: no captured
-        decode does that for so many requests. Arguments as GraphRunner.decode has them."""
-        graphs = self.graph_runner
-        if graphs is None or not graphs.holds_decode(rows.size):
-            return None
+    def holds_decode(self, num_requests: int) -> bool:
+        """Whether `decode` takes so many requests."""
+        return self.graph_runner is not None and self.graph_runner.holds_decode(num_requests)
+
+    def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
+        """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
+        if self.graph_runner is None:
+            raise RuntimeError("there are no captured decodes: ask holds_decode first")
         self.forward_pass_id += 1
-        return graphs.decode(rows, seq_lens, slots)
+        return self.graph_runner.decode(rows, seq_lens, slots)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """DECODE: every row's logits are wanted, unless logits_indices say otherwise."""

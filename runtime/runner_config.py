@@ -28,7 +28,7 @@ class RunnerConfig:
     decode_requests: tuple[int, ...] = ()  # captured request counts, ascending
     mixed_tokens: tuple[int, ...] = ()  # captured token counts of whole steps with prompts, ascending
     mixed_tokens_asked: bool = False  # refuse them where attention cannot be captured so, in place of leaving them out
-    sample_in_graph: bool = True  # captured decodes choose their tokens, where the program has kernels for that
+    sample_in_graph: bool = False  # captured decodes choose their tokens, where the program has kernels for that
     num_pages: int | None = None  # a fixed number of KV pages in place of the memory profile
     skip_compiled: bool = False  # run LoadedModel.eager in place of the compiled program
     debug_graphs: bool = False  # check at every replay that no input of a captured piece has moved

@@ -175,6 +175,11 @@ class SamplingState:
         self._release(slot)
         self._changed()
 
+    def clear_all(self) -> None:
+        """As clear, for every slot that has a request."""
+        for slot in list(self._active):
+            self.clear(slot)
+
     def flush(self) -> None:
         """Bring the device tables up to date; does nothing when no request has come or gone.
 

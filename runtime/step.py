@@ -77,8 +77,9 @@ class StepRunner:
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
-        self.state = runner.last_tokens.state
-        self._last_tokens = runner.last_tokens.ids
+        self.state = runner.slot_state.sampling
+        self.state.clear_all()
+        self._last_tokens = runner.slot_state.last_tokens
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.max_model_len, runner.config.page_size)
@@ -115,14 +116,12 @@ class StepRunner:
 
         The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
         """
-        if batch.num_decodes < batch.num_requests or self._runner.config.deterministic:
+        if batch.num_decodes < batch.num_requests or not self._runner.holds_decode(batch.num_requests):
             return None
         self._follow_slots(batch)
         self.state.flush()
         inputs, flags = plan.inputs, self.state.flags
         decode = self._runner.decode(inputs["req_pool_indices"], inputs["seq_lens"], inputs["out_cache_loc"])
-        if decode is None:
-            return None
         if not flags.chooses_plainly:  # then what the graph chose is nobody's
             fields = {"req_pool_indices": decode.rows, "seq_lens": decode.seq_lens}
             return self._sample(plan, fields, LogitsProcessorOutput(decode.logits))

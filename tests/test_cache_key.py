@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import mllm_compile
 from mllm_compile.cache_key import _SHAPING_SOURCES, _attention, _sources, changed_parts, key_of
 from mllm_compile.compile import find_target
 from mllm_compile.compile_options import CompileOptions
@@ -149,6 +151,20 @@ def test_what_a_decode_piece_is_made_of_shapes_the_runtime():
     sources = {part.split(" ")[0] for part in _sources().split(", ")}
     assert {"decode_attention.py", "runtime/split_decode_ops.py", "runtime/split_decode_shapes.py"} <= sources
     assert {"runtime/cuda/common.cuh", "runtime/hopper_decode/shares.cu", "runtime/stream_linear/boxes.cuh"} <= sources
+
+
+def test_every_op_that_pieces_call_shapes_the_runtime_and_so_does_what_it_takes_from_others():
+    """A kernel is a part of the packages; a change in one must not be served by old ones."""
+    sources = {part.split(" ")[0] for part in _sources().split(", ")}
+    compiler = Path(mllm_compile.__file__).parent / "piece_compiler.py"
+    ops = re.findall(r"import mllm_compile\.(runtime\.[\w.]*ops)\b", compiler.read_text())
+    assert len(ops) > 8
+    for op in ops:
+        path = Path(mllm_compile.__file__).parent / f"{op.replace('.', '/')}.py"
+        taken = re.findall(r"^from mllm_compile\.(runtime[\w.]*) import", path.read_text(), re.MULTILINE)
+        for name in (op, *taken):
+            file = name.replace(".", "/")
+            assert f"{file}.py" in sources or any(source.startswith(f"{file}/") for source in sources), file
 
 
 def test_what_python_and_editors_leave_in_folders_shapes_nothing():

@@ -8,6 +8,7 @@ import torch
 from mllm_compile.decode_loop_check import check_decode_loop
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.program import DecodeLoopForms
+from mllm_compile.runtime.sampling_state import IS_GREEDY, SEED, TEMPERATURE
 from tests.runtime.decode_loop_cases import begin_decode, end_decode
 
 FORMS = DecodeLoopForms("begin_decode", "end_decode")
@@ -47,6 +48,11 @@ def forgets_the_new_page(arguments, page_size):
     arguments[3].copy_(before)
 
 
+def lists_few_pages(arguments, page_size):
+    begin_decode(arguments, page_size)
+    arguments[-1][:, 512:] = -7
+
+
 def off_by_one(place):
     def begin(arguments, page_size):
         begin_decode(arguments, page_size)
@@ -56,7 +62,8 @@ def off_by_one(place):
 
 
 @pytest.mark.parametrize(
-    "begin", [refuses_to_be_in_place, forgets_the_new_page, *(off_by_one(place) for place in range(4, 10))]
+    "begin",
+    [refuses_to_be_in_place, forgets_the_new_page, lists_few_pages, *(off_by_one(place) for place in range(4, 10))],
 )
 def test_inputs_that_are_not_as_they_should_be_are_refused(begin):
     with pytest.raises(CompileError, match=r"begin_decode do something else .* compile.backend: eager"):
@@ -65,8 +72,24 @@ def test_inputs_that_are_not_as_they_should_be_are_refused(begin):
 
 def always_greedy(arguments):
     ints = arguments[2].clone()
-    ints[-1] = 1
+    ints[IS_GREEDY] = 1
     return end_decode([*arguments[:2], ints, *arguments[3:]])
+
+
+def at_temperature_one(arguments):
+    floats = arguments[1].clone()
+    floats[TEMPERATURE] = 1
+    return end_decode([arguments[0], floats, *arguments[2:]])
+
+
+def of_one_seed(arguments):
+    ints = arguments[2].clone()
+    ints[SEED] = 1
+    return end_decode([*arguments[:2], ints, *arguments[3:]])
+
+
+def at_one_position(arguments):
+    return end_decode([*arguments[:4], torch.full_like(arguments[4], 2), *arguments[5:]])
 
 
 def stands_still(arguments):
@@ -89,7 +112,14 @@ def leaves_no_tokens(arguments):
     return tokens
 
 
-@pytest.mark.parametrize("end", [always_greedy, stands_still, writes_past_its_rows, leaves_no_tokens])
-def test_tokens_that_are_not_chosen_or_not_handed_on_are_refused(end):
+@pytest.mark.parametrize("vocab_size", [200, 1000, 151_936])
+@pytest.mark.parametrize("end", [always_greedy, at_temperature_one, of_one_seed, at_one_position])
+def test_tokens_that_are_chosen_otherwise_are_refused(end, vocab_size):
+    with pytest.raises(CompileError, match="end_decode do something else"):
+        check(end=end, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("end", [stands_still, writes_past_its_rows, leaves_no_tokens])
+def test_tokens_that_are_not_handed_on_are_refused(end):
     with pytest.raises(CompileError, match="end_decode do something else"):
         check(end=end)

@@ -1,7 +1,7 @@
 """Decode by the program's own pieces (split_decode_ops.py) and kernels (hopper_decode/): they read table and lengths on
 the device, without a plan.
 
-A step costs the host two small launches, for any number of requests and whatever the model's depth.
+A step costs the host two small launches at most, for any number of requests and whatever the model's depth.
 
 Shape legend: R requests, N blocks that a request's keys are split among, H query heads, Hk kv heads, D head dim,
 W pages of a request.

@@ -98,8 +98,14 @@ class WeakTensor:
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
-        """A non-owning tensor at the place."""
+        """A non-owning tensor at the place, on the current device.
+
+        Raises:
+            RuntimeError: that device cannot see the place as its own, so this would be a copy.
+        """
         flat = torch.as_tensor(self._raw, device="cuda").view(self._dtype)
+        if flat.data_ptr() != self._raw.address:
+            raise RuntimeError(f"memory of another device was given to {flat.device}")
         return flat.as_strided(self._shape, self._stride)
 
 
@@ -107,6 +113,7 @@ class _RawBytes:
     """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
 
     def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (num_bytes,),

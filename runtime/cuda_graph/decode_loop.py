@@ -21,7 +21,7 @@ import torch
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS, REQUEST_FIELDS
-from mllm_compile.runtime.sampling_state import SamplingState
+from mllm_compile.runtime.slot_state import SlotState
 
 _IN_PLACE = -1  # in place of a row: a step's inputs are in their places already
 
@@ -38,19 +38,6 @@ class DecodeLoopPieces:
 
     begin: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     end: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class LastTokens:
-    """What captured decodes choose tokens by, and where they leave them for the next step.
-
-    Attributes:
-        ids: [rows of the slot table] int64, the newest token of each.
-        state: sampling parameters of the same rows.
-    """
-
-    ids: torch.Tensor
-    state: SamplingState
 
 
 class Turn:
@@ -91,19 +78,20 @@ class DecodeLoop:
         self,
         pieces: DecodeLoopPieces,
         inputs: StepInputs,
-        last_tokens: LastTokens,
+        slot_state: SlotState,
         req_to_token: torch.Tensor,
         page_table: torch.Tensor,
     ) -> None:
         """
         Args:
             inputs: the places that captured decodes read.
+            slot_state: what tokens are chosen by, to be flushed before a replay, and where they are left.
             req_to_token: [rows, columns] int32: the slot of each position.
             page_table: [≥ M, W] int32: what the program's decode attention reads.
         """
         self._pieces = pieces
         self._inputs = inputs
-        self._last_tokens = last_tokens
+        self._slot_state = slot_state
         self._req_to_token = req_to_token
         self._page_table = page_table
         most = inputs.max_requests
@@ -118,11 +106,6 @@ class DecodeLoop:
         for turn in self._turns:
             turn.write_in_place(most)  # for what runs ahead of a capture
 
-    @property
-    def state(self) -> SamplingState:
-        """Sampling parameters that captured decodes choose by; to be flushed before a replay."""
-        return self._last_tokens.state
-
     # In a capture -----------------------------------------------------------------------------------------------------
 
     def begin(self, size: int) -> None:
@@ -132,7 +115,7 @@ class DecodeLoop:
             [
                 self._turns_of_device,
                 self._requests_of_device,
-                self._last_tokens.ids,
+                self._slot_state.last_tokens,
                 self._req_to_token,
                 inputs.input_ids[:size],
                 inputs.positions[:size],
@@ -147,8 +130,8 @@ class DecodeLoop:
         """The last kernels, of logits [S, V]. Returns the tokens [S] int64."""
         size, inputs = logits.shape[0], self._inputs
         rows, seq_lens = inputs.req_pool_indices[:size], inputs.seq_lens[:size]
-        arguments = [logits, *self.state.tables, rows, seq_lens]
-        arguments += [self._turns_of_device, self._last_tokens.ids, self._chosen_of_device]
+        arguments = [logits, *self._slot_state.sampling.tables, rows, seq_lens]
+        arguments += [self._turns_of_device, self._slot_state.last_tokens, self._chosen_of_device]
         return self._pieces.end(arguments)[0]
 
     def captured(self) -> None:

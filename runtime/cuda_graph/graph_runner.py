@@ -41,7 +41,6 @@ _MOST_UPLOADED_TOKENS = 512
 class _DecodeGraph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor  # [R_padded, V], non-owning
-    tokens: torch.Tensor | None  # [R_padded] int64, non-owning; of the decode loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +92,7 @@ class GraphRunner:
         self._long_inputs = TokenPlaces.zeros(self._max_tokens, runner.device)
         self._rows = torch.arange(self._max_tokens, device=runner.device)
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
+        self._chosen_tokens: dict[BatchDescriptor, torch.Tensor] = {}  # by graphs with a decode loop, non-owning
         self._mixed_graphs: dict[BatchDescriptor, _MixedGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
         executor = runner.model.executor
@@ -113,12 +113,15 @@ class GraphRunner:
         self.decode_loop = self._make_decode_loop()
 
     def _make_decode_loop(self) -> DecodeLoop | None:
-        """None where the program has no kernels for it, or more is to be made ready for a decode than they do."""
+        """None where nobody asks for it, or the program's kernels cannot do all that a decode needs."""
         runner, pieces, page_table = self._runner, self._runner.model.decode_loop, self._runner.attn_backend.page_table
-        if not (runner.config.sample_in_graph and pieces and self.dispatcher.decode_requests) or page_table is None:
+        if not (runner.config.sample_in_graph and self.dispatcher.decode_requests) or runner.config.deterministic:
             return None
-        req_to_token = runner.req_to_token_pool.req_to_token
-        return DecodeLoop(pieces, self.inputs, runner.last_tokens, req_to_token, page_table)
+        if pieces is None or page_table is None:
+            what = "choose tokens" if pieces is None else "attend in every layer"
+            logger.info("captured decodes do not choose their tokens: the program has no kernels that %s", what)
+            return None
+        return DecodeLoop(pieces, self.inputs, runner.slot_state, runner.req_to_token_pool.req_to_token, page_table)
 
     @property
     def figures(self) -> list[CaptureFigures]:
@@ -180,9 +183,9 @@ class GraphRunner:
         if not self._decode_graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
         graph, (logits, tokens) = self._capturer.capture(run)
-        self._decode_graphs[descriptor] = _DecodeGraph(
-            graph, WeakTensor(logits).tensor(), None if tokens is None else WeakTensor(tokens).tensor()
-        )
+        self._decode_graphs[descriptor] = _DecodeGraph(graph, WeakTensor(logits).tensor())
+        if tokens is not None:
+            self._chosen_tokens[descriptor] = WeakTensor(tokens).tensor()
 
     def holds_decode(self, num_requests: int) -> bool:
         """Whether `decode` takes as many requests."""
@@ -196,19 +199,17 @@ class GraphRunner:
                 that. A page that begins with it is entered in the table of slots.
 
         Raises:
-            RuntimeError: not without a decode loop.
+            RuntimeError: there is no decode loop; see holds_decode.
         """
         if self.decode_loop is None:
-            raise RuntimeError("no decode was captured that makes its own inputs ready")
+            raise RuntimeError("no decode was captured that makes its own inputs ready: ask holds_decode first")
         count = rows.size
         _, descriptor = self.dispatcher.dispatch(count, count, True)
         size, inputs, turn = descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
         turn.write(rows, seq_lens, slots, size, inputs.padding_len)
-        entry = self._replay(descriptor)
-        if entry.tokens is None:
-            raise RuntimeError("the decode was captured without its decode loop")
+        logits, tokens = self._replay(descriptor).logits, self._chosen_tokens[descriptor]
         return CapturedDecode(
-            entry.logits[:count], entry.tokens[:count], inputs.req_pool_indices[:count], inputs.seq_lens[:count], turn
+            logits[:count], tokens[:count], inputs.req_pool_indices[:count], inputs.seq_lens[:count], turn
         )
 
     def _replay(self, descriptor: BatchDescriptor) -> _DecodeGraph:
@@ -221,6 +222,8 @@ class GraphRunner:
         return entry
 
     def _replay_decode(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
+        """Logits [R, V] of a batch that came as tensors. With a decode loop its rows' last tokens become what the graph
+        chooses: whoever runs such batches keeps their tokens himself."""
         self._prepare_decode(batch, descriptor.num_tokens)
         if self.decode_loop is not None:
             self.decode_loop.next_turn().write_in_place(descriptor.num_tokens)

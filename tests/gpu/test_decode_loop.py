@@ -101,19 +101,18 @@ def test_requests_that_join_and_leave_get_the_tokens_that_launches_around_the_gr
 
 def test_batches_that_come_as_tensors_and_steps_in_one_launch_take_turns(runners):
     runner, _ = runners
-    graphs, state = graphs_of(runner), runner.last_tokens.state
-    for slot in list(state._active):
-        state.clear(slot)
+    graphs, state = graphs_of(runner), runner.slot_state.sampling
+    state.clear_all()
     state.flush()
     fill_pages(runner)
     for seed in range(3 * NUM_TURNS):
         batch = decode_batch(runner, 1 + seed % DECODE_REQUESTS[-1], seed)
         given = runner.forward(batch).next_token_logits.clone()
-        runner.last_tokens.ids[batch.req_pool_indices] = batch.input_ids
+        runner.slot_state.last_tokens[batch.req_pool_indices] = batch.input_ids
         rows, slots = batch.req_pool_indices.cpu().numpy(), batch.out_cache_loc.cpu().numpy()
         decode = graphs.decode(rows, batch.seq_lens_cpu.numpy(), slots)
         decode.turn.wait()
         assert torch.equal(decode.logits, given)
         expected = given.argmax(-1).tolist()
         assert decode.turn.tokens[: len(rows)].tolist() == decode.tokens.tolist() == expected
-        assert runner.last_tokens.ids[batch.req_pool_indices].tolist() == expected
+        assert runner.slot_state.last_tokens[batch.req_pool_indices].tolist() == expected

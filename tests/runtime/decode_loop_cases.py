@@ -20,11 +20,12 @@ def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
         row, seq_len, slot, _ = requests[turns[0], index].tolist()
         if row < 0:
             continue
-        input_ids[index], positions[index], out_cache_loc[index] = last_tokens[row], seq_len - 1, slot
+        position = max(seq_len - 1, 0)
+        input_ids[index], positions[index], out_cache_loc[index] = last_tokens[row], position, slot
         rows[index], seq_lens[index] = row, seq_len
-        page, start = slot // page_size, (seq_len - 1) // page_size * page_size
+        page, start = slot // page_size, position // page_size * page_size
         req_to_token[row, start : start + page_size] = page * page_size + torch.arange(page_size, dtype=torch.int32)
-        num_pages = -(-seq_len // page_size)
+        num_pages = position // page_size + 1
         table[index, :num_pages] = req_to_token[row, ::page_size][:num_pages] // page_size
     return ()
 
@@ -52,6 +53,9 @@ class LoopedRunner:
     def __getattr__(self, name: str):
         return getattr(self._runner, name)
 
+    def holds_decode(self, num_requests: int) -> bool:
+        return not self._runner.config.deterministic
+
     def decode(self, rows, seq_lens, slots) -> CapturedDecode:
         runner, count = self._runner, rows.size
         self.decodes += 1
@@ -60,14 +64,14 @@ class LoopedRunner:
             requests[0, :, field] = torch.from_numpy(values.astype("int32"))
         input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
         lengths, turns = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-        req_to_token, last_tokens = runner.req_to_token_pool.req_to_token, runner.last_tokens
+        req_to_token, state = runner.req_to_token_pool.req_to_token, runner.slot_state
         table = torch.zeros(count, req_to_token.shape[1] // runner.config.page_size, dtype=torch.int32)
         places = [input_ids, positions, out_cache_loc, row_places, lengths]
-        begin_decode([turns, requests, last_tokens.ids, req_to_token, *places, table], runner.config.page_size)
+        begin_decode([turns, requests, state.last_tokens, req_to_token, *places, table], runner.config.page_size)
         batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc)
         logits = runner.forward(batch).next_token_logits
         chosen = torch.zeros(NUM_TURNS, count, dtype=torch.int64)
-        arguments = [logits, *last_tokens.state.tables, row_places, lengths, turns, last_tokens.ids, chosen]
+        arguments = [logits, *state.sampling.tables, row_places, lengths, turns, state.last_tokens, chosen]
         tokens = end_decode(arguments)[0]
         turn = SimpleNamespace(tokens=chosen[0].numpy(), record=lambda: None, wait=lambda: None)
         return CapturedDecode(logits, tokens, row_places, lengths, turn)
