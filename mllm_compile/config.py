@@ -388,6 +388,21 @@ def _describe_mistake(key: tuple[str, ...], items: list[Any]) -> str:
     return f"{name} is {_show(wrong)}; expected {expected}"
 
 
+# What vLLM and SGLang call it, where no likeness leads from one name to the other.
+_NAMES_ELSEWHERE = {
+    "gpu_memory_utilization": "runtime.mem_fraction_static",
+    "max_num_seqs": "runtime.max_running_requests",
+    "context_length": "runtime.max_model_len",
+    "max_seq_len": "runtime.max_model_len",
+    "block_size": "runtime.page_size",
+    "chunked_prefill_size": "runtime.max_num_batched_tokens",
+    "enforce_eager": "cudagraph.mode: none",
+    "disable_cuda_graph": "cudagraph.mode: none",
+    "cudagraph_capture_sizes": "cudagraph.decode_requests",
+    "cuda_graph_bs": "cudagraph.decode_requests",
+}
+
+
 def _describe_unknown_key(key: tuple[str, ...]) -> str:
     sections = {name: field.annotation.model_fields for name, field in EngineConfig.model_fields.items()}  # type: ignore[union-attr]
     if len(key) == 1:
@@ -401,6 +416,7 @@ def _describe_unknown_key(key: tuple[str, ...]) -> str:
         near = _closest(key[1], list(sections[key[0]]))
         closest = f"{key[0]}.{near}" if near else None
         listed = f"known: {', '.join(sections[key[0]])}"
+    closest = _NAMES_ELSEWHERE.get(key[-1], closest)
     hint = f"did you mean {closest}? " if closest else ""
     return f"{'.'.join(key)} is not a known key; {hint}({listed})"
 

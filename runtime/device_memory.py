@@ -79,6 +79,21 @@ def check_weights_fit(weight_bytes: int, config: RunnerConfig, device: torch.dev
         )
 
 
+def check_table_fits(num_bytes: int, config: RunnerConfig, device: torch.device) -> None:
+    """As check_weights_fit, of the table of slots.
+
+    Raises:
+        DeviceMemoryError: it needs more than the device has free.
+    """
+    free, _ = _memory_bytes(device.type, device.index or 0)
+    if num_bytes > free:
+        raise DeviceMemoryError(
+            f"the table of KV slots needs {_gib(num_bytes)} for runtime.max_running_requests: "
+            f"{config.max_running_requests} of runtime.max_model_len: {config.max_model_len}; {device} has "
+            f"{_gib(free)} free. Lower one of them."
+        )
+
+
 @dataclass(frozen=True)
 class KVBudget:
     """What the pages may take, and why."""

@@ -24,7 +24,13 @@ from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KV
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.device import open_device, prefer_cublaslt
-from mllm_compile.runtime.device_memory import check_weights_fit, cpu_kv_budget, cuda_kv_budget, give_back_unused
+from mllm_compile.runtime.device_memory import (
+    check_table_fits,
+    check_weights_fit,
+    cpu_kv_budget,
+    cuda_kv_budget,
+    give_back_unused,
+)
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
@@ -149,8 +155,10 @@ class ModelRunner:
         """Allocate the table of slots and as many KV pages as fit; config.num_pages overrules the measurement."""
         config = self.config
         max_context_len = -(-config.max_model_len // config.page_size) * config.page_size
+        num_rows = config.max_running_requests + 1
+        check_table_fits(num_rows * max_context_len * torch.int32.itemsize, config, self.device)
         self.req_to_token_pool = ReqToTokenPool(config.max_running_requests, max_context_len, self.device)
-        self.slot_state = SlotState(config.max_running_requests + 1, self.vocab_size, self.device)
+        self.slot_state = SlotState(num_rows, self.vocab_size, self.device)
         num_pages = self._measure_num_pages() if config.num_pages is None else config.num_pages
         self.token_to_kv_pool = self._make_kv_pool(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * config.page_size

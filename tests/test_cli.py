@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -308,3 +309,11 @@ def test_a_refused_prompt_is_a_mistake(engine, config, capsys):
     engine.refusal = RequestError("the prompt has 9000 tokens")
     assert run(["generate", config, "--prompt", "x"]) == 2
     assert "the prompt has 9000 tokens" in capsys.readouterr().err
+
+
+def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert run(["--version"]) == 0
+    print("3 µs", flush=True)
+    assert written.getvalue().endswith(b"3 ?s\n")

@@ -75,6 +75,8 @@ def test_every_field_has_a_docstring():
         ({"model": {"path": "m"}, "runtme": {}}, "runtme is not a known key; did you mean runtime?"),
         ({"model": {"path": "m"}, "page_size": 4}, "page_size is not a known key; did you mean runtime.page_size?"),
         ({"model": {"path": "m", "dtpye": "auto"}}, "model.dtpye is not a known key; did you mean model.dtype?"),
+        ({"model": {"path": "m"}, "runtime": {"max_num_seqs": 4}}, "did you mean runtime.max_running_requests?"),
+        ({"model": {"path": "m"}, "gpu_memory_utilization": 0.9}, "did you mean runtime.mem_fraction_static?"),
         ({"model": {"path": "m"}, "zzz": 1}, "zzz is not a known key; (known sections: model, compile,"),
     ],
 )

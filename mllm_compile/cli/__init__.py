@@ -8,6 +8,7 @@ runs.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -68,6 +69,9 @@ def make_app() -> typer.Typer:
 
 def run(args: Sequence[str]) -> int:
     """Runs one command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character
     try:
         code = make_app()(args=_with_default_command(list(args)), prog_name=PROGRAM, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

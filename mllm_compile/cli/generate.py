@@ -99,7 +99,6 @@ def _timed(outputs: Iterable[RequestOutput], timeline: Timeline) -> Iterator[Req
 
 
 def _print_stream(outputs: Iterable[RequestOutput]) -> None:
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr] # a terminal that cannot show a character
     start = time.perf_counter()
     num_tokens = 0
     for output in outputs:

@@ -178,6 +178,13 @@ def test_too_little_memory_for_the_weights_is_found_before_loading(monkeypatch):
         make_runner()
 
 
+def test_too_many_requests_for_the_table_of_slots_are_found_before_it_is_made():
+    with pytest.raises(
+        DeviceMemoryError, match=r"table .* runtime.max_running_requests: 10{12} of .*_len: 64; cpu has"
+    ):
+        make_runner(max_running_requests=10**12)
+
+
 def test_a_control_group_s_limit_counts_as_the_machine_s_memory(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 800 kB\n")
