@@ -6,6 +6,7 @@ Weights are runtime/weight_loader.py's business; which checkpoint tensor is whic
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,6 +126,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
                 trust_remote_code=trust_remote_code,
             )
     except Exception as error:
+        _refuse_unknown_activation(config, error)
         reason = first_line(error)
         if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
             reason = "it takes its attention from a table of its own, past Transformers' attention interface"
@@ -136,6 +138,20 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     constants = compute_constants(model)
     hold_rope(model)
     return HFModel(model, *constants)
+
+
+def _refuse_unknown_activation(config: PreTrainedConfig, error: Exception) -> None:
+    """Raises UnsupportedModelError where a model could not be built for that."""
+    from transformers.activations import ACT2FN
+
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(config.get_text_config(), key, None)
+        if isinstance(name, str) and name not in ACT2FN and isinstance(error, KeyError) and error.args == (name,):
+            closest = next(iter(difflib.get_close_matches(name, ACT2FN, n=1)), None)
+            hint = f" Did you mean {closest!r}?" if closest else ""
+            raise UnsupportedModelError(
+                f"{key} is {name!r} in the model's config.json, an activation that Transformers does not know.{hint}"
+            ) from error
 
 
 def compute_constants(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
