@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.penalties import TokenCounts
-from mllm_compile.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
+from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.runtime.slot_additions import SlotAdditions
 from mllm_compile.runtime.upload import upload
 
@@ -124,6 +124,7 @@ class SamplingState:
         self._is_stale = False  # the host tables have changed since the last flush
         self._active: dict[int, SamplingParams] = {}
         self._uses: Counter[str] = Counter()  # feature → active slots that use it
+        self._num_logprobs: Counter[int] = Counter()  # alternatives → active slots that want as many
 
     def set_request(
         self,
@@ -164,6 +165,8 @@ class SamplingState:
         self._host_ints[slot] = (seed, params.top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
         self._active[slot] = params  # from here on what fails is taken back when the slot has another request
         self._uses.update(_features(params))
+        if params.logprobs is not None:
+            self._num_logprobs[params.logprobs] += 1
         self._changed()
         if params.logit_bias is not None:
             self.biases.set(slot, params.logit_bias)
@@ -211,6 +214,8 @@ class SamplingState:
     def _release(self, slot: int) -> None:
         params = self._active.pop(slot)
         self._uses.subtract(_features(params))
+        if params.logprobs is not None:
+            self._num_logprobs[params.logprobs] -= 1
         if params.has_penalties:
             self.counts.free(int(self._host_ints[slot, list(_NEUTRAL_INTS).index("count_row")]))
         if params.logit_bias is not None:
@@ -223,7 +228,6 @@ class SamplingState:
     def _changed(self) -> None:
         self._is_stale = True
         uses = self._uses
-        wanted = [k for k in range(MAX_LOGPROBS + 1) if uses[_logprobs_feature(k)]]
         self.flags = SamplingFlags(
             all_greedy=not uses["random"],
             any_greedy=uses["greedy"] > 0,
@@ -233,12 +237,8 @@ class SamplingState:
             needs_top_k=uses["top_k"] > 0,
             needs_top_p=uses["top_p"] > 0,
             needs_min_p=uses["min_p"] > 0,
-            max_logprobs=max(wanted, default=None),
+            max_logprobs=max((number for number, slots in self._num_logprobs.items() if slots), default=None),
         )
-
-
-def _logprobs_feature(num_top: int) -> str:
-    return f"logprobs {num_top}"
 
 
 def _transposed(table: np.ndarray) -> np.ndarray:
@@ -257,6 +257,5 @@ def _features(params: SamplingParams) -> list[str]:
         "top_k": is_random and params.top_k > 0,
         "top_p": is_random and params.top_p < 1,
         "min_p": is_random and params.min_p > 0,
-        _logprobs_feature(params.logprobs or 0): params.logprobs is not None,
     }
     return [feature for feature, is_used in used.items() if is_used]
