@@ -133,6 +133,14 @@ def _gpu_work() -> None:
     torch.cuda.synchronize()
 
 
+def _launch_work() -> None:
+    """Small kernels that are launched from Python one by one."""
+    data = torch.zeros(8192, device="cuda")
+    for _ in range(1000):
+        data.add_(1.0)
+    torch.cuda.synchronize()
+
+
 @cache
 def _gpu_matrix() -> torch.Tensor:
     return torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
@@ -144,4 +152,5 @@ _REFERENCES = {
     "copy": Reference(_copy_work, time.process_time),
     "process": Reference(_process_work, time.perf_counter),
     "gpu": Reference(_gpu_work, time.perf_counter),
+    "launches": Reference(_launch_work, time.perf_counter),
 }
