@@ -35,6 +35,7 @@ class ScheduledBatch:
     prefix_lens: np.ndarray  # [R] int32: tokens already in the KV; new token j of a row has position prefix_len + j
     num_decodes: int  # the first rows
     num_tokens: int  # sum of num_new
+    # A batch of decodes alone writes only pages that begin with a new token: captured ones know them by its slot.
     page_rows: np.ndarray  # [N] int32: row of each page write (cached pages of newly admitted requests are among them)
     page_positions: np.ndarray  # [N] int32: index of the page within its row
     page_ids: np.ndarray  # [N] int32

@@ -94,6 +94,8 @@ class FakeDevice:
     def run(self, batch: ScheduledBatch) -> np.ndarray:
         """The sampled tokens; rows that are not sampled hold -1, so that taking one in is noticed."""
         assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist()), "page writes concern rows of the batch"
+        if batch.num_decodes == batch.num_requests:
+            self._check_new_pages(batch)
         self.page_table[batch.page_rows, batch.page_positions] = batch.page_ids
         sampled = np.full(batch.num_requests, -1, dtype=np.int64)
         taken = 0
@@ -110,6 +112,12 @@ class FakeDevice:
                 sampled[i] = self.last_tokens[row] = _next_token(kv_sum)
         assert taken == batch.prefill_token_ids.size, "prefill tokens are those of the prefill rows"
         return sampled
+
+    def _check_new_pages(self, batch: ScheduledBatch) -> None:
+        """Decodes alone get no page but what begins with their new token: captured ones hear of no other."""
+        starts = dict(zip(batch.rows.tolist(), batch.prefix_lens.tolist(), strict=True))
+        for row, position in zip(batch.page_rows.tolist(), batch.page_positions.tolist(), strict=True):
+            assert starts[row] == position * self.page_size
 
     def _compute(self, row: int, prefix_len: int, tokens: list[int], start: int) -> int:
         pages = self.page_table[row].tolist()
