@@ -28,9 +28,9 @@ from mllm_compile.runtime import executor
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
 from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
-from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.forward_batch import ForwardBatch, TokenInputs
 from mllm_compile.runtime.forward_context import override_forward_context, set_forward_context
-from mllm_compile.runtime.model_runner import ModelRunner, TokenInputs
+from mllm_compile.runtime.model_runner import ModelRunner
 
 WARM_UP_STEPS, STEPS, REPEATS = 5, 40, 5
 

@@ -126,7 +126,8 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
                 trust_remote_code=trust_remote_code,
             )
     except Exception as error:
-        _refuse_unknown_activation(config, error)
+        if isinstance(error, KeyError):
+            _refuse_unknown_activation(config, error)
         reason = first_line(error)
         if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
             reason = "it takes its attention from a table of its own, past Transformers' attention interface"
@@ -140,13 +141,13 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     return HFModel(model, *constants)
 
 
-def _refuse_unknown_activation(config: PreTrainedConfig, error: Exception) -> None:
-    """Raises UnsupportedModelError where a model could not be built for that."""
+def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> None:
+    """Raises UnsupportedModelError where that is the key which a model was not built for."""
     from transformers.activations import ACT2FN
 
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         name = getattr(config.get_text_config(), key, None)
-        if isinstance(name, str) and name not in ACT2FN and isinstance(error, KeyError) and error.args == (name,):
+        if isinstance(name, str) and name not in ACT2FN and error.args == (name,):
             closest = next(iter(difflib.get_close_matches(name, ACT2FN, n=1)), None)
             hint = f" Did you mean {closest!r}?" if closest else ""
             raise UnsupportedModelError(

@@ -91,3 +91,21 @@ class ForwardBatch:
     def common(self) -> CommonAttentionMetadata:
         """What the attention of every layer needs to know of this batch; made once."""
         return CommonAttentionMetadata.from_batch(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What a program reads of each token; [T] int64 each, T padded where a graph wants it."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Those that a program names."""
+        return {"input_ids": self.input_ids, "positions": self.positions}
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> TokenInputs:
+        return cls(batch.input_ids, batch.positions, batch.out_cache_loc)

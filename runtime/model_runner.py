@@ -32,7 +32,7 @@ from mllm_compile.runtime.device_memory import (
     give_back_unused,
 )
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, TokenInputs
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.model_source import Executor, LoadedModel, ModelSource
@@ -60,24 +60,6 @@ class LogitsProcessorOutput:
     next_token_logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
     logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenInputs:
-    """What a program reads of each token; [T] int64 each, T padded where a graph wants it."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_cache_loc: torch.Tensor
-
-    @property
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Those that a program names."""
-        return {"input_ids": self.input_ids, "positions": self.positions}
-
-    @classmethod
-    def of(cls, batch: ForwardBatch) -> TokenInputs:
-        return cls(batch.input_ids, batch.positions, batch.out_cache_loc)
 
 
 class ModelRunner:

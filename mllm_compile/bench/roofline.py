@@ -29,10 +29,10 @@ UNKNOWN = "?"
 _GEMM_NAME = re.compile(
     r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$)|^aten::(add)?mm$", re.I
 )
+_NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 # Of a captured decode alone (runtime/decode_loop_ops.py); the second reads the logits.
 _READS_LOGITS = "_block_numbers_kernel"
 _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}
-_NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer_decode import DecodeRows, GraphBuffers, GroupDecode
 from mllm_compile.runtime.attention.split_decode import SplitDecodeSpace
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.forward_batch import ForwardMode
 
 
 class DecodeSteps:
@@ -92,3 +94,15 @@ def make_graph_buffers(
         GraphBuffers(or_zeros(indices, max_rows * max_pages), or_zeros(indptr, max_rows + 1), last_page_len)
         for indices, indptr in of_groups
     ]
+
+
+def check_capturable(forward_mode: ForwardMode, bs: int, num_tokens: int) -> None:
+    """
+    Raises:
+        ConfigError: a batch is no decode of one token a request.
+    """
+    if not forward_mode.is_decode() or bs != num_tokens:
+        raise ConfigError(
+            f"only DECODE with one token a request is captured, got {forward_mode.name} with {num_tokens} tokens "
+            f"of {bs} requests"
+        )

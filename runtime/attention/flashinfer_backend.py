@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters, Unrotated
-from mllm_compile.runtime.attention.decode_steps import DecodeSteps, make_graph_buffers
+from mllm_compile.runtime.attention.decode_steps import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.flashinfer_decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer_kernels import (
     PlanGroup,
@@ -400,7 +400,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
         The addresses that a captured kernel reads are this backend's; only their contents change with each replay.
         """
-        _check_capturable(forward_mode, bs, num_tokens)
+        check_capturable(forward_mode, bs, num_tokens)
         self._set_decodes(bs, self._captured_decodes.capture(bs, req_pool_indices, seq_lens))
 
     def init_forward_metadata_replay_cuda_graph(
@@ -419,7 +419,7 @@ class FlashInferAttnBackend(AttentionBackend):
             seq_lens, seq_lens_cpu: [bs] int32, on the device and on the host; of padding see
                 get_cuda_graph_seq_len_fill_value.
         """
-        _check_capturable(forward_mode, bs, bs)
+        check_capturable(forward_mode, bs, bs)
 
         def list_pages(window_left: int, indices_out: torch.Tensor | None) -> PagedView:
             computed = seq_lens_cpu - 1
@@ -496,11 +496,3 @@ def _uniform_layers(
         )
         for i, window in enumerate(windows)
     ]
-
-
-def _check_capturable(forward_mode: ForwardMode, bs: int, num_tokens: int) -> None:
-    if not forward_mode.is_decode() or bs != num_tokens:
-        raise ConfigError(
-            f"only DECODE with one token a request is captured, got {forward_mode.name} with {num_tokens} tokens "
-            f"of {bs} requests"
-        )

@@ -26,9 +26,9 @@ from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs, TokenPlaces
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.executor import ProgramExecutor
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, TokenInputs
 from mllm_compile.runtime.forward_context import get_forward_context
-from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner, TokenInputs
+from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +169,7 @@ class GraphRunner:
         runner.attn_backend.init_forward_metadata_capture_cuda_graph(
             size, size, inputs.req_pool_indices[:size], inputs.seq_lens[:size], ForwardMode.DECODE
         )
-        rows = self._rows[:size]
-
-        loop = self.decode_loop
+        rows, loop = self._rows[:size], self.decode_loop
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
             if loop is not None:

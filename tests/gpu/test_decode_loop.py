@@ -18,6 +18,7 @@ from mllm_compile.runtime.program import DecodeLoopForms
 from mllm_compile.runtime.sampler import Sampler
 from mllm_compile.runtime.step import StepRunner
 from tests.gpu.graph_cases import DECODE_REQUESTS, decode_batch, fill_pages, graphs_of, make_gpu_runner
+from tests.runtime.decode_loop_cases import OTHERS, PLAIN
 from tests.runtime.runner_cases import Loop
 from tests.runtime.sampling_cases import random_logits
 
@@ -25,14 +26,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # Vocabularies as test_sampling_pieces.py has them, with pages of one token, of a power of two and of neither.
 KINDS = [("bfloat16", 151_936, 64), ("float16", 50_257, 1), ("float32", 200, 100), ("bfloat16", 3000, 16)]
-PLAIN = [{}, {"temperature": 0.9}, {"temperature": 1.3, "seed": 4}]
-OTHERS = [
-    {"temperature": 0.8, "top_k": 3},
-    {"presence_penalty": 1.5, "temperature": 0.7},
-    {"logit_bias": {5: 3.0}},
-    {"logprobs": 2},
-    {"logprobs": 3, "temperature": 1.0},
-]
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size", "page_size"), KINDS)

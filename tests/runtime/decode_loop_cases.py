@@ -12,6 +12,16 @@ from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling_state import IS_GREEDY, SEED, TEMPERATURE
 
+# What requests ask for: what a captured decode chooses by itself, and what needs more.
+PLAIN = [{}, {"temperature": 0.9}, {"temperature": 1.3, "seed": 4}]
+OTHERS = [
+    {"temperature": 0.8, "top_k": 3},
+    {"presence_penalty": 1.5, "temperature": 0.7},
+    {"logit_bias": {5: 3.0}},
+    {"logprobs": 2},
+    {"logprobs": 3, "temperature": 1.0},
+]
+
 
 def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
     """The op of decode_loop_ops.py."""
@@ -46,15 +56,16 @@ def end_decode(arguments: list[torch.Tensor]) -> tuple[torch.Tensor]:
 class LoopedRunner:
     """A runner whose decodes make their own inputs ready and choose their own tokens, as captured ones do."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, most: int) -> None:
         self._runner = runner
+        self._most = most
         self.decodes = 0
 
     def __getattr__(self, name: str):
         return getattr(self._runner, name)
 
     def holds_decode(self, num_requests: int) -> bool:
-        return not self._runner.config.deterministic
+        return num_requests <= self._most
 
     def decode(self, rows, seq_lens, slots) -> CapturedDecode:
         runner, count = self._runner, rows.size
