@@ -10,9 +10,15 @@ import torch
 
 from mllm_compile.runtime.staging import StagingRing
 
-ALIGNMENT = 16  # bytes
+_ALIGNMENT = 16  # bytes
 _INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
+
+
+def aligned(num_bytes: int) -> int:
+    """Where a field may begin behind so many bytes: of one that begins elsewhere compiled pieces make a copy, and write
+    into that."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class PackedFields:
@@ -33,7 +39,7 @@ class PackedFields:
         self.end = start
         for name, array in fields.items():
             dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
-            begin = -(-self.end // ALIGNMENT) * ALIGNMENT
+            begin = aligned(self.end)
             self.end = begin + array.size * dtype.itemsize
             self._places[name] = (begin, self.end, dtype)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.forward_batch import ForwardBatch
-from mllm_compile.runtime.packed_fields import ALIGNMENT, PackedFields, upload_fields
+from mllm_compile.runtime.packed_fields import PackedFields, aligned, upload_fields
 from mllm_compile.runtime.staging import StagingRing
 
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
@@ -74,7 +74,7 @@ class StepInputs(TokenPlaces):
             "req_pool_indices": (max_requests, int64),
             "seq_lens": (max_requests, int32),
         }
-        self._others_start = sum(_aligned(size * dtype.itemsize) for size, dtype in self._fields.values())
+        self._others_start = sum(aligned(size * dtype.itemsize) for size, dtype in self._fields.values())
         self._block = torch.zeros(self._others_start + _OTHER_BYTES, dtype=torch.uint8, device=device)
         views = self._views(self._block)
         super().__init__(views["input_ids"], views["positions"], views["out_cache_loc"])
@@ -142,10 +142,5 @@ class StepInputs(TokenPlaces):
         for name, (size, dtype) in self._fields.items():
             end = start + size * dtype.itemsize
             views[name] = block[start:end].view(dtype)
-            start = _aligned(end)
+            start = aligned(end)
         return views
-
-
-def _aligned(num_bytes: int) -> int:
-    """Each field begins where compiled pieces take it to: they would read a copy of another, and write there."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
