@@ -20,6 +20,7 @@ from mllm_compile.runtime.sampling_state import SamplingState
 _SEQ_LENS = (1, 2, 5, 70, 1, 300, 17, 64, 65, 128, 33, 9, 16, 3, 200)  # with the new token
 _MANY_PAGES, _LONGEST = 600, 40_000  # one more has so many pages, unless that is too long: more than are listed at once
 _TEMPERATURES = (0.3, 3.0, 0.5, 2.0)
+_PLACES = (torch.int64, torch.int64, torch.int64, torch.int64, torch.int32)  # ids, positions, slots, rows, lengths
 _TURN = 2
 _OTHERS = 3  # rows of the slot table that the step leaves alone
 
@@ -90,8 +91,8 @@ class _Step:
         for field, values in enumerate((self._rows, self._seq_lens, self._own_slots)):
             requests[_TURN, :size, field] = values.int()
         requests[_TURN + 1, :, :2] = torch.tensor([-1, 1])  # the turn after: inputs in their places
-        input_ids, positions, out_cache_loc, rows = torch.full((4, size), -7, device=device)
-        places = [input_ids, positions, out_cache_loc, rows, torch.full((size,), -7, dtype=torch.int32, device=device)]
+        # Each a tensor of its own: a package copies what does not begin at 16 bytes, and writes to the copy.
+        places = [torch.full((size,), -7, dtype=dtype, device=device) for dtype in _PLACES]
         page_table = torch.full(self._pages.shape, -7, dtype=torch.int32, device=device)
         req_to_token = self._req_to_token.to(device)
         arguments = [requests.to(device), self._last_tokens, req_to_token, *places, page_table]

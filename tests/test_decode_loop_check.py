@@ -21,10 +21,10 @@ def check(begin=begin_decode, end=end_decode, page_size: int = 16, vocab_size: i
 
 
 def boxed(piece):
-    """A package empties the list that it is given."""
+    """As a package is called: it empties the list that it is given, and copies what does not begin at 16 bytes."""
 
     def call(arguments):
-        given = list(arguments)
+        given = [argument.clone() if argument.data_ptr() % 16 else argument for argument in arguments]
         arguments.clear()
         return piece(given)
 

@@ -34,7 +34,7 @@ class TokenPlaces:
 
     @classmethod
     def zeros(cls, max_tokens: int, device: torch.device) -> TokenPlaces:
-        return cls(*torch.zeros(3, max_tokens, dtype=torch.int64, device=device))
+        return cls(*(torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)))
 
     def take_tokens(self, batch: ForwardBatch, padded: int) -> None:
         """Token inputs of `batch`, and padding up to `padded`, unless they are in their places already."""
