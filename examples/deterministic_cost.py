@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+from mistakes import told_in_one_line
+
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
 WARM_UP_TOKENS = 4
@@ -71,4 +73,5 @@ def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) 
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

@@ -16,6 +16,8 @@ import pathlib
 import shutil
 import statistics
 
+from mistakes import told_in_one_line
+
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 
 DOCUMENTED = (shutil.copytree, json.dumps, os.path.join, open, print, sorted, str.split, pathlib.Path.open)
@@ -67,4 +69,5 @@ def number_alike(ours: list[int], theirs: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from mistakes import told_in_one_line
 
 from mllm_compile.artifact_source import ArtifactSource
 from mllm_compile.assemble import runner_config
@@ -194,4 +195,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

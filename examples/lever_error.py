@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8_kv_error import prompt_scores
+from mistakes import told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.console import print_table
@@ -122,4 +123,5 @@ def answer_scores(output: RequestOutput) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

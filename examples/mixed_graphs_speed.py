@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from mistakes import told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.console import print_table
@@ -100,4 +101,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from mistakes import told_in_one_line
 from torch.profiler import ProfilerActivity, profile
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
@@ -79,4 +80,5 @@ def report(count: int, events: list[tuple[float, float, str]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

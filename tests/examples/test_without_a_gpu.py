@@ -14,13 +14,14 @@ ATTENTION = ["decode_attention_speed.py", "prefill_attention_speed.py"]
 HOPPER = ["mixed_graphs_speed.py"]
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *HOPPER, "graph_modes_speed.py", "step_gaps.py"])
+@pytest.mark.parametrize("name", [*ATTENTION, *HOPPER, "graph_modes_speed.py", "step_gaps.py", "step_power.py"])
 def test_a_script_for_a_gpu_ends_with_one_line_on_a_machine_without(name, monkeypatch):
     config = [] if name in ATTENTION else ["configs/tiny.yaml"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for package in ("flashinfer", "triton"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(sys, "argv", [name, *config])
+    monkeypatch.syspath_prepend(EXAMPLES)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert ended.value.code == f"needs an NVIDIA {'Hopper ' if name in HOPPER else ''}GPU"
