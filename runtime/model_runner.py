@@ -179,6 +179,10 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Give all memory back; the runner cannot be used any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(
+                self.device
+            )  # of what graphs read torch knows nothing: it might give it away at once
         # Whatever part of it is there: a failed initialize ends here too.
         parts = ("model", "attn_backend", "req_to_token_pool", "slot_state", "token_to_kv_pool", "layers")
         for name in (*parts, "_metadata_builder"):
@@ -186,7 +190,6 @@ class ModelRunner:
         self.graph_runner = None
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             # cuBLAS keeps a workspace for each stream that it has run on: 32 MiB each on Hopper, those of captures too.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()

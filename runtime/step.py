@@ -78,7 +78,8 @@ class StepRunner:
         self._runner = runner
         self._sampler = sampler
         self.state = runner.slot_state.sampling
-        self.state.clear_all()
+        with torch.inference_mode(), runner.on_device():
+            self.state.clear_all()
         self._last_tokens = runner.slot_state.last_tokens
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)

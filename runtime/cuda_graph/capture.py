@@ -90,22 +90,26 @@ class WeakTensor:
     another graph of the pool is replayed.
     """
 
-    __slots__ = ("_dtype", "_raw", "_shape", "_stride")
+    __slots__ = ("_device", "_dtype", "_raw", "_shape", "_stride")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         self._raw = _RawBytes(tensor.data_ptr(), max(span, 1) * tensor.element_size())
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._device = tensor.device if tensor.is_cuda else None  # pinned memory is every device's
 
     def tensor(self) -> torch.Tensor:
         """A non-owning tensor at the place, on the current device.
 
         Raises:
-            RuntimeError: that device cannot see the place as its own, so this would be a copy.
+            RuntimeError: the place is another device's.
         """
-        flat = torch.as_tensor(self._raw, device="cuda").view(self._dtype)
-        if flat.data_ptr() != self._raw.address:
-            raise RuntimeError(f"memory of another device was given to {flat.device}")
+        # By its index: of "cuda" alone torch asks whose the place is, and copies it from the device that was current when
+        # the memory was pinned, which may have been for someone else.
+        device = torch.device("cuda", torch.cuda.current_device())
+        if self._device not in (None, device):
+            raise RuntimeError(f"memory of {self._device} was asked for on {device}")
+        flat = torch.as_tensor(self._raw, device=device).view(self._dtype)
         return flat.as_strided(self._shape, self._stride)
 
 
@@ -113,7 +117,6 @@ class _RawBytes:
     """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
 
     def __init__(self, address: int, num_bytes: int) -> None:
-        self.address = address
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (num_bytes,),

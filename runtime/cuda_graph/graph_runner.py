@@ -215,8 +215,8 @@ class GraphRunner:
         entry, times = self._decode_graphs[descriptor], self._runner.forward_times
         with nullcontext() if times is None else times.measure(descriptor.num_tokens):
             entry.graph.replay()
-        if self.decode_loop is not None:
-            self.decode_loop.replayed()
+            if self.decode_loop is not None:
+                self.decode_loop.replayed()  # before anything can fail: the device has counted the turn
         return entry
 
     def _replay_decode(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:

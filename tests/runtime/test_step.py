@@ -101,6 +101,15 @@ def test_a_slot_forgets_the_parameters_of_the_request_that_left():
     assert not loop.steps.state.flags.needs_bias
 
 
+def test_another_step_runner_finds_slots_without_parameters(expected):
+    runner = make_runner()
+    for limits in ({"logit_bias": {5: 100.0}, "min_tokens": 2}, {}):
+        loop = Loop(runner)
+        requests = [loop.add(prompt, max_tokens=8, **limits) for prompt in PROMPTS]
+        loop.run()
+    assert outputs(requests) == expected
+
+
 def test_flags_of_requests_that_left_are_dropped_though_nobody_takes_their_slot():
     loop = Loop(make_runner())
     loop.add([1, 2], logprobs=3, max_tokens=2)
