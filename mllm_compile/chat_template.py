@@ -7,7 +7,7 @@ importing it. Templates are code from a stranger: they run in Jinja's immutable 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -107,15 +107,16 @@ class ChatTemplate:
             variables: further names that the template knows, for example `enable_thinking=False`.
 
         Raises:
-            RequestError: no messages, one without a role or content, data that is no JSON, a variable that the template
-                does not read, or a template that fails or refuses.
+            RequestError: no messages, one without a role or content, data that is no JSON, tools, documents or a
+                variable that the template does not read, or a template that fails or refuses.
         """
         check_messages(messages)
         from jinja2 import TemplateError
 
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
         compiled = self._template(name)
-        self._check_variables(compiled, variables)
+        given = {"tools"} if tools and name != "tool_use" else set()  # which was made for them, whatever it reads
+        self._check_variables(compiled, given | ({"documents"} if documents else set()) | set(variables))
         plain = _as_json({"messages": messages, "tools": tools, "documents": documents, "variables": variables})
         try:
             return compiled.template.render(
@@ -150,14 +151,14 @@ class ChatTemplate:
                 raise RequestError(f"the model's chat template is no valid Jinja template: {error}") from None
         return self._compiled[name]
 
-    def _check_variables(self, compiled: _Compiled, variables: Mapping[str, Any]) -> None:
+    def _check_variables(self, compiled: _Compiled, variables: Set[str]) -> None:
         """What nobody reads would be ignored: a mistyped name, or what other libraries do beside the template."""
-        unread = sorted(set(variables) - compiled.variables)
+        unread = sorted(variables - compiled.variables)
         if unread:
-            given = {"messages", "tools", "documents", "add_generation_prompt", *self._special_tokens}
+            given = {"messages", "add_generation_prompt", *self._special_tokens}
             known = ", ".join(sorted(compiled.variables - given)) or "none"
             raise RequestError(
-                f"{unread[0]}: the model's chat template reads no such variable; beside messages, tools, documents and "
+                f"{unread[0]}: the model's chat template reads no such variable; beside messages and "
                 f"add_generation_prompt it may read: {known}."
             )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,7 +56,7 @@ from mllm_compile.errors import ArtifactError, CheckpointError, CompileError, Co
 from mllm_compile.explain import miss_note, nearest_runtime
 from mllm_compile.model_folder import ModelFolder, open_model_folder
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import resolve
+from mllm_compile.resolve import of_gpus_alone, resolve
 from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.device_memory import give_back_unused
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
@@ -135,7 +135,9 @@ def load_or_compile(
     with timeline.stage("resolve"):
         target = find_target(config, options)
     target.config.report(timeline)
-    artifact = _open_cached(target, timeline)
+    if target.config.runtime.device == "cpu" and (unused := of_gpus_alone(config)):
+        timeline.announce(f"without effect on a CPU: {', '.join(unused)}")
+    artifact = _open_cached(target, timeline, timeline.note)
     was_cached = artifact is not None
     if artifact is None:
         artifact, was_cached = _compile_or_wait(target, options, timeline)
@@ -266,7 +268,7 @@ def _check_pass_names(config: ResolvedConfig) -> None:
             )
 
 
-def _open_cached(target: Target, timeline: Timeline) -> Artifact | None:
+def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]) -> Artifact | None:
     if not os.path.exists(target.folder / MANIFEST):  # also where it may not be looked: compiling says so
         return None
     try:
@@ -278,7 +280,7 @@ def _open_cached(target: Target, timeline: Timeline) -> Artifact | None:
                 artifact.manifest.weights.check_headers(target.folder)
             return artifact
     except (ArtifactError, CheckpointError) as error:
-        timeline.note(f"the cached runtime is not used: {error}")
+        tell(f"the cached runtime is not used: {error}")
         return None
 
 
@@ -310,7 +312,7 @@ def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline
         timeline.announce(f"another process is compiling {target.folder.name}: waiting for it")
 
     with compile_lock(target.folder, waiting):
-        artifact = _open_cached(target, timeline)
+        artifact = _open_cached(target, timeline, lambda text: None)  # what is wrong with it has been told
         if artifact is not None:
             return artifact, True
         return _compile(target, options, timeline), False

@@ -145,9 +145,10 @@ class RuntimeConfig(Section):
     """Type of the KV cache: the model's own (auto), or fp8_e4m3, which takes half of bfloat16's memory."""
 
     mem_fraction_static: float = Field(default=0.9, gt=0.0, lt=1.0)
-    """The share of the device's memory for weights, KV cache and graphs together."""
+    """The share of a GPU's memory for weights, KV cache and graphs together. (On a CPU the KV cache takes a quarter of
+    what is free.)"""
 
-    max_model_len: Auto | PositiveInt = "auto"
+    max_model_len: Auto | Annotated[int, Field(ge=2)] = "auto"
     """Most tokens of one request, prompt and answer together."""
 
     max_running_requests: Auto | PositiveInt = "auto"
@@ -417,8 +418,8 @@ def _describe_unknown_key(key: tuple[str, ...]) -> str:
         closest = f"{key[0]}.{near}" if near else None
         listed = f"known: {', '.join(sections[key[0]])}"
     closest = _NAMES_ELSEWHERE.get(key[-1], closest)
-    hint = f"did you mean {closest}? " if closest else ""
-    return f"{'.'.join(key)} is not a known key; {hint}({listed})"
+    hint = f"; did you mean {closest}?" if closest else ""
+    return f"{'.'.join(key)} is not a known key{hint} ({listed})"
 
 
 def _closest(name: str, known: list[str]) -> str | None:

@@ -24,9 +24,10 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's first line, and what follows its colon; its type where it says too little to be understood."""
+    """The error's first line, without its period, and what follows its colon; its type where it says too little to be
+    understood."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return line if len(line.split()) > 2 else f"{type(error).__name__}: {line}"
+    return line.rstrip(".") if len(line.split()) > 2 else f"{type(error).__name__}: {line}"

@@ -39,7 +39,22 @@ DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 DETERMINISTIC_ATTENTION_BLOCKS = 512
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
+# A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
+_OF_GPUS_ALONE = {
+    "runtime": ("mem_fraction_static",),
+    "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens", "sample_in_graph"),
+}
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+
+
+def of_gpus_alone(config: EngineConfig) -> list[str]:
+    """Keys that say something else than their defaults and that a CPU does nothing with."""
+    return [
+        f"{section}.{key}"
+        for section, keys in _OF_GPUS_ALONE.items()
+        for key in keys
+        if getattr(getattr(config, section), key) != type(getattr(config, section)).model_fields[key].default
+    ]
 
 
 def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> ResolvedConfig:

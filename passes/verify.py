@@ -1,4 +1,4 @@
-"""Invariants of the graph after each stage, declared in one table; always on in tests, by a flag in a compile."""
+"""Invariants of the graph after each stage, declared in one table; a compile checks them all."""
 
 from __future__ import annotations
 

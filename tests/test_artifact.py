@@ -73,6 +73,23 @@ def test_a_compile_is_announced_with_the_place_and_the_reason(tmp_path, caplog):
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_keys_that_a_cpu_does_nothing_with_are_told(eager_cache, caplog):
+    graphs = {"decode_requests": [1, 2]}
+    load_or_compile(tiny_config(eager_cache, compile=EAGER, cudagraph=graphs), LogReporter())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "without effect on a CPU: cudagraph.decode_requests"
+    ]
+
+
+def test_what_is_wrong_with_a_cached_runtime_is_told_once(config):
+    folder = load_or_compile(config).folder
+    (folder / "program.json").write_text("{}")
+    recorder = Recorder()
+    assert not load_or_compile(config, recorder).was_cached
+    told = [note for note in recorder.notes if note.startswith("the cached runtime is not used")]
+    assert len(told) == 1, recorder.notes
+
+
 def test_sizes_of_batches_need_no_other_runtime_and_what_shapes_pieces_does(config, eager_cache, tmp_path):
     cache = tmp_path / "cache"
     assert load_or_compile(

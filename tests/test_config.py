@@ -77,7 +77,7 @@ def test_every_field_has_a_docstring():
         ({"model": {"path": "m", "dtpye": "auto"}}, "model.dtpye is not a known key; did you mean model.dtype?"),
         ({"model": {"path": "m"}, "runtime": {"max_num_seqs": 4}}, "did you mean runtime.max_running_requests?"),
         ({"model": {"path": "m"}, "gpu_memory_utilization": 0.9}, "did you mean runtime.mem_fraction_static?"),
-        ({"model": {"path": "m"}, "zzz": 1}, "zzz is not a known key; (known sections: model, compile,"),
+        ({"model": {"path": "m"}, "zzz": 1}, "zzz is not a known key (known sections: model, compile,"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_closest_known_one(sections, said):
@@ -87,6 +87,7 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one(sections, said):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        ({"max_model_len": 1}, "runtime.max_model_len is 1; expected 'auto' or greater than or equal to 2"),
         ({"page_size": 0}, "runtime.page_size is 0; expected 'auto' or greater than or equal to 1"),
         ({"page_size": 257}, "runtime.page_size is 257; expected 'auto' or less than or equal to 256"),
         ({"page_size": "16"}, "runtime.page_size is '16'; expected 'auto' or a valid integer"),

@@ -129,9 +129,9 @@ def test_special_ids_and_token_strings_are_known(folder):
 def test_a_chat_becomes_what_transformers_makes_of_it(folder, template, add_generation_prompt):
     write_config(folder, chat_template=template)
     ours, theirs = load(folder), transformers_tokenizer(folder)
-    options = {"add_generation_prompt": add_generation_prompt, "tools": [TOOL]}
-    if " think" in template:
-        options["think"] = True
+    options = {"add_generation_prompt": add_generation_prompt}
+    if template == TOOLS:
+        options |= {"tools": [TOOL], "think": True}
     expected = theirs.apply_chat_template(CHAT, tokenize=False, **options)
     assert ours.apply_chat_template(CHAT, **options) == expected
     assert ours.encode_chat(CHAT, **options) == theirs(expected, add_special_tokens=False)["input_ids"]
@@ -260,6 +260,18 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_doe
     said = f"{name}: the model's chat template reads no such variable; .* it may read: think"
     with pytest.raises(RequestError, match=said):
         load(folder).apply_chat_template(CHAT, **{name: "x"})
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_tools_and_documents_that_the_template_does_not_read_are_refused_unless_there_are_none(folder, name):
+    write_config(folder, chat_template="{{ messages[0].content }}")
+    tokenizer = load(folder)
+    with pytest.raises(RequestError, match=f"{name}: the model's chat template reads no such variable; .* read: none"):
+        tokenizer.apply_chat_template(CHAT, **{name: [TOOL]})
+    for nothing in (None, []):
+        assert tokenizer.apply_chat_template(CHAT, **{name: nothing}) == tokenizer.apply_chat_template(CHAT)
+    write_config(folder, chat_template=f"{{% if {name} is defined %}}{{{{ {name} | length }}}}{{% endif %}}")
+    assert load(folder).apply_chat_template(CHAT, **{name: [TOOL]}) == "1"
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ difference between variants is worth.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.harness import measure_latency, probe_machine
+from mllm_compile.bench.harness import levers_at_work, measure_latency, probe_machine
 from mllm_compile.bench.report import Table, markdown_row, provenance, show_figure, work_name
 from mllm_compile.bench.results import BenchResult, EngineRun, Measurement
 from mllm_compile.bench.setting import Setting
@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
     "sample_in_graph": ("cudagraph", "sample_in_graph", False, (False,)),
     "mixed_graphs": ("cudagraph", "mixed_tokens", (), ([],)),
 }
+_IN_RUNTIME = ("sample_in_graph",)  # choices whose kernels a runtime may turn out to lack
 COMMAND = "ablation"
 ALL, ALL_AGAIN, NONE = "all", "all, again", "without any of them"
 
@@ -44,8 +45,8 @@ def lever_names() -> list[str]:
 def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> BenchResult:
     """tpot and prefill of every variant, with the limits of this machine; a run is named after its variant.
 
-    A lever that the engine with all of them does without, as its config says or the device or model wants it, has no
-    variant, nor has one that it cannot do without: stderr says so.
+    A lever that the engine with all of them does without, as its config says or the device or model wants it, or that
+    changes nothing in its runtime, has no variant, nor has one that it cannot do without: stderr says so.
 
     Args:
         levers: some of lever_names().
@@ -66,8 +67,9 @@ def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> Benc
         return replace(run, engine=name)
 
     runs, levers_left_out = [measure(ALL, ())], []
+    at_work = levers_at_work(probe.setting)
     for lever in levers:
-        if not _is_on(runs[0], lever):
+        if not _is_on(runs[0], lever, at_work):
             _tell(f"without {lever}: skipped, as this engine does without it already")
             continue
         try:
@@ -93,12 +95,12 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _is_on(run: EngineRun, lever: str) -> bool:
-    """Whether the engine of a run had it, as far as its resolved config says so."""
+def _is_on(run: EngineRun, lever: str, at_work: Collection[str]) -> bool:
+    """Whether the engine of a run had it."""
     if lever not in CHOICES:
-        return lever not in run.settings["compile"]["disable_passes"]
+        return lever in at_work
     section, key, _, without_it = CHOICES[lever]
-    return run.settings[section][key] not in without_it
+    return run.settings[section][key] not in without_it and (lever in at_work or lever not in _IN_RUNTIME)
 
 
 def without(setting: Setting, levers: Sequence[str]) -> Setting:

@@ -53,6 +53,11 @@ def measure_latency(engine: str, setting: Setting, work: LatencyWork, probe: Pro
     return _with_lines(run, with_latency_limits(run.measurements, work, probe.figures, probe.ceilings))
 
 
+def levers_at_work(setting: Setting) -> frozenset[str]:
+    """Passes and kernels that changed something in the runtime that was compiled for a setting."""
+    return frozenset(run_process(WORKER, {"task": "levers", "setting": asdict(setting)})["levers"])
+
+
 def run_throughput(config: Path, engines: Sequence[str], work: ThroughputWork) -> BenchResult:
     """As run_latency, for mixed and prefill throughput."""
     _check_engines(engines)

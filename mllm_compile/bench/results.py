@@ -125,12 +125,9 @@ class BenchResult:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or "runs" not in data:
-                raise ConfigError(
-                    f"{path} is no result of `mllm-compile bench latency | throughput | startup | ablation --json` "
-                    "(`bench roofline` writes maps of a step, of which there is no table here). Leave it out."
-                )
+                raise ValueError("it has no runs (`bench roofline` writes maps of a step, of which there is no table)")
             if data.pop("format") != FORMAT:
-                raise ConfigError(f"{path} is of another format than {FORMAT}; measure again with this version")
+                raise ValueError(f"it is of another format than {FORMAT}, which this version writes")
             ceilings = data.pop("ceilings")
             runs = tuple(run_from_json(run) for run in data.pop("runs"))
             return cls(**data, ceilings=None if ceilings is None else Ceilings(**ceilings), runs=runs)

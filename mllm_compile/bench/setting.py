@@ -63,7 +63,8 @@ class Setting:
         if longest_request > max_model_len:
             raise ConfigError(
                 f"a request of this work has {longest_request} tokens, but {path} serves at most {max_model_len}. "
-                "Give smaller lengths (see --help), or raise runtime.max_model_len if the model takes more."
+                "Give smaller lengths (--input-len and --output-len, --max-len and --prefill-len, or --context), or "
+                "raise runtime.max_model_len if the model takes more."
             )
         changes = _room_for(config, largest_batch)
         changes["runtime"] |= {"max_model_len": max_model_len, "enable_prefix_cache": False}

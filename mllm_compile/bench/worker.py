@@ -78,11 +78,24 @@ def roofline(job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": trace_steps(Setting(**job["setting"]), StepWork(**job["work"]), job["ranges"])}
 
 
+def levers(job: dict[str, Any]) -> dict[str, Any]:
+    """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
+    from mllm_compile.artifact import open_artifact
+    from mllm_compile.compile import find_target
+
+    artifact = open_artifact(find_target(Setting(**job["setting"]).engine_config()).folder)
+    at_work = [report["name"] for report in artifact.manifest.about["passes"] if report["matches"]]
+    if artifact.program.decode_loop is not None:
+        at_work.append("sample_in_graph")
+    return {"levers": at_work}
+
+
 _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "probe": probe,
     "latency": latency,
     "throughput": throughput,
     "roofline": roofline,
+    "levers": levers,
 }
 
 

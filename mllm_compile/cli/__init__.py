@@ -58,7 +58,12 @@ def _options_of_the_program(
 
 
 def make_app() -> typer.Typer:
-    app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
     app.callback()(_options_of_the_program)
     for name, command in _COMMANDS.items():
         app.command(name)(command)
@@ -102,7 +107,7 @@ def _with_default_command(args: list[str]) -> list[str]:
     if not args or (len(args) == 1 and args[0] in _GROUPS):
         return [*args, "--help"]
     first = args[0]
-    if first in _COMMANDS or first in _GROUPS or first in ("--help", "--version"):
+    if first in _COMMANDS or first in _GROUPS or first in ("--help", "-h", "--version"):
         return args
     is_config = first.startswith("-") or first.endswith((".yaml", ".yml")) or "/" in first or os.path.exists(first)
     # Anything else is a mistyped command; typer names the closest one.

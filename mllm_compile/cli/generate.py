@@ -35,7 +35,15 @@ def generate_command(
         typer.Option(help="Draw from the fewest likeliest tokens that together are this probable; 1: all."),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from tokens that are at least this probable, as a share of the likeliest."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws: another seed, another text.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End where this text would come, which is left out. May be given several times."),
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the model's chat template.")
     ] = False,
@@ -59,7 +67,15 @@ def generate_command(
         from mllm_compile.engine import Engine
         from mllm_compile.runtime.sampling_params import SamplingParams
 
-    asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    asked = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+    }
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(**changes)  # a value that cannot be is refused before anything is compiled or loaded
 

@@ -59,15 +59,17 @@ def settings_on_hopper(config: EngineConfig) -> dict[str, Any]:
     if mixed_tokens == "auto":
         mixed_tokens = (64,) if mode == "full_and_piecewise" else ()
     compiled = {name: getattr(config.compile, name) for name in ("disable_passes", "split_decode", "hopper_decode")}
-    return json.loads(json.dumps({"compile": compiled, "cudagraph": {"mode": mode, "mixed_tokens": mixed_tokens}}))
+    graphs = {"mode": mode, "mixed_tokens": mixed_tokens, "sample_in_graph": config.cudagraph.sample_in_graph}
+    return json.loads(json.dumps({"compile": compiled, "cudagraph": graphs}))
 
 
 @pytest.fixture
 def ablate(setting, monkeypatch):
-    """Runs it with an engine that takes no time and refuses what `refused` says; (names of the runs, settings)."""
+    """Runs it with an engine that takes no time, refuses what `refused` says and has nothing to do for the levers of
+    `idle`; (names of the runs, settings)."""
     figures = ModelFigures(**dict.fromkeys(ModelFigures.__dataclass_fields__, 1))
 
-    def ablate(levers, refused=lambda config: False, **changes):
+    def ablate(levers, refused=lambda config: False, idle=(), **changes):
         base = setting
         for section, values in changes.items():
             base = base.changed(section, **values)
@@ -81,7 +83,12 @@ def ablate(setting, monkeypatch):
             return replace(run(engine), settings=settings_on_hopper(config))
 
         monkeypatch.setattr(ablation, "probe_machine", lambda *args: Probe(base, {"commit": "abc"}, CEILINGS, figures))
+
+        def levers_at_work(setting):
+            return set(lever_names()) - set(idle) - set(setting.engine_config().compile.disable_passes)
+
         monkeypatch.setattr(ablation, "measure_latency", measure)
+        monkeypatch.setattr(ablation, "levers_at_work", levers_at_work)
         measured = run_ablation(Path(setting.config_path), levers, LatencyWork())
         return [run.engine for run in measured.runs], asked
 
@@ -119,6 +126,14 @@ def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, cap
 def test_what_the_engine_does_without_has_no_variant(ablate, capsys, lever, changes):
     assert ablate([lever], **changes)[0] == ["all", "all, again"]
     assert f"without {lever}: skipped, as this engine does without it already" in capsys.readouterr().err
+
+
+def test_a_lever_that_changes_nothing_in_the_runtime_has_no_variant(ablate, capsys):
+    idle = ["fuse_silu_mul", "sample_in_graph"]
+    names, _ = ablate([*idle, "pack_projections"], idle=idle)
+    assert names == ["all", "without pack_projections", "all, again"]
+    told = capsys.readouterr().err
+    assert all(f"without {lever}: skipped, as this engine does without it already" in told for lever in idle)
 
 
 def test_a_lever_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):

@@ -29,7 +29,7 @@ def test_another_file_is_refused_by_name(tmp_path, text):
 def test_a_map_of_a_step_is_told_from_a_result(tmp_path):
     path = tmp_path / "map.json"
     path.write_text('{"model": "m", "steps": []}')
-    with pytest.raises(ConfigError, match=r"map\.json is no result .*`bench roofline` writes maps .* Leave it out"):
+    with pytest.raises(ConfigError, match=r"map\.json is no result .*`bench roofline` writes maps .* leave it out\.$"):
         BenchResult.read(path)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mllm_compile.bench import worker
 from mllm_compile.bench.adapters.base import check_output
@@ -15,6 +16,7 @@ from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.results import run_from_json
 from mllm_compile.bench.setting import Setting
 from mllm_compile.bench.workloads import Call, LatencyWork, ThroughputWork
+from tests.tiny_model import tiny_config
 
 SETTING = Setting(
     config_path="m.yaml",
@@ -68,6 +70,15 @@ def test_latency_warms_up_once_and_takes_turns(engine, tmp_path):
         (2, 3),
     ]
     assert (run.version, run.settings, engine.is_closed) == ("9", {"dtype": "float32"}, True)
+
+
+def test_levers_are_what_changed_something_in_the_compiled_runtime(eager_cache, tmp_path):
+    config = tiny_config(eager_cache, compile={"backend": "eager"})
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    setting = replace(SETTING, config_path=str(tmp_path / "m.yaml"))
+    at_work = work("levers", tmp_path, setting=asdict(setting))["levers"]
+    assert "pack_projections" in at_work
+    assert not {"stream_linears", "sample_in_graph"} & set(at_work), "a CPU has no use for them"
 
 
 def test_throughput_gives_a_rate_for_each_work(engine, tmp_path):
