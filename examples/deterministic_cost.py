@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from mistakes import told_in_one_line
+from mistakes import positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
@@ -24,9 +24,9 @@ WARM_UP_TOKENS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 100])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="decode steps that are timed")
+    parser.add_argument("--requests", type=positive, nargs="+", default=[1, 64, 100])
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=256, help="decode steps that are timed")
     args = parser.parse_args()
     figures = {mode: measure(args, mode) for mode in (False, True)}
     print("requests | decode tokens/s | deterministic | of it | prompt tokens/s | deterministic")
@@ -53,6 +53,10 @@ def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) 
     rng = random.Random(0)
     # So long that none has ended when the last prompt is done: in deterministic mode a step computes few of its tokens.
     longest = engine.config.runtime.max_model_len - prompt_length
+    if longest <= num_tokens:
+        sys.exit(
+            f"{num_tokens} tokens after {prompt_length} are more than runtime.max_model_len has room for; raise it"
+        )
     params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     streams = [engine.stream([rng.randrange(1000) for _ in range(prompt_length)], params) for _ in range(num_requests)]

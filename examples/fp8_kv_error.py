@@ -16,7 +16,7 @@ import pathlib
 import shutil
 import statistics
 
-from mistakes import told_in_one_line
+from mistakes import positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 
@@ -27,7 +27,7 @@ MAX_CHARACTERS = 900
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
-    parser.add_argument("--tokens", type=int, default=32, help="greedy tokens a prompt")
+    parser.add_argument("--tokens", type=positive, default=32, help="greedy tokens a prompt")
     args = parser.parse_args()
     texts = [(inspect.getdoc(item) or "")[:MAX_CHARACTERS] for item in DOCUMENTED]
     plain, fp8 = (answers(args.config, dtype, texts, args.tokens) for dtype in ("auto", "fp8_e4m3"))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mistakes import told_in_one_line
+from mistakes import positive, told_in_one_line
 
 from mllm_compile.artifact_source import ArtifactSource
 from mllm_compile.assemble import runner_config
@@ -161,8 +161,8 @@ def measure(step: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--tokens", type=int, default=512, help="of each request")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--tokens", type=positive, default=512, help="of each request")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8_kv_error import prompt_scores
-from mistakes import told_in_one_line
+from mistakes import positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.console import print_table
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--levers", nargs="+", default=known, choices=known)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="that decode at once")
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--requests", type=positive, nargs="+", default=[1, 8, 64], help="that decode at once")
+    parser.add_argument("--tokens", type=positive, default=48, help="of each answer")
     args = parser.parse_args(arguments)
     if EngineConfig.from_yaml(args.config).model.load_format == "dummy":
         sys.exit("random weights of two types are two models; give a model that has weights")

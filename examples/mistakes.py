@@ -1,12 +1,20 @@
-"""How a script of this folder tells a user's mistake: in one line, as the command line does."""
+"""How scripts of this folder tell a user's mistake: in one line, as the command line does."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mllm_compile.errors import MllmError
+
+
+def positive(text: str) -> int:
+    """A number of requests, tokens or the like, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of at least 1")
+    return int(text)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from mistakes import told_in_one_line
+from mistakes import positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.console import print_table
@@ -83,9 +83,9 @@ def measure(config: EngineConfig, running: int, requests: int) -> dict[str, str]
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", help="sizes to capture, in place of the config's")
-    parser.add_argument("--running", type=int, default=64, help="requests at once while others wait")
-    parser.add_argument("--requests", type=int, default=384, help="requests in all")
+    parser.add_argument("--tokens", type=positive, nargs="+", help="sizes to capture, in place of the config's")
+    parser.add_argument("--running", type=positive, default=64, help="requests at once while others wait")
+    parser.add_argument("--requests", type=positive, default=384, help="requests in all")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or not is_hopper("cuda:0"):
         sys.exit("needs an NVIDIA Hopper GPU")

@@ -9,6 +9,7 @@ more than a few per cent, the constants are worth fitting anew.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 import sys
@@ -34,6 +35,7 @@ PLAIN = PerLayerParameters(-1, 0.0, HEAD_DIM**-0.5)
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from mistakes import told_in_one_line
+from mistakes import positive, told_in_one_line
 from torch.profiler import ProfilerActivity, profile
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
@@ -27,9 +27,9 @@ STEADY_STEPS = 48  # the last ones: every request decodes in each
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of each answer")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 64])
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=96, help="tokens of each answer")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from mistakes import told_in_one_line
+from mistakes import positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
@@ -90,15 +90,15 @@ class Meter:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=129, help="tokens of each answer")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[64, 256])
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=129, help="tokens of each answer")
     parser.add_argument("--seconds", type=float, default=3.0, help="of prefills and of decodes, at least")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")
-    if args.tokens < 2:
-        sys.exit(f"--tokens {args.tokens}: with fewer than two there is no decode step")
+    if args.tokens == 1:
+        sys.exit("--tokens 1: the first token is the prefill's; expected two at least")
     sections = EngineConfig.from_yaml(args.config).model_dump()
     sections["runtime"]["enable_prefix_cache"] = False
     meter = Meter()
