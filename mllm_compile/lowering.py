@@ -59,7 +59,8 @@ class Lowered:
         program: the same as steps.
         reports: one a pass.
         symbols: the graph's size symbols → T, S, P, L.
-        written_pieces: those of the program that are no part of the graph: attention of decodes, and draws.
+        written_pieces: those of the program that are no part of the graph: attention of decodes, the choice of tokens,
+            and the decode loop.
     """
 
     hf_model: HFModel
@@ -171,8 +172,11 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
 
 
 def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
-    """With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the
-    model's is written by the runtime, which knows how to round to it."""
+    """Those that the config names, and those that this compile cannot make use of.
+
+    With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the model's
+    is written by the runtime, which knows how to round to it. The CUDA kernels need a Hopper GPU and NVRTC.
+    """
     kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
     converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
     can_compile = can_compile_kernels(config.runtime.device)

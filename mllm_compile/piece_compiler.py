@@ -25,8 +25,11 @@ from mllm_compile.shared_interface import share_interface
 
 SYSTEM_CXX = "/usr/bin/g++"
 
-# Sizes that the example inputs have where a size is dynamic. Distinct and not special (0, 1, multiples of 8), so that
-# the exporter does not take one for another or for a constant.
+# The dynamic sizes of all pieces, and what the example inputs have there. Distinct and not special (0, 1, multiples of
+# 8), so that the exporter does not take one for another or for a constant. T tokens (of decode attention: requests), S
+# rows of logits, L KV slots to write, P slots of the KV cache; in decode attention N splits of a request's keys and W
+# pages of a request; in the decode loop M rows of the largest captured decode, R rows and C columns of the table of
+# slots.
 EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19, "L": 29, "M": 41, "R": 43, "C": 307}
 _MAY_BE_ZERO = "L"  # slots to write: none where attention writes them
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import ClassVar
 
 import torch
@@ -41,7 +40,7 @@ class Canonicalise:
         matches = self._drop_checks(gm) + self._drop_size_inputs(gm)
         self._rename_placeholders(gm)
         drop_dead_nodes(gm)
-        self._drop_unused_inputs(gm)
+        self._drop_unused_weights(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
     @staticmethod
@@ -84,7 +83,8 @@ class Canonicalise:
             node.target = node.name  # unique, which identifiers of two names need not be
 
     @staticmethod
-    def _drop_unused_inputs(gm: fx.GraphModule) -> None:
+    def _drop_unused_weights(gm: fx.GraphModule) -> None:
+        """Batch inputs stay, used or not: later passes look them up by name."""
         for node in list(gm.graph.nodes):
             if is_weight(node) and not node.users:
                 gm.graph.erase_node(node)
@@ -93,6 +93,6 @@ class Canonicalise:
 def _owner_of_size(gm: fx.GraphModule, size: torch.SymInt) -> fx.Node:
     for name in ("input_ids", "positions", "logits_indices"):
         node = input_node(gm, name)
-        if operator.eq(node.meta["val"].shape[0].node.expr, size.node.expr):
+        if node.meta["val"].shape[0].node.expr == size.node.expr:
             return node
     raise KeyError(f"no batch input has the size {size}")

@@ -76,9 +76,10 @@ class LinearOps:
     def match(self, node: object) -> Linear | None:
         """A linear that these ops take."""
         linear = match_linear(node, self.takes_bias)
-        return linear if linear is not None and self.take(linear) else None
+        return linear if linear is not None and self.takes(linear) else None
 
-    def take(self, linear: Linear) -> bool:
+    def takes(self, linear: Linear) -> bool:
+        """Whether there is a kernel for its weight's shape and dtype."""
         is_dtype = self.takes_float16 or linear.weight.meta["val"].dtype == torch.bfloat16
         return is_dtype and self.is_taken(*linear.shape)
 
@@ -129,7 +130,7 @@ class _Fusion:
     def residual(self, node: fx.Node) -> None:
         """residual + linear, with the one norm behind it if only linears of ours read that."""
         for linear, residual in match_residual(node):
-            if self._ops.take(linear):
+            if self._ops.takes(linear):
                 norms = self._norms[node]
                 if len(norms) == 1 and self._can_go(*norms[0], linear):
                     out = self._call_norm_op(node, linear, residual, *norms[0])

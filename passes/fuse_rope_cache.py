@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, AttentionSpec, PassResult
-from mllm_compile.passes.fx_match import drop_dead_nodes, is_attention_with_output, is_call, takes_kernels
+from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, PassResult
+from mllm_compile.passes.fx_match import (
+    drop_dead_nodes,
+    is_attention_with_output,
+    is_call,
+    is_method_call,
+    takes_kernels,
+)
 from mllm_compile.passes.rms_norm_match import RMSNorm, match_rms_norm
+from mllm_compile.runtime.program import LayerSpec
 
 
 class FuseRopeCache:
     """One kernel from the projections to attention, which then finds its keys and values in the cache.
 
     Why: a decode step has few tokens, so each of these kernels costs its launch: norm and rotation of q and of k, and
-        an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token; one kernel takes 1.5
-        (figures in runtime/rope_cache_ops.py).
+        an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token; one kernel takes 1.5 (other
+        shapes: runtime/rope_cache_ops.py).
 
     Before::
 
@@ -60,7 +67,7 @@ class _Rotation:
     sin: fx.Node
 
 
-def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: AttentionSpec) -> bool:
+def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
     q, k, v, out, name = attention.args[:5]
     if not (isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)):
         return False
@@ -127,7 +134,7 @@ def _call_op(
     return made[0], made[1]
 
 
-def _cache_inputs(gm: fx.GraphModule, layer: AttentionSpec, v: torch.Tensor) -> list[fx.Node]:
+def _cache_inputs(gm: fx.GraphModule, layer: LayerSpec, v: torch.Tensor) -> list[fx.Node]:
     """Placeholders of the slots (one for the graph) and of the layer's keys and values."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = {node.meta[CACHE_INPUT][0]: node for node in placeholders if CACHE_INPUT in node.meta}
@@ -165,8 +172,8 @@ def _new_size(v: Any) -> torch.SymInt:
 
 def _match_rotation(flat: fx.Node) -> _Rotation | None:
     """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D]."""
-    node: Any = flat.args[0] if _is_method(flat, "contiguous") else flat
-    if not _is_method(node, "reshape", "view") or len(node.meta["val"].shape) != 3:
+    node: Any = flat.args[0] if is_method_call(flat, "contiguous") else flat
+    if not is_method_call(node, "reshape", "view") or len(node.meta["val"].shape) != 3:
         return None
     rotated = _transposed(node.args[0])
     if not is_call(rotated, operator.add, torch.add):
@@ -214,7 +221,7 @@ def _is_slice(node: object, x: fx.Node, columns: slice) -> bool:
 
 def _angles(node: object) -> fx.Node | None:
     """unsqueeze(angles [1, T, D], 1) → angles."""
-    if not _is_method(node, "unsqueeze") or node.args[1:] != (1,):
+    if not is_method_call(node, "unsqueeze") or node.args[1:] != (1,):
         return None
     angles: Any = node.args[0]
     val = angles.meta["val"]
@@ -223,11 +230,7 @@ def _angles(node: object) -> fx.Node | None:
 
 def _transposed(node: object) -> fx.Node | None:
     """x.transpose(1, 2) → x."""
-    if not _is_method(node, "transpose") or node.args[1:] != (1, 2):
+    if not is_method_call(node, "transpose") or node.args[1:] != (1, 2):
         return None
     source: Any = node.args[0]
     return source
-
-
-def _is_method(node: object, *names: str) -> TypeGuard[fx.Node]:
-    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names

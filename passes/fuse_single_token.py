@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.fx_match import replace_by_op
 from mllm_compile.passes.linear_match import match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.rms_norm_match import match_rms_norm
 from mllm_compile.passes.small_forms import add_forms, copy_of
@@ -85,9 +86,4 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
 def _replace(graph: fx.Graph, node: fx.Node, op_name: str, *args: Any) -> None:
     if not hasattr(torch.ops.mllm, op_name):
         import mllm_compile.runtime.single_token_ops  # noqa: F401  (defines the ops; needs Triton)
-    op = getattr(torch.ops.mllm, op_name)
-    with graph.inserting_before(node):
-        fused = graph.call_function(op, args)
-    fused.meta.update(node.meta)
-    node.replace_all_uses_with(fused)
-    graph.erase_node(node)
+    replace_by_op(graph, node, getattr(torch.ops.mllm, op_name), *args)

@@ -31,6 +31,11 @@ def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def is_method_call(node: object, *names: str) -> TypeGuard[fx.Node]:
+    """True for a call_method node of one of `names`."""
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
+
+
 def linear_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """Input, weight and bias of a call of LINEAR, by place or by name."""
     values = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
@@ -116,7 +121,7 @@ def rewrite_pieces(gm: fx.GraphModule, names: Iterable[str], rewrite: Callable[[
     return matches
 
 
-def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *operands: fx.Node) -> None:
+def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *operands: Any) -> None:
     """Puts a call of `op`, which gives what `node` gave, in its place."""
     with graph.inserting_before(node):
         fused = graph.call_function(op, operands)

@@ -28,7 +28,7 @@ class PackProjections:
     """q, k, v and gate, up as one GEMM each.
 
     Why: at few tokens a linear costs its weight's bytes plus a launch; one large read runs nearer the memory's speed
-        than three small ones (Qwen3-0.6B, batch 1, graph of a step: 1.97 ms → 1.56 ms).
+        than three small ones (figures in docs/performance.md).
 
     Before::
 

@@ -1,7 +1,7 @@
 """The passes, in the order in which they run.
 
 1. canonicalise        names, sizes and dead ends of what Dynamo captured
-2. multiply_outer_products the angles of rotary positions need no GEMM
+2. multiply_outer_products  the angles of rotary positions need no GEMM
 3. pack_projections    q, k, v and gate, up as one GEMM each
 4. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
 5. fuse_rope_cache     on CUDA, norms and rotation of q and k and the write into the KV cache as one kernel
@@ -9,9 +9,9 @@
 7. gather_rows_early   of the last layer only the rows whose logits are wanted
 8. split_at_attention  one submodule per stretch between attentions, and one for the head
 9. deduplicate_pieces  equal stretches share one module
-10. fuse_single_token  on CUDA, a form of each piece for steps of one token
-11. stream_linears     and one for steps of up to 256 tokens, on Hopper
-12. fuse_few_tokens    or for few tokens, elsewhere
+10. fuse_single_token  on CUDA, a further form of each piece, for steps of one token
+11. stream_linears     on Hopper, a form for steps of up to 64, 208 or 256 tokens
+12. fuse_few_tokens    on CUDA, a form for up to 16 tokens of pieces that have none by stream_linears
 13. fuse_gated_linear  on Hopper, gate_up and its activation as one kernel, for more tokens
 14. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
 
-from mllm_compile.passes.fx_match import is_call
+from mllm_compile.passes.fx_match import is_call, is_method_call
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def match_rms_norm(node: fx.Node) -> RMSNorm | None:
 
 def _match_scaled(node: object) -> tuple[fx.Node, float] | None:
     """(x.float() * rsqrt(…)).to(dtype) → x, eps."""
-    if not _is_method(node, "to"):
+    if not is_method_call(node, "to"):
         return None
     product = node.args[0]
     if not is_call(product, operator.mul, torch.mul):
@@ -56,17 +56,13 @@ def _match_mean_square(node: object, wide: fx.Node) -> float | None:
     if not is_call(node, operator.add, torch.add):
         return None
     mean, eps = node.args
-    if not isinstance(eps, float) or not _is_method(mean, "mean"):
+    if not isinstance(eps, float) or not is_method_call(mean, "mean"):
         return None
     if mean.args[1:] != (-1,) or mean.kwargs != {"keepdim": True}:
         return None
     square = mean.args[0]
-    return eps if _is_method(square, "pow") and square.args == (wide, 2) else None
+    return eps if is_method_call(square, "pow") and square.args == (wide, 2) else None
 
 
 def _is_float32(node: object) -> bool:
-    return _is_method(node, "to") and torch.float32 in (*node.args[1:], *node.kwargs.values())
-
-
-def _is_method(node: object, name: str) -> TypeGuard[fx.Node]:
-    return isinstance(node, fx.Node) and node.op == "call_method" and node.target == name
+    return is_method_call(node, "to") and torch.float32 in (*node.args[1:], *node.kwargs.values())

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, PassResult
-from mllm_compile.passes.fx_match import input_node, is_attention_with_output, is_symbolic
+from mllm_compile.passes.fx_match import input_node, is_attention_with_output, is_call, is_symbolic
 
 PIECE_PREFIX = "piece_"
 
@@ -59,7 +59,7 @@ class _Stage:
         found: dict[fx.Node, None] = {}
         for node in self.nodes:
             for arg in node.all_input_nodes:
-                if arg not in inside and not is_symbolic(arg.meta.get("val")):
+                if arg not in inside and not _is_size(arg):
                     found[arg] = None
         return sorted(found, key=_place_in_cache)  # stable
 
@@ -68,8 +68,7 @@ class _Stage:
         return [
             node
             for node in self.nodes
-            if not is_symbolic(node.meta.get("val"))
-            and any(user not in inside and not _is_size(user) for user in node.users)
+            if not _is_size(node) and any(user not in inside and not _is_size(user) for user in node.users)
         ]
 
 
@@ -100,7 +99,7 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
                 stages.append(_Stage())
                 break
         stage = stages[-1]
-        if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        if is_call(node, operator.getitem) and isinstance(node.args[0], fx.Node):
             producer = node.args[0]
             if isinstance(producer.meta.get("val"), tuple | list):
                 stage = home[producer]

@@ -77,19 +77,23 @@ def pieces_are_functions_of_tensors(gm: fx.GraphModule) -> Iterator[str]:
 
 
 ALWAYS: tuple[Check, ...] = (every_node_has_a_value,)
+_TRACED: tuple[Check, ...] = (inputs_are_named_tensors,)
+_LOWERED: tuple[Check, ...] = (inputs_are_named_tensors, attention_is_lowered)
+_SPLIT: tuple[Check, ...] = (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors)
+# Every pass of the pipeline, in its order.
 AFTER: dict[str, tuple[Check, ...]] = {
-    "canonicalise": (inputs_are_named_tensors,),
-    "multiply_outer_products": (inputs_are_named_tensors,),
-    "pack_projections": (inputs_are_named_tensors,),
-    "lower_attention": (inputs_are_named_tensors, attention_is_lowered),
-    "fuse_rope_cache": (inputs_are_named_tensors, attention_is_lowered),
-    "rotate_in_attention": (inputs_are_named_tensors, attention_is_lowered),
-    "gather_rows_early": (inputs_are_named_tensors, attention_is_lowered),
-    "split_at_attention": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
-    "deduplicate_pieces": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
-    "fuse_single_token": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
-    "stream_linears": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
-    "fuse_few_tokens": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
-    "fuse_gated_linear": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
-    "fuse_silu_mul": (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors),
+    "canonicalise": _TRACED,
+    "multiply_outer_products": _TRACED,
+    "pack_projections": _TRACED,
+    "lower_attention": _LOWERED,
+    "fuse_rope_cache": _LOWERED,
+    "rotate_in_attention": _LOWERED,
+    "gather_rows_early": _LOWERED,
+    "split_at_attention": _SPLIT,
+    "deduplicate_pieces": _SPLIT,
+    "fuse_single_token": _SPLIT,
+    "stream_linears": _SPLIT,
+    "fuse_few_tokens": _SPLIT,
+    "fuse_gated_linear": _SPLIT,
+    "fuse_silu_mul": _SPLIT,
 }

@@ -6,7 +6,7 @@ Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,10 +45,12 @@ class ProgramExecutor:
         self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
         self._template += [self.weights[name] for name in program.weights]
         self._steps = self._link(pieces)
+        # Indices of steps: the first that reads `logits_indices`, and the head. They are one step unless rows are
+        # gathered ahead of the head (gather_rows_early.py), by a piece that makes hidden states [..., S, hidden].
         self._gather = self._first_row_step()
-        # Rows may be gathered ahead of the head, by a piece that makes hidden states [..., S, hidden] of them.
         self._has_tail = self._gather + 1 < len(self._steps)
         self._head = self._gather + 1 if self._has_tail else self._gather
+        # The slot of those hidden states; None where the head gathers.
         self._hidden = self._slot_between(self._gather, self._head) if self._has_tail else None
         self._output_buffers: OutputBuffers = _new_output
 
@@ -64,17 +66,7 @@ class ProgramExecutor:
         """Calls every piece through `wrap(piece id, index of the call, its compiled function)`, in place of a wrapper
         from before."""
         self._steps = [
-            _LinkedPiece(
-                step.piece,
-                step.index,
-                step.compiled,
-                wrap(step.piece, step.index, step.compiled),
-                step.inputs,
-                step.outputs,
-                step.writes_kv_of,
-                step.may_leave_kv,
-                step.dead,
-            )
+            replace(step, function=wrap(step.piece, step.index, step.compiled))
             if isinstance(step, _LinkedPiece)
             else step
             for step in self._steps
@@ -256,15 +248,17 @@ class _BySize:
 
 @dataclass(slots=True)
 class _LinkedPiece:
+    """A PieceStep whose values are slots of the executor's list of values."""
+
     piece: str
-    index: int
+    index: int  # of the step
     compiled: PieceFunction
     function: PieceFunction  # compiled, or a wrapper around it
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    writes_kv_of: str | None
-    may_leave_kv: bool  # to attention
-    dead: tuple[int, ...]
+    writes_kv_of: str | None  # the layer's name
+    may_leave_kv: bool  # in some steps attention writes it instead (ops.cache_inputs)
+    dead: tuple[int, ...]  # slots that no later step reads
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         inputs = [values[slot] for slot in self.inputs]

@@ -1,7 +1,9 @@
 """Where KV lives: rows of slots per request, pages of keys and values per layer.
 
-A *slot* is page * page_size + offset. Page 0 and row 0 belong to nobody: padding writes and reads there. Who gets which
-page is decided on the host, in page_allocator.py.
+A *KV slot* is the place of one token's keys and values: page * page_size + offset (`out_cache_loc`, `slot_mapping`). A
+*row* is a request's line in ReqToTokenPool's table (`req_pool_indices`); the scheduler and the sampling state call that
+row the request's *slot* (`Request.slot`). Page 0 and row 0 belong to nobody: padding writes and reads there. Who gets
+which page is decided on the host, in page_allocator.py, and who gets which row in scheduler.py.
 
 Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
 """
@@ -27,27 +29,8 @@ class ReqToTokenPool:
     """
 
     def __init__(self, max_reqs: int, max_context_len: int, device: torch.device | str) -> None:
-        self.max_reqs = max_reqs
         self.max_context_len = max_context_len
         self.req_to_token = torch.zeros(max_reqs + 1, max_context_len, dtype=torch.int32, device=device)
-        self._free_rows = list(range(max_reqs, 0, -1))
-
-    @property
-    def available_rows(self) -> int:
-        return len(self._free_rows)
-
-    def alloc(self) -> int | None:
-        """A free row, or None when every request row is taken."""
-        return self._free_rows.pop() if self._free_rows else None
-
-    def free(self, row: int) -> None:
-        if not 0 < row <= self.max_reqs or row in self._free_rows:
-            raise RuntimeError(f"row {row} was not handed out; rows are 1..{self.max_reqs}, each freed once")
-        self._free_rows.append(row)
-
-    def write_slots(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """req_to_token[rows[i], positions[i]] = slots[i]; all [N], on the device, rows and positions int64."""
-        self.req_to_token.index_put_((rows, positions), slots.to(torch.int32))
 
     def write_pages(
         self, rows: torch.Tensor, page_positions: torch.Tensor, page_ids: torch.Tensor, page_size: int

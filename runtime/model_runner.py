@@ -180,9 +180,8 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Give all memory back; the runner cannot be used any more."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(
-                self.device
-            )  # of what graphs read torch knows nothing: it might give it away at once
+            # Torch does not know what graphs read: without this it might give that memory away while one still runs.
+            torch.cuda.synchronize(self.device)
         # Whatever part of it is there: a failed initialize ends here too.
         parts = ("model", "attn_backend", "req_to_token_pool", "slot_state", "token_to_kv_pool", "layers")
         for name in (*parts, "_metadata_builder"):
@@ -467,7 +466,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_largest_batch(self) -> None:
-        """Forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone."""
+        """Forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone.
+
+        Pool and backend are the runner's own for this long, as forward reads them there; init_memory_pool and
+        init_attention_backend make those that stay.
+        """
         config, device = self.config, self.device
         num_requests = config.max_rows
         num_tokens = min(config.max_num_batched_tokens, num_requests * config.max_model_len)

@@ -7,7 +7,7 @@ The op that stands for attention while a model is traced is in trace_ops.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +17,7 @@ from mllm_compile.runtime.forward_context import ForwardContext, get_forward_con
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.attention.base import AttentionLayer
+    from mllm_compile.runtime.attention.metadata import AttentionMetadata
     from mllm_compile.runtime.forward_batch import ForwardBatch
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
@@ -104,7 +105,7 @@ def _attention_rotates(context: ForwardContext, batch: ForwardBatch, layer: Atte
     return not is_piecewise and batch.attn_backend.rotates(layer)
 
 
-def _metadata_of(context: ForwardContext, layer_name: str) -> Any:
+def _metadata_of(context: ForwardContext, layer_name: str) -> AttentionMetadata:
     metadata = context.attn_metadata.get(layer_name)
     if metadata is None:
         raise RuntimeError(

@@ -28,19 +28,15 @@ class TokenToKVPoolAllocator:
     def available_pages(self) -> int:
         return self._num_free
 
-    def can_allocate(self, count: int) -> bool:
-        return count <= self._num_free
-
     def allocate(self, count: int) -> np.ndarray:
         """Take `count` pages: [count] int32.
 
         Raises:
-            RuntimeError: fewer are free; callers ask can_allocate first, so this is a fault of ours.
+            RuntimeError: fewer are free; PageTables evicts what is missing first, so this is a fault of ours.
         """
         if not 0 <= count <= self._num_free:
             raise RuntimeError(
-                f"internal error: {count} KV pages asked of an allocator with {self._num_free} free pages; "
-                "ask can_allocate first"
+                f"internal error: {count} KV pages asked of an allocator with {self._num_free} free pages"
             )
         self._num_free -= count
         pages = self._free[self._num_free : self._num_free + count][::-1].copy()

@@ -28,7 +28,7 @@ BATCH_INPUTS = (*TOKEN_INPUTS, ROW_INPUT)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention of the program; `sinks` is the name of a weight [H] or None."""
+    """One attention of the model."""
 
     name: str
     layer_id: int
@@ -37,9 +37,9 @@ class LayerSpec:
     head_dim: int
     v_head_dim: int
     sm_scale: float
-    logits_soft_cap: float
-    window_left: int
-    sinks: str | None
+    logits_soft_cap: float  # 0.0: none
+    window_left: int  # -1: none
+    sinks: str | None  # name of the weight that holds the sink logits, [H]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from mllm_compile.runtime.errors import RequestError
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
 MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
 MAX_N = 16384
-_MOST_TOKENS = (
-    2**31 - 1
-)  # of a vocabulary or a context: a larger number means no more, and must fit the device's tables
+# Of a vocabulary or a context: a larger number asks for no more than this, and would not fit the device's tables.
+_MOST_TOKENS = 2**31 - 1
 GREEDY_TEMPERATURE = 1e-5  # below it float32 logits / temperature is an argmax in all but name
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.forward_batch import ForwardMode
     from mllm_compile.runtime.request import Request
 
 
@@ -55,25 +54,6 @@ class ScheduledBatch:
     def seq_lens(self) -> np.ndarray:
         """[R] int32: tokens in the KV after this step."""
         return self.prefix_lens + self.num_new
-
-    @property
-    def all_sampled(self) -> bool:
-        """Every row's logits are sampled."""
-        return bool(self.sample_mask.all())
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        return bool(self.prompt_logprob_rows.any())
-
-    @property
-    def forward_mode(self) -> ForwardMode:
-        """DECODE, EXTEND or MIXED; a batch is never empty."""
-        # Imported here because that module needs torch, and the scheduler must not.
-        from mllm_compile.runtime.forward_batch import ForwardMode
-
-        if self.num_decodes == self.num_requests:
-            return ForwardMode.DECODE
-        return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

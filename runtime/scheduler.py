@@ -170,7 +170,10 @@ class Scheduler:
         return decodes
 
     def _current_decodes(self) -> DecodeRows:
-        """All requests in decode with steps left: cached until the set changes."""
+        """All requests in decode with steps left: cached until the set changes.
+
+        Those whose last step has been planned leave `_decoding` here, and their slots join `_leaving`.
+        """
         decodes = self._decode_rows
         if decodes is None:
             decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]

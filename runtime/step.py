@@ -85,9 +85,8 @@ class StepRunner:
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.max_model_len, runner.config.page_size)
         self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
-        self._seen_requests: list[Request] | None = (
-            None  # of the last batch; the same object while nobody comes or goes
-        )
+        # Of the last batch: ScheduledBatch promises the very same list while nobody comes or goes.
+        self._seen_requests: list[Request] | None = None
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         """Launch a step without waiting for it, nor for the one before.

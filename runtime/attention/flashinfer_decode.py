@@ -62,7 +62,8 @@ class GroupDecode(ABC):
 
 
 class SplitGroup(GroupDecode):
-    """Reads the page table that the backend keeps for all such groups."""
+    """By the program's own kernels (split_decode.py), those of hopper_decode/ among them, which do not split in that
+    sense. They read the page table that the backend keeps for all such groups."""
 
     def __init__(self, group: PlanGroup, decoders: Decoders, space: SplitDecodeSpace) -> None:
         self._group = group

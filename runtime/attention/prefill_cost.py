@@ -41,8 +41,8 @@ class PrefillLoad:
         """By fa3."""
         keys, longest = self._block_keys(_FA3_QUERIES)
         longest = max(longest, _FA3_QUERIES)
-        turns = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
-        return _FA3_BEGIN + _FA3_KEY * max(longest, turns) * self._width
+        keys_per_sm = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
+        return _FA3_BEGIN + _FA3_KEY * max(longest, keys_per_sm) * self._width
 
     def fa2_us(self) -> float:
         """By fa2 with the keys of a query in one block."""

@@ -153,9 +153,9 @@ def _num_splits(decoder: Decoder, num_sequences: int) -> int:
 
 
 def _scratch_sizes(group: PlanGroup, decoders: Decoders, max_requests: int) -> tuple[int, int, int]:
-    """Numbers of any batch at most: partial results, heads that have some, counters."""
+    """What the largest batch needs: floats of partial results, pairs of a split and a query head, counters."""
     kv_heads = group.num_kv_heads
     batches = ((count, count * kv_heads) for count in range(1, max_requests + 1))
-    rows = [count * _num_splits(choose_decoder(decoders, sequences), sequences) for count, sequences in batches]
-    rows += [_num_splits(decoder, kv_heads) for decoder in decoders]  # load() runs each with one request
-    return max(rows) * group.num_heads * group.head_dim, max(rows) * group.num_heads, max_requests * kv_heads
+    splits = [count * _num_splits(choose_decoder(decoders, sequences), sequences) for count, sequences in batches]
+    splits += [_num_splits(decoder, kv_heads) for decoder in decoders]  # load() runs each with one request
+    return max(splits) * group.num_heads * group.head_dim, max(splits) * group.num_heads, max_requests * kv_heads

@@ -104,8 +104,8 @@ class WeakTensor:
         Raises:
             RuntimeError: the place is another device's.
         """
-        # By its index: of "cuda" alone torch asks whose the place is, and copies it from the device that was current
-        # when the memory was pinned, which may have been for someone else.
+        # With its index: given "cuda" alone torch asks the driver which device owns the place. Pinned memory belongs to
+        # the one that was current when it was pinned; if that is another one, torch would make a copy there.
         device = torch.device("cuda", torch.cuda.current_device())
         if self._device not in (None, device):
             raise RuntimeError(f"memory of {self._device} was asked for on {device}")

@@ -53,7 +53,12 @@ class Turn:
         self._event = torch.cuda.Event()
 
     def write(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, size: int, padding_len: int) -> None:
-        """The requests [n] of a step of `size` rows."""
+        """Writes the requests of a step of `size` rows, and padding behind them.
+
+        Args:
+            rows, seq_lens, slots: [n] of any integers, n ≤ size: as GraphRunner.decode takes them.
+            padding_len: tokens that a row of padding has.
+        """
         count, fields = rows.size, self._requests
         fields[:count, 0], fields[:count, 1], fields[:count, 2] = rows, seq_lens, slots
         fields[count:size] = (0, padding_len, 0, 0)
@@ -100,6 +105,8 @@ class DecodeLoop:
         self._chosen = torch.zeros(NUM_TURNS, most, dtype=torch.int64, pin_memory=True)
         self._requests_of_device = WeakTensor(self._requests).tensor()
         self._chosen_of_device = WeakTensor(self._chosen).tensor()
+        # The turn's number, which the last kernel of a replay advances; and a copy for that kernel, whose programs must
+        # not read what one of them advances (decode_loop_ops.py).
         self._turns_of_device = torch.zeros(2, dtype=torch.int64, device=page_table.device)
         self._turns = [Turn(*part) for part in zip(self._requests.numpy(), self._chosen.numpy(), strict=True)]
         self._turn = 0

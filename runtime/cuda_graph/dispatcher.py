@@ -37,9 +37,10 @@ class GraphDispatcher:
         self.mode = mode
         self.decode_requests = self._sizes("cudagraph.decode_requests", decode_requests, CUDAGraphMode.FULL)
         self.piecewise_tokens = self._sizes("cudagraph.piecewise_tokens", piecewise_tokens, CUDAGraphMode.PIECEWISE)
-        is_mixed = mixed_tokens and mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE)
+        # Unlike the other sizes they may be left out; in a mode without full graphs of prompts they are ignored.
+        takes_mixed = mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE)
         key = "cudagraph.mixed_tokens"
-        self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if is_mixed else ()
+        self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True

@@ -220,8 +220,11 @@ class GraphRunner:
         return entry
 
     def _replay_decode(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
-        """Logits [R, V] of a batch that came as tensors. With a decode loop its rows' last tokens become what the graph
-        chooses: whoever runs such batches keeps their tokens himself."""
+        """Logits [R, V] of a batch that came as tensors.
+
+        With a decode loop the graph chooses tokens all the same, and overwrites SlotState.last_tokens of the batch's
+        rows: a caller that samples from the logits must write its own tokens there afterwards, as StepRunner does.
+        """
         self._prepare_decode(batch, descriptor.num_tokens)
         if self.decode_loop is not None:
             self.decode_loop.next_turn().write_in_place(descriptor.num_tokens)

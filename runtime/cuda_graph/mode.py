@@ -8,7 +8,12 @@ from mllm_compile.runtime.errors import ConfigError
 
 
 class CUDAGraphMode(Enum):
-    """NONE, PIECEWISE and FULL are what a step runs in; the pairs say (uniform decode, everything else)."""
+    """NONE, PIECEWISE and FULL are what a step runs in; the pairs say (uniform decode, everything else).
+
+    There are two kinds of FULL graphs, told apart by BatchDescriptor.uniform: those of decodes, and *mixed* ones
+    (cudagraph.mixed_tokens), which hold any step up to its head. So "mixed" is wider here than ForwardMode.MIXED, which
+    means decodes and prompts in one batch: a mixed graph also serves prompts alone.
+    """
 
     NONE = 0
     PIECEWISE = 1

@@ -37,7 +37,10 @@ class TokenPlaces:
         return cls(*(torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)))
 
     def take_tokens(self, batch: ForwardBatch, padded: int) -> None:
-        """Token inputs of `batch`, and padding up to `padded`, unless they are in their places already."""
+        """Token inputs of `batch`, and padding up to `padded`.
+
+        Values that are in their places already came by StepInputs.upload, which has written the padding as well.
+        """
         num_tokens = batch.num_tokens
         for place, values in (
             (self.input_ids, batch.input_ids),

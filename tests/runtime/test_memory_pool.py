@@ -4,23 +4,6 @@ import torch
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
 
-def test_rows_are_handed_out_once_and_row_0_never():
-    pool = ReqToTokenPool(3, 8, "cpu")
-    rows = [pool.alloc() for _ in range(3)]
-    assert sorted(rows) == [1, 2, 3]
-    assert pool.alloc() is None
-    pool.free(2)
-    assert pool.available_rows == 1
-    assert pool.alloc() == 2
-
-
-@pytest.mark.parametrize("row", [0, 4, 1])
-def test_freeing_a_row_that_was_not_handed_out_is_an_error(row):
-    pool = ReqToTokenPool(3, 8, "cpu")
-    with pytest.raises(RuntimeError, match="not handed out"):
-        pool.free(row)
-
-
 def test_pages_that_rows_are_not_made_of_are_refused():
     one = torch.tensor([1])
     with pytest.raises(ValueError, match="rows of 6 slots cannot take pages of 4"):
@@ -35,14 +18,6 @@ def test_pages_become_consecutive_slots_of_their_row():
         [20, 21, 22, 23, 8, 9, 10, 11],
         [0, 0, 0, 0, 12, 13, 14, 15],
     ]
-
-
-def test_slots_are_written_one_by_one():
-    pool = ReqToTokenPool(2, 8, "cpu")
-    pool.write_slots(torch.tensor([1, 2]), torch.tensor([0, 3]), torch.tensor([9, 7]))
-    assert pool.req_to_token[1, 0] == 9
-    assert pool.req_to_token[2, 3] == 7
-    assert pool.req_to_token.sum() == 16
 
 
 def test_kv_is_written_at_slots_and_seen_through_pages_and_buffer():

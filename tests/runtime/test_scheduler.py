@@ -163,13 +163,13 @@ def test_decodes_come_first_and_prompts_share_what_they_leave_of_the_budget() ->
     simulation.check_answers()
 
 
-def test_the_forward_mode_follows_the_rows() -> None:
-    pytest.importorskip("torch")
+def test_decodes_and_prompts_share_steps() -> None:
     simulation = Simulation(make_config())
     simulation.add(make_request("a", prompt_of(3), **FREE))
     first, second = simulation.step(), simulation.step()
     simulation.add(make_request("b", prompt_of(3), **FREE))
-    assert [batch.forward_mode.name for batch in (first, second, simulation.step())] == ["EXTEND", "DECODE", "MIXED"]
+    batches = (first, second, simulation.step())
+    assert [(batch.num_decodes, batch.num_requests) for batch in batches] == [(0, 1), (1, 1), (1, 2)]
 
 
 def test_a_steady_decode_shares_its_constant_arrays_from_step_to_step() -> None:

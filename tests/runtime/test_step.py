@@ -37,9 +37,9 @@ def test_a_batch_of_mixed_lengths_gives_each_prompt_what_it_gets_alone(expected,
 def test_prompts_in_chunks_beside_decodes_give_the_same_tokens(expected, budget):
     tokens, loop = generate(PROMPTS, max_num_batched_tokens=budget)
     assert tokens == expected
-    modes = {batch.forward_mode.name for batch in loop.batches}
-    assert modes == {"EXTEND", "MIXED", "DECODE"}
-    assert any(not batch.all_sampled for batch in loop.batches)
+    kinds = {(batch.num_decodes > 0, batch.num_decodes < batch.num_requests) for batch in loop.batches}
+    assert kinds == {(False, True), (True, True), (True, False)}, "prompts, both, and decodes"
+    assert any(not batch.sample_mask.all() for batch in loop.batches)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
