@@ -38,10 +38,13 @@ python -m tests.models.survey --write docs/models.md
 {date}, Transformers {transformers}, torch {torch}, Python {python}, on a CPU in float32. Each architecture is a tiny
 random model (4 layers, width 64, windows of 8 tokens, kinds of layers alternating), saved as a checkpoint and served
 from it, with the pieces as traced (`compile.backend: eager`) and the plain torch attention over the paged cache. Five
-texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the longest cut short, a mixed step and a decode
+texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the longest one in chunks, a mixed step and a decode
 step. The error is the largest difference of any log-probability of any token from what Transformers' forward gives that
 text alone; above {tolerance:g} it would count as wrong. So this page is about meaning, not about speed or about each
 published checkpoint.
+
+On a GPU, FlashInfer has no attention with sinks, with values of another width than keys, or with heads of another width
+than 64, 128 or 256: such models need `runtime: {{attention_backend: torch}}` there, which is slow.
 
 ## Your model
 
