@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.forward_batch import ForwardBatch
-from mllm_compile.runtime.packed_fields import PackedFields, aligned, upload_fields
+from mllm_compile.runtime.packed_fields import FieldLayout, layout_of, upload_fields
 from mllm_compile.runtime.staging import StagingRing
 
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
@@ -69,17 +69,17 @@ class StepInputs(TokenPlaces):
         self.max_tokens = max_tokens
         self.max_requests = max_requests
         self.padding_len = padding_len
-        int64, int32 = torch.int64, torch.int32
-        self._fields = {
-            "input_ids": (max_tokens, int64),
-            "positions": (max_tokens, int64),
-            "out_cache_loc": (max_tokens, int64),
-            "req_pool_indices": (max_requests, int64),
-            "seq_lens": (max_requests, int32),
-        }
-        self._others_start = sum(aligned(size * dtype.itemsize) for size, dtype in self._fields.values())
-        self._block = torch.zeros(self._others_start + _OTHER_BYTES, dtype=torch.uint8, device=device)
-        views = self._views(self._block)
+        self._layout = FieldLayout(
+            {
+                "input_ids": max_tokens,
+                "positions": max_tokens,
+                "out_cache_loc": max_tokens,
+                "req_pool_indices": max_requests,
+                "seq_lens": max_requests,
+            }
+        )
+        self._block = torch.zeros(self._layout.end + _OTHER_BYTES, dtype=torch.uint8, device=device)
+        views = self._layout.views(self._block)
         super().__init__(views["input_ids"], views["positions"], views["out_cache_loc"])
         self.req_pool_indices, self.seq_lens = views["req_pool_indices"], views["seq_lens"]
         self.seq_lens.fill_(padding_len)
@@ -105,15 +105,15 @@ class StepInputs(TokenPlaces):
         Returns:
             The places, as long as the values, and the others.
         """
-        packed = PackedFields(others, self._others_start)
+        packed = layout_of(others, self._layout.end)
         if packed.end > self._block.nbytes:
             return self.upload(values) | upload_fields(others, self._staging, self._block.device)
         buffer = self._staging.next(self._block.nbytes)
         host = buffer.memory[: self._block.nbytes]
-        packed.write(host)
+        packed.write(others, host)
         arrays = self._host_arrays.get(host.data_ptr())
         if arrays is None:
-            arrays = {name: view.numpy() for name, view in self._views(host).items()}
+            arrays = {name: view.numpy() for name, view in self._layout.views(host).items()}
             self._host_arrays[host.data_ptr()] = arrays
         for name, array in arrays.items():
             value = values[name]
@@ -139,11 +139,3 @@ class StepInputs(TokenPlaces):
             self.seq_lens[size:padded].fill_(self.padding_len)
             self.seq_lens_cpu[:size] = batch.seq_lens_cpu
             self.seq_lens_cpu[size:padded] = self.padding_len
-
-    def _views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        views, start = {}, 0
-        for name, (size, dtype) in self._fields.items():
-            end = start + size * dtype.itemsize
-            views[name] = block[start:end].view(dtype)
-            start = aligned(end)
-        return views
