@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def build_program(graph: fx.GraphModule) -> Program:
             )
         elif is_attention_with_output(node):
             steps.append(_attention_step(node))
-    layers: tuple[LayerSpec, ...] = tuple(graph.meta[ATTENTION_LAYERS])
+    layers = tuple(LayerSpec(**asdict(spec)) for spec in graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.passes.base import ATTENTION_LAYERS
+from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec
 from mllm_compile.passes.lower_attention import LowerAttention
-from mllm_compile.runtime.program import LayerSpec
 from tests.passes.graph_builder import HEAD_DIM, HEADS, HIDDEN, GraphBuilder, apply, model_of_layers, run, targets, text
 
 
-def layers_of(gm) -> list[LayerSpec]:
+def layers_of(gm) -> list[AttentionSpec]:
     return gm.meta[ATTENTION_LAYERS]
 
 
@@ -22,7 +21,7 @@ def test_the_op_is_lowered_and_its_arguments_become_the_layers():
     assert result.matches == 1
     assert targets(result.gm)[-7:-4] == ["new_empty.default", "attention_with_output.default", "flatten"]
     assert layers_of(result.gm) == [
-        LayerSpec("layers.0.attn", 0, HEADS, 2, HEAD_DIM, HEAD_DIM, 0.25, 30.0, 4, sinks=None)
+        AttentionSpec("layers.0.attn", 0, HEADS, 2, HEAD_DIM, HEAD_DIM, 0.25, 30.0, 4, sinks=None)
     ]
 
 
