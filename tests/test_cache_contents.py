@@ -56,6 +56,15 @@ def test_what_cannot_be_removed_is_not_said_to_be_freed(cache, monkeypatch, caps
     assert capsys.readouterr().out == "freed 0 B\n"
 
 
+@pytest.mark.parametrize("command", ["list", "prune", "verify"])
+def test_a_cache_that_is_no_folder_is_told_and_one_that_is_not_there_is_empty(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.setenv("MLLM_COMPILE_CACHE", str(tmp_path / "cache"))
+    assert run(["cache", command]) == 0
+    (tmp_path / "cache").write_text("")
+    assert run(["cache", command]) == 2
+    assert f"the cache ($MLLM_COMPILE_CACHE) is {tmp_path / 'cache'}, which is no folder" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_cache_loses_nothing(tmp_path, capsys):
     for place in ("runtimes/python", "runtimes/node", "compilers/gcc"):
         (tmp_path / place).mkdir(parents=True)

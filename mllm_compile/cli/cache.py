@@ -118,7 +118,12 @@ def _state(problem: ArtifactError | None) -> str:
 
 def _folder(cache_dir: Path | None) -> Path:
     if cache_dir is None:
-        return Path(auto_cache_dir()[0])
+        folder, why = auto_cache_dir()
+        if os.path.lexists(folder) and not os.path.isdir(folder):  # one that is not there yet is an empty cache
+            raise ConfigError(
+                f"the cache ({why}) is {folder}, which is no folder. Remove it, or give another by --dir."
+            )
+        return Path(folder)
     if not os.path.isdir(cache_dir):
         what = "is no folder" if os.path.exists(cache_dir) else "does not exist"
         raise ConfigError(f"--dir {cache_dir} {what}; give the folder that a config has as cache.dir")
