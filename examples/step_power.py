@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--batches", type=positive, nargs="+", default=[64, 256])
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=positive, default=129, help="tokens of each answer")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of prefills and of decodes, at least")
+    parser.add_argument("--seconds", type=positive, default=3, help="of prefills and of decodes, at least")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")

@@ -115,8 +115,12 @@ class ChatTemplate:
 
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
         compiled = self._template(name)
-        given = {"tools"} if tools and name != "tool_use" else set()  # which was made for them, whatever it reads
-        self._check_variables(compiled, given | ({"documents"} if documents else set()) | set(variables))
+        given = set(variables)
+        if tools and name != "tool_use":  # a template of that name is for tools, whatever it reads
+            given.add("tools")
+        if documents:
+            given.add("documents")
+        self._check_variables(compiled, given)
         plain = _as_json({"messages": messages, "tools": tools, "documents": documents, "variables": variables})
         try:
             return compiled.template.render(

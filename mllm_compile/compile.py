@@ -56,7 +56,7 @@ from mllm_compile.errors import ArtifactError, CheckpointError, CompileError, Co
 from mllm_compile.explain import miss_note, nearest_runtime
 from mllm_compile.model_folder import ModelFolder, open_model_folder
 from mllm_compile.progress import Reporter
-from mllm_compile.resolve import of_gpus_alone, resolve
+from mllm_compile.resolve import resolve
 from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.device_memory import give_back_unused
 from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
@@ -135,8 +135,6 @@ def load_or_compile(
     with timeline.stage("resolve"):
         target = find_target(config, options)
     target.config.report(timeline)
-    if target.config.runtime.device == "cpu" and (unused := of_gpus_alone(config)):
-        timeline.announce(f"without effect on a CPU: {', '.join(unused)}")
     artifact = _open_cached(target, timeline, timeline.note)
     was_cached = artifact is not None
     if artifact is None:

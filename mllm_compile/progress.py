@@ -42,7 +42,7 @@ class Reporter(Protocol):
     def note(self, text: str) -> None: ...
 
     def announce(self, text: str) -> None:
-        """A note on why it will be long, for whoever sees no stages."""
+        """A note that is also for whoever sees no stages: why it will be long, what is not done."""
         self.note(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...

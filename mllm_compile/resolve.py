@@ -40,21 +40,11 @@ DETERMINISTIC_ATTENTION_BLOCKS = 512
 # The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
-_OF_GPUS_ALONE = {
+_KEYS_OF_GPUS = {
     "runtime": ("mem_fraction_static",),
     "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens", "sample_in_graph"),
 }
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
-
-
-def of_gpus_alone(config: EngineConfig) -> list[str]:
-    """Keys that say something else than their defaults and that a CPU does nothing with."""
-    return [
-        f"{section}.{key}"
-        for section, keys in _OF_GPUS_ALONE.items()
-        for key in keys
-        if getattr(getattr(config, section), key) != type(getattr(config, section)).model_fields[key].default
-    ]
 
 
 def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> ResolvedConfig:
@@ -98,6 +88,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
         ),
         choices=tuple(choices.made),
+        without_effect=() if device.is_cuda else _of_gpus_alone(config),
     )
 
 
@@ -268,3 +259,14 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     if limit is not None and length > limit:
         raise ConfigError(f"runtime.max_model_len is {length}, but {bound.format(limit)}. Set it to {limit} or less.")
     return length
+
+
+def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:
+    """Keys that say something else than their defaults and that a CPU does nothing with."""
+    sections = {name: getattr(config, name) for name in _KEYS_OF_GPUS}
+    return tuple(
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key in _KEYS_OF_GPUS[name]
+        if getattr(section, key) != type(section).model_fields[key].default
+    )

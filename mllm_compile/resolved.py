@@ -91,11 +91,14 @@ class ResolvedConfig(_Resolved):
     runtime: ResolvedRuntime
     cache: ResolvedCache
     choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
+    without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores
 
     def report(self, reporter: Reporter) -> None:
-        """Shows what every `auto` became."""
+        """Shows what every `auto` became, and what was asked for and means nothing here."""
         if self.choices:
             reporter.table("auto values", ("key", "value", "why"), self.choices)
+        if self.without_effect:
+            reporter.announce(f"without effect on a CPU: {', '.join(self.without_effect)}")
 
 
 class AutoChoices:

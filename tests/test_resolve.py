@@ -14,7 +14,7 @@ from mllm_compile.device_info import DeviceInfo, detect_device
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.model_folder import ModelFolder
 from mllm_compile.progress import PlainReporter
-from mllm_compile.resolve import of_gpus_alone, resolve
+from mllm_compile.resolve import resolve
 from mllm_compile.resolve_graphs import MIXED_TOKENS
 from mllm_compile.resolved import ResolvedConfig, ResolvedCudaGraph
 
@@ -39,15 +39,16 @@ def test_auto_on_a_cpu_is_float32_torch_and_no_graphs():
     assert config.model.load_format == "safetensors"
 
 
-def test_what_a_config_says_for_gpus_alone_is_known():
+def test_what_a_config_says_for_gpus_alone_is_without_effect_on_a_cpu():
     sections = {
         "runtime": {"mem_fraction_static": 0.8, "page_size": 4},
         "cudagraph": {"mode": "none", "decode_requests": [1, 2], "mixed_tokens": "auto", "sample_in_graph": False},
     }
-    config = EngineConfig.from_dict({"model": {"path": "m"}} | sections)
-    told = ["runtime.mem_fraction_static", "cudagraph.decode_requests", "cudagraph.sample_in_graph"]
-    assert of_gpus_alone(config) == told
-    assert of_gpus_alone(EngineConfig.from_dict({"model": {"path": "m"}})) == []
+    told = ("runtime.mem_fraction_static", "cudagraph.decode_requests", "cudagraph.sample_in_graph")
+    assert resolved(CPU, **sections).without_effect == told
+    assert resolved(CPU).without_effect == ()
+    sections["cudagraph"]["mode"] = "full"
+    assert resolved(H200, **sections).without_effect == ()
 
 
 def test_auto_on_a_gpu_is_the_checkpoints_dtype_flashinfer_and_both_kinds_of_graphs():
