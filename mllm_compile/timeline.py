@@ -46,6 +46,11 @@ class Timeline:
         """In the order of their beginning."""
         return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
 
+    @property
+    def stages(self) -> list[tuple[str, float]]:
+        """(name, seconds) of the outermost ones, in the order of their beginning."""
+        return [(span.name, span.seconds) for span in self.spans if span.depth == 0]
+
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
         is_beside = threading.current_thread() is not threading.main_thread()

@@ -26,13 +26,14 @@ from mllm_compile.artifact_store import (
     sweep,
     using_compiler_cache,
 )
+from mllm_compile.build_runtime import _workers
 from mllm_compile.cache_contents import (
     Pruned,
     prune,
     remove_runtime,
 )
 from mllm_compile.cli import run
-from mllm_compile.compile import _workers, load_or_compile
+from mllm_compile.compile import load_or_compile
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError
 from mllm_compile.tensor_file import save_tensors

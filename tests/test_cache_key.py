@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import mllm_compile
 from mllm_compile.cache_key import _SHAPING_SOURCES, _attention, _sources, changed_parts, key_of
-from mllm_compile.compile import find_target
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.explain import Change, changes, miss_note
+from mllm_compile.target import find_target
 from tests.test_resolve import H200, resolved
 from tests.tiny_model import TINY, tiny_config
 
@@ -54,7 +54,7 @@ def test_an_output_folder_is_absolute_as_compilers_have_folders_of_their_own(mon
 
 def test_a_key_does_not_depend_on_the_environment_the_process_or_the_folder_it_runs_in(tmp_path):
     code = (
-        "from pathlib import Path; from mllm_compile.compile import find_target;"
+        "from pathlib import Path; from mllm_compile.target import find_target;"
         "from tests.tiny_model import tiny_config; print(find_target(tiny_config(Path('/nonexistent'))).folder)"
     )
     noise = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2", "TZ": "Asia/Tokyo", "LC_ALL": "C", "HOME": str(tmp_path)}

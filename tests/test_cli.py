@@ -219,7 +219,7 @@ def test_inspecting_prints_the_passes(monkeypatch, config, capsys, tmp_path):
         with reporter.stage("trace"):
             return [SimpleNamespace(name="pack_linears", matches=4, nodes_before=90, nodes_after=70, ms=1.25)]
 
-    stand_in_compiler(monkeypatch, inspect_model=inspect_model)
+    monkeypatch.setitem(sys.modules, "mllm_compile.inspect_model", SimpleNamespace(inspect_model=inspect_model))
     assert run(["inspect", config, "--out", str(tmp_path / "graphs")]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, EngineConfig, SamplingParams, early_pieces
-from mllm_compile.compile import find_target, load_or_compile
+from mllm_compile.compile import load_or_compile
 from mllm_compile.cuda_kernels import KernelCompiler
 from mllm_compile.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
 from mllm_compile.errors import CompileError
 from mllm_compile.lowering import build_model, lower, write_pieces
 from mllm_compile.piece_workers import PieceJob, PieceWorkers
+from mllm_compile.target import find_target
 from tests.models.tiny_configs import save_tiny_model
 from tests.models.tiny_configs import tiny_config as shape_of
 from tests.test_artifact import Recorder

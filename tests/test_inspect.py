@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mllm_compile.compile import inspect_model
 from mllm_compile.errors import ConfigError
+from mllm_compile.inspect_model import inspect_model
 from tests.tiny_model import tiny_config
 
 

@@ -38,8 +38,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, module in WORK.items():
         monkeypatch.setattr(module, name, work)
-    stand_in = SimpleNamespace(inspect_model=work, load_or_compile=work)
-    monkeypatch.setitem(sys.modules, "mllm_compile.compile", stand_in)
+    for name, function in {"compile": "load_or_compile", "inspect_model": "inspect_model"}.items():
+        monkeypatch.setitem(sys.modules, f"mllm_compile.{name}", SimpleNamespace(**{function: work}))
 
 
 def test_files_that_can_be_written_pass(tmp_path, monkeypatch):

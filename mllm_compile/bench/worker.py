@@ -81,7 +81,7 @@ def roofline(job: dict[str, Any]) -> dict[str, Any]:
 def levers(job: dict[str, Any]) -> dict[str, Any]:
     """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
     from mllm_compile.artifact import open_artifact
-    from mllm_compile.compile import find_target
+    from mllm_compile.target import find_target
 
     artifact = open_artifact(find_target(Setting(**job["setting"]).engine_config()).folder)
     at_work = [report["name"] for report in artifact.manifest.about["passes"] if report["matches"]]

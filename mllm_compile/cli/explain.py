@@ -10,7 +10,7 @@ from mllm_compile.config import EngineConfig
 from mllm_compile.console import print_table
 
 if TYPE_CHECKING:
-    from mllm_compile.compile import Target
+    from mllm_compile.target import Target
 
 
 def explain_command(config: ConfigArgument) -> None:
@@ -18,7 +18,7 @@ def explain_command(config: ConfigArgument) -> None:
     engine_config = EngineConfig.from_yaml(config)
 
     from mllm_compile.cache_key import key_of
-    from mllm_compile.compile import find_target
+    from mllm_compile.target import find_target
 
     target = find_target(engine_config)
     _say_whether_it_is_compiled(target)

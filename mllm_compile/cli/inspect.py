@@ -44,7 +44,7 @@ def inspect_command(
 def _write_graphs(config: EngineConfig, folder: Path) -> None:
     check_output_folder("--out", folder)
 
-    from mllm_compile.compile import inspect_model
+    from mllm_compile.inspect_model import inspect_model
 
     reports = inspect_model(config, folder, reporter_for(plain_lines=True))
     rows = [

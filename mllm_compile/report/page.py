@@ -165,7 +165,7 @@ def _runs(places: Iterable[str]) -> list[str]:
 
 
 def _steps(artifact: Artifact) -> list[str]:
-    from mllm_compile.compile import step_line
+    from mllm_compile.inspect_model import step_line
 
     lines = [step_line(step) for step in artifact.program.to_json()["steps"][:_MAX_STEPS]]
     left_out = len(artifact.program.steps) - len(lines)

@@ -19,7 +19,7 @@ class MllmEngine:
         self._engine = Engine(setting.engine_config(), reporter=reporter_for(plain_lines=True), log_interval_s=0.0)
         config = self._engine.config
         self.settings = {} if config is None else config.model_dump(mode="json")
-        self.start_parts = {span.name: span.seconds for span in self._engine.timeline.spans if span.depth == 0}
+        self.start_parts = dict(self._engine.timeline.stages)
 
     def generate(self, call: Call) -> None:
         params = [
