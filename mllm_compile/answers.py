@@ -1,6 +1,7 @@
 """From what the engine's thread collected to RequestOutputs; runs on the threads of those who asked.
 
-`build_answer` makes the whole answer of a finished submission, StreamBuilder the pieces of a stream.
+`build_answer` makes the whole answer of a finished submission, StreamBuilder the pieces of a stream. What they give out
+is a copy wherever the engine reads the original on: what a caller does with an output reaches nobody else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def build_answer(submission: Submission, decoder: Decoder | None) -> RequestOutp
     return RequestOutput(
         request_id=submission.request_id,
         prompt=submission.prompt,
-        prompt_token_ids=submission.prompt_token_ids,
+        prompt_token_ids=list(submission.prompt_token_ids),
         outputs=[_completion(sequence, decoder, scores) for sequence in submission.sequences],
         finished=True,
         prompt_logprobs=_prompt_logprobs(submission, scores),
@@ -35,6 +36,7 @@ class StreamBuilder:
 
     def __init__(self, submission: Submission, decoder: Decoder | None) -> None:
         self._submission = submission
+        self._prompt_token_ids = list(submission.prompt_token_ids)
         self._scores = _ScoreReader(decoder)
         self._is_first = True
         self._detokenizers = [
@@ -45,10 +47,10 @@ class StreamBuilder:
         ]
 
     def build(self, deltas: Seq[Delta], finished: bool) -> RequestOutput:
-        """One output for the news so far, in the order in which they came.
+        """One output for the news so far.
 
         Args:
-            deltas: news of any completions.
+            deltas: news of any completions, in the order in which they came.
             finished: these are the last.
         """
         submission = self._submission
@@ -62,8 +64,8 @@ class StreamBuilder:
         return RequestOutput(
             request_id=submission.request_id,
             prompt=submission.prompt,
-            prompt_token_ids=submission.prompt_token_ids,
-            outputs=list(outputs.values()),
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[outputs[index] for index in sorted(outputs)],
             finished=finished,
             prompt_logprobs=_prompt_logprobs(submission, self._scores) if is_first else None,
             num_cached_tokens=submission.sequences[0].request.num_cached_tokens,
@@ -118,7 +120,7 @@ def _completion(sequence: Sequence, decoder: Decoder | None, scores: _ScoreReade
     output = CompletionOutput(
         index=sequence.index,
         text=_text(sequence, decoder),
-        token_ids=request.output_token_ids,
+        token_ids=list(request.output_token_ids),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +32,7 @@ class AsyncEngine:
 
     def __init__(self, engine: EngineSource | Engine) -> None:
         self.engine = engine if isinstance(engine, Engine) else Engine(engine)
-        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
+        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}
 
     def generate(
         self,
@@ -142,5 +141,6 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         waker = self._wakers.get(loop)
         if waker is None:
+            self._wakers = {other: waker for other, waker in self._wakers.items() if not other.is_closed()}
             waker = self._wakers[loop] = LoopWaker(loop)
         return waker

@@ -52,6 +52,7 @@ _SHAPING_SOURCES = (
     "small_weights.py",
     "piece_source.py",
     "piece_compiler.py",
+    "unloadable.py",
     "dependent_launcher.py",
     "cuda_kernels.py",
     "nvrtc.py",

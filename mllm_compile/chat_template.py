@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.errors import RequestError
+from mllm_compile.runtime.shown import brief
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template, nodes
@@ -122,9 +123,10 @@ class ChatTemplate:
             given.add("documents")
         self._check_variables(compiled, given)
         plain = _as_json({"messages": messages, "tools": tools, "documents": documents, "variables": variables})
+        contents = [_normalise(message, compiled.takes_parts) for message in plain["messages"]]
         try:
             return compiled.template.render(
-                messages=[_normalise(message, compiled.takes_parts) for message in plain["messages"]],
+                messages=contents,
                 tools=plain["tools"],
                 documents=plain["documents"],
                 add_generation_prompt=add_generation_prompt,
@@ -175,12 +177,6 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-def brief(value: object) -> str:
-    """A value in an error: its type and its beginning."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
 def _compile(environment: Environment, source: str) -> _Compiled:
     from jinja2 import nodes
     from jinja2.meta import find_undeclared_variables
@@ -225,7 +221,7 @@ def _normalise(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
 def _as_json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(
             f"chat messages, tools and variables must be plain JSON data (tools as JSON schemas): {error}."
         ) from None

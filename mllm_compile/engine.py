@@ -128,11 +128,12 @@ class Engine:
             parts.scheduler,
             parts.step_runner,
             check_device=parts.check_device,
+            shutdown=parts.shutdown,
             forward_times=parts.forward_times,
             log_interval_s=log_interval_s,
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
-        self._close = weakref.finalize(self, _close, self.core, parts.shutdown)
+        self._close = weakref.finalize(self, self.core.close)
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
@@ -285,11 +286,6 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _close(core: EngineCore, shutdown: Callable[[], None]) -> None:
-    core.close()
-    shutdown()
 
 
 def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:

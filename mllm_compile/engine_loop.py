@@ -11,9 +11,11 @@ answers, else the engine is dead and says why. Read next: runtime/scheduler.py, 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ from mllm_compile.stats import EngineStats, ForwardTimesSource, StatsRecorder
 logger = logging.getLogger("mllm_compile.engine")
 
 T = TypeVar("T")
+
+
+def _nothing() -> None:
+    """What there is to do where nobody says otherwise."""
 
 
 class StepHandle(Protocol):
@@ -78,6 +84,7 @@ class EngineCore:
         scheduler: not used by anyone else from now on.
         step_runner: likewise.
         check_device: raises when the device cannot be used any more; asked after a step has failed.
+        shutdown: gives the device's memory back; called once, by `close`, after the last step.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
     """
@@ -87,12 +94,14 @@ class EngineCore:
         scheduler: Scheduler,
         step_runner: StepRunner,
         *,
-        check_device: Callable[[], None] = lambda: None,
+        check_device: Callable[[], None] = _nothing,
+        shutdown: Callable[[], None] = _nothing,
         forward_times: ForwardTimesSource = tuple,
         log_interval_s: float = 10.0,
     ) -> None:
         self._scheduler = scheduler
         self._check_device = check_device
+        self._shutdown = shutdown
         self._log_interval_s = log_interval_s
         self._next_log = time.monotonic() + log_interval_s
         self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1, forward_times)
@@ -101,6 +110,8 @@ class EngineCore:
         self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error
         self._end_error: EngineDeadError | None = None  # set once: no step will run after it
         self._is_closing = False
+        self._closes_itself = False  # `close` was called on the engine's own thread
+        self._is_forked = False  # this is a forked process, which has no such thread
 
         # Of the engine's thread alone.
         self._in_flight: _Step | None = None
@@ -113,6 +124,7 @@ class EngineCore:
         # Only the thread holds the step runner: what it has on the device goes when the thread ends.
         self._thread = threading.Thread(target=self._run, args=(step_runner,), name="mllm-engine", daemon=True)
         self._thread.start()
+        _cores.add(self)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
@@ -149,12 +161,30 @@ class EngineCore:
         self._call(self._scheduler.flush_prefix_cache)
 
     def close(self) -> None:
-        """Aborts all requests, waits for the step in flight and ends the thread. May be called again."""
+        """Aborts all requests, waits for the step in flight, ends the thread and gives memory back; once or often."""
+        if self._is_forked:
+            return
+        is_own_thread = threading.current_thread() is self._thread  # a collection of garbage there has found the engine
         with self._condition:
             self._is_closing = True
+            self._closes_itself |= is_own_thread
             self._condition.notify()
-        if threading.current_thread() is not self._thread:
+        if not is_own_thread:
             self._thread.join()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        shutdown, self._shutdown = self._shutdown, _nothing
+        shutdown()
+
+    def _after_fork(self) -> None:
+        """In the child: no step will run here, and the lock may be held by a thread that is not here."""
+        self._is_forked = True
+        self._condition = threading.Condition()
+        self._end_error = self._end_error or EngineDeadError(
+            f"this engine's thread is in process {os.getppid()}, of which this one is a fork. Make an Engine here; "
+            "where the other one uses a GPU, start this process by spawn, not by fork."
+        )
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._condition:
@@ -202,6 +232,8 @@ class EngineCore:
             error = EngineDeadError(f"the engine met an internal error and stopped: {_describe(fault)}. {_RESTART}")
             error.__cause__ = fault
         self._end(error)
+        if self._closes_itself:
+            self._give_back()
 
     def _take_commands(self) -> bool:
         """Carries out what callers want; blocks while there is nothing to do. False: the engine is to end."""
@@ -280,8 +312,8 @@ class EngineCore:
         """Ends every completion that still runs."""
         for sequence in submission.sequences:
             if sequence.finish_reason is None:
-                if sequence.request in self._live:  # else it was not queued yet, and the id may be someone else's
-                    self._scheduler.abort(sequence.request.request_id)
+                if sequence.request in self._live:  # else it was not queued yet
+                    self._scheduler.abort(sequence.request)
                 sequence.end(reason)
                 self._forget(sequence)
 
@@ -365,7 +397,7 @@ class EngineCore:
             self._fail(sequence.submission, MllmError(f"the tokens could not be turned into text: {_describe(error)}"))
             return
         if stop_string is not None:
-            self._scheduler.finish(sequence.request.request_id, "stop", stop_string)
+            self._scheduler.finish(sequence.request, "stop", stop_string)
         if sequence.finish_reason is not None:
             self._forget(sequence)
 
@@ -403,6 +435,17 @@ class EngineCore:
             self._next_log = now + self._log_interval_s
             logger.info("%s", self._recorder.snapshot(self._scheduler.stats()))
 
+
+# Of this process: a fork has the objects, and not the threads that run them.
+_cores: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+
+
+def _cut_off() -> None:
+    for core in tuple(_cores):
+        core._after_fork()
+
+
+os.register_at_fork(after_in_child=_cut_off)
 
 _RESTART = "Close this engine and make a new one."
 

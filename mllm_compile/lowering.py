@@ -89,12 +89,15 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.hf_model import build_on_meta
         from mllm_compile.late_imports import import_modeling_code
         from mllm_compile.rope import check_rope_limit
+        from mllm_compile.weights import untie_stored_apart
 
         import_modeling_code()
     with reporter.stage("build on meta"), uncollected():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
         check_rope_limit(model, hf_model.model.config)
+        if config.model.load_format != "dummy":
+            untie_stored_apart(model.path, model.weight_names, hf_model.model)
     return hf_model
 
 
@@ -198,8 +201,7 @@ def plan_lowered_weights(
 
     table: Any = None
     if config.model.load_format != "dummy":
-        names = [path.relative_to(model.path).as_posix() for path in model.weight_files]
-        table = read_checkpoint(model.path, names, lowered.hf_model.model)
+        table = read_checkpoint(model.path, model.weight_names, lowered.hf_model.model)
     needed = set(lowered.program.weights)
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
     shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}

@@ -40,6 +40,11 @@ class ModelFolder:
     config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
 
+    @property
+    def weight_names(self) -> list[str]:
+        """The weight files as the folder has them: their paths in it."""
+        return [path.relative_to(self.path).as_posix() for path in self.weight_files]
+
     def text_config_value(self, *names: str) -> Any:
         """The first of `names` that config.json sets, in the text model's own section where there is one, else None."""
         nested = self.config.get("text_config")

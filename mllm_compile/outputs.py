@@ -80,7 +80,7 @@ class RequestOutput:
         request_id: the engine's name of the request; what `abort` takes.
         prompt: the text of the prompt; None when it was given as token ids.
         prompt_token_ids: the ids that the model saw.
-        outputs: the completions; in a stream only those with news.
+        outputs: the completions by index; in a stream only those with news.
         finished: whether all completions have ended.
         prompt_logprobs: for each prompt token its log-probability and alternatives, None at the first; None unless
             asked for. In a stream it comes with the first output.
@@ -100,21 +100,28 @@ class RequestOutput:
     error: str | None = None
 
     @property
+    def first(self) -> CompletionOutput:
+        """The first completion; an empty one in a stream's output that has no news of it."""
+        if self.outputs and self.outputs[0].index == 0:
+            return self.outputs[0]
+        return CompletionOutput(index=0)
+
+    @property
     def text(self) -> str:
         """Text of the first completion."""
-        return self.outputs[0].text
+        return self.first.text
 
     @property
     def token_ids(self) -> list[int]:
         """Token ids of the first completion."""
-        return self.outputs[0].token_ids
+        return self.first.token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the first completion ended; None while it runs."""
-        return self.outputs[0].finish_reason
+        return self.first.finish_reason
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """Log-probabilities of the first completion, if asked for."""
-        return self.outputs[0].logprobs
+        return self.first.logprobs

@@ -22,6 +22,7 @@ import torch
 from mllm_compile.runtime.pieces import piece_class
 from mllm_compile.shared_header import is_shared, pays, share_header
 from mllm_compile.shared_interface import share_interface
+from mllm_compile.unloadable import mark_nothing_unique
 
 SYSTEM_CXX = "/usr/bin/g++"
 
@@ -121,6 +122,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     Args:
         scratch: an empty folder for what forks share; it outlives them.
     """
+    mark_nothing_unique()
     for share in (share_interface, share_header) if pays(device) else (share_interface,):
         with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
             share(scratch, device)

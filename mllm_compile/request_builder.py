@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import itertools
 import numbers
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mllm_compile.chat_template import as_conversations, brief
+from mllm_compile.chat_template import as_conversations
 from mllm_compile.detokenizer import Decoder
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.sequences import Submission
 
 Prompt = str | Seq[int]
@@ -65,7 +67,8 @@ class RequestBuilder:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
-        self._numbers = itertools.count()
+        # Of ids that are made up: nobody's own id is like them.
+        self._prefix, self._numbers = f"req-{secrets.token_hex(4)}", itertools.count()
 
     def build(
         self, prompts: Prompts, params: SamplingParams | Seq[SamplingParams] | None, priority: int = 0
@@ -128,7 +131,7 @@ class RequestBuilder:
         self, prepared: _Prepared, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> Submission:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise RequestError(f"request_id: expected a text that is not empty, got {request_id!r}")
+            raise RequestError(f"request_id: expected a text that is not empty, got {shown(request_id)}")
         each = self._params_of_each(params, 1)
         submission = self._submissions([prepared], each, priority, request_id)[0]
         if submission.failure is not None:
@@ -153,14 +156,14 @@ class RequestBuilder:
         self, prepared: list[_Prepared], params: list[SamplingParams], priority: int, request_id: str | None = None
     ) -> list[Submission]:
         if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
-            raise RequestError(f"priority: expected an integer, lower is served first, got {priority!r}")
+            raise RequestError(f"priority: expected an integer, lower is served first, got {shown(priority)}")
         return [self._submission(p, one, int(priority), request_id) for p, one in zip(prepared, params, strict=True)]
 
     def _submission(
         self, prepared: _Prepared, params: SamplingParams, priority: int, request_id: str | None
     ) -> Submission:
         submission = Submission(
-            f"req-{next(self._numbers)}" if request_id is None else request_id,
+            f"{self._prefix}-{next(self._numbers)}" if request_id is None else request_id,
             prepared.text,
             prepared.token_ids or [],
             params,
@@ -219,8 +222,8 @@ class RequestBuilder:
             return None
         position = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
         return RequestError(
-            f"the prompt's token {position} is {token_ids[position]}; expected ids from 0 to {self._vocab_size - 1}, "
-            "the model's vocabulary. Take ids from the model's own tokenizer."
+            f"the prompt's token {position} is {shown(token_ids[position])}; expected ids from 0 to "
+            f"{self._vocab_size - 1}, the model's vocabulary. Take ids from the model's own tokenizer."
         )
 
     def _chat_renderer(self, template_options: Mapping[str, Any]) -> Callable[[Seq[Message]], _Prepared]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile import built_beside
+from mllm_compile.unloadable import with_nothing_to_destroy
 
 MODEL_HEADER = "torch/csrc/inductor/aoti_runtime/model.h"
 _CONTAINER_HEADER = "torch/csrc/inductor/aoti_runtime/model_container.h"
@@ -93,5 +94,6 @@ def _compile(folder: Path, device: str) -> None:
     from torch._inductor.codecache import _get_cpp_wrapper_header
 
     source, header = folder / _SOURCE, _get_cpp_wrapper_header(device, aot_mode=True)
-    source.write_text(f"#include <{header}>\n{_interface()}\n{_BASE}\n", encoding="utf-8")
+    interface = with_nothing_to_destroy(_interface())
+    source.write_text(f"#include <{header}>\n{interface}\n{_BASE}\n", encoding="utf-8")
     built_beside.compile_as_a_package(source, device, compile_only=True)

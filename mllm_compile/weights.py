@@ -72,6 +72,35 @@ def read_checkpoint(folder: Path, files: Iterable[str], model: PreTrainedModel) 
         CheckpointError: a file is corrupt, a tensor stands in two files, is unexpected, quantised or missing.
         UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
+    found, dtypes = _read_headers(folder, files)
+    table = to_model_keys(found, model)
+    _account(table, model)
+    _check_dtypes(table, dtypes, model)
+    return table
+
+
+def untie_stored_apart(folder: Path, files: Iterable[str], model: PreTrainedModel) -> None:
+    """Gives each tensor of a tie that the checkpoint holds under a name of its own a parameter of its own.
+
+    Transformers ties them where their values are the same, and does not where they differ. Their values are not looked
+    at here: a program that reads each serves both, and any checkpoint with the same headers.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as read_checkpoint.
+    """
+    ties = [names for names in _names_of_each(model) if len(names) > 1]
+    if not ties:
+        return
+    given = to_model_keys(_read_headers(folder, files)[0], model).keys()
+    for names in ties:
+        for name in [name for name in names if name in given][1:]:
+            owner, _, own_name = name.rpartition(".")
+            own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
+            setattr(model.get_submodule(owner), own_name, own)
+
+
+def _read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, PlannedTensor], dict[str, torch.dtype]]:
+    """The checkpoint's tensors and their dtypes, by name."""
     found: dict[str, PlannedTensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for file in files:
@@ -81,10 +110,7 @@ def read_checkpoint(folder: Path, files: Iterable[str], model: PreTrainedModel) 
                 raise CheckpointError(f"tensor {name!r} is in {other} and in {file}: which one is meant?")
             found[name] = PlannedTensor.of_file(name, file, entry.shape)
             dtypes[name] = entry.dtype
-    table = to_model_keys(found, model)
-    _account(table, model)
-    _check_dtypes(table, dtypes, model)
-    return table
+    return found, dtypes
 
 
 def _check_dtypes(table: dict[str, PlannedTensor], dtypes: dict[str, torch.dtype], model: PreTrainedModel) -> None:
@@ -111,11 +137,8 @@ def _account(table: dict[str, PlannedTensor], model: PreTrainedModel) -> None:
                 f"{planned.blocks[0].file}: {names} {'has' if len(planned.blocks) == 1 else 'and others make'} shape "
                 f"{list(planned.shape)}, the model's config.json says {list(state[key].shape)} for {key!r}"
             )
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names_of.setdefault(id(tensor), []).append(name)
     missing = []
-    for tied in names_of.values():
+    for tied in _names_of_each(model):
         given = next((name for name in tied if name in table), None)
         if given is None:
             missing.append(tied[0])
@@ -124,6 +147,14 @@ def _account(table: dict[str, PlannedTensor], model: PreTrainedModel) -> None:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"the checkpoint lacks {', '.join(repr(name) for name in missing[:3])}{more}")
+
+
+def _names_of_each(model: PreTrainedModel) -> list[list[str]]:
+    """The names of each tensor of the model: more than one where it is tied."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    return list(names_of.values())
 
 
 def _drop_leftovers(table: dict[str, PlannedTensor], state: Mapping[str, object], model: PreTrainedModel) -> None:

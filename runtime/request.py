@@ -34,7 +34,7 @@ class Request:
     Times are time.monotonic() seconds; None until the thing has happened.
     """
 
-    request_id: str
+    request_id: str  # for people; the scheduler knows requests by identity
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()

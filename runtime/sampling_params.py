@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.shown import shown
 
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
 MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
@@ -157,7 +158,7 @@ class SamplingParams:
 
 
 def _refused(field: str, expected: str, got: object, hint: str = "") -> RequestError:
-    return RequestError(f"{field}: expected {expected}, got {got!r}. {hint}".rstrip())
+    return RequestError(f"{field}: expected {expected}, got {shown(got)}. {hint}".rstrip())
 
 
 def _number(field: str, value: object, low: float, high: float, *, above_low: bool = False, hint: str = "") -> float:
@@ -165,7 +166,10 @@ def _number(field: str, value: object, low: float, high: float, *, above_low: bo
     expected = f"a number {'above' if above_low else 'from'} {low:g} {'up to' if above_low else 'to'} {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refused(field, expected, value, hint)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        raise _refused(field, expected, value, hint) from None
     if math.isnan(number) or not low <= number <= high or (above_low and number == low):
         raise _refused(field, expected, value, hint)
     return number
@@ -204,7 +208,7 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     if len(value) > MAX_TOKEN_LIST:
         raise _refused("logit_bias", f"at most {MAX_TOKEN_LIST} entries", len(value))
     biases = {
-        _integer("logit_bias key", token_id, 0): _number(f"logit_bias[{token_id!r}]", bias, -100, 100)
+        _integer("logit_bias key", token_id, 0): _number(f"logit_bias[{shown(token_id)}]", bias, -100, 100)
         for token_id, bias in value.items()
     }
     return biases or None

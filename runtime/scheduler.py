@@ -21,7 +21,6 @@ from operator import attrgetter
 import numpy as np
 
 from mllm_compile.runtime.batch_builder import NO_TOKENS, Chunk, DecodeRows, build_batch
-from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.page_tables import PageTables
 from mllm_compile.runtime.request import FINISH_REASONS, Request, RequestStatus
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch, UpdateResult
@@ -39,7 +38,7 @@ class Scheduler:
         max_pages = -(-config.max_tokens_per_request // config.page_size)
         self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size)
 
-        self._requests: dict[str, Request] = {}  # all that are not finished
+        self._requests: set[Request] = set()  # all that are not finished
         self._waiting: list[Request] = []  # by urgency
         self._prefilling: list[Request] = []  # by urgency
         self._decoding: list[Request] = []
@@ -72,29 +71,26 @@ class Scheduler:
         """Queue a new request; sets its sequence and max_new_tokens (max_tokens clipped to max_model_len).
 
         Raises:
-            RequestError: its id is in use, the prompt is empty, or it could never fit.
+            RequestError: the prompt is empty, or it could never fit.
         """
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use; give each live request an id of its own")
         request.max_new_tokens = self.config.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
         request.sequence = self._next_sequence
         self._next_sequence += 1
-        self._requests[request.request_id] = request
+        self._requests.add(request)
         insort(self._waiting, request, key=_URGENCY)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with finish_reason 'abort'. False: there is no such live request (it may just have ended)."""
-        return self.finish(request_id, "abort")
+    def abort(self, request: Request) -> bool:
+        """End a request with finish_reason 'abort'. False: it has ended already."""
+        return self.finish(request, "abort")
 
-    def finish(self, request_id: str, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
-        """End a request from outside, as for a stop string in its text. False: there is no such live request.
+    def finish(self, request: Request, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
+        """End a request from outside, as for a stop string in its text. False: it has ended already.
 
         A token of its that is in flight is dropped; slot and pages come back once that step is updated.
         """
         if reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}; expected one of {', '.join(FINISH_REASONS)}")
-        request = self._requests.get(request_id)
-        if request is None:
+        if request not in self._requests:
             return False
         self._end(request, reason, stop_reason)
         return True
@@ -412,7 +408,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        del self._requests[request.request_id]
+        self._requests.remove(request)
         if request.slot >= 0:
             self._release_or_leave(request.slot)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 
 import pytest
 
@@ -161,6 +162,21 @@ def test_one_engine_serves_one_event_loop_after_another():
         outputs = asyncio.run(collect(async_engine.generate("abc", params())))
         assert [t for output in outputs for t in output.token_ids] == expected_tokens(b"abc", 8)
     asyncio.run(async_engine.close())
+
+
+def test_event_loops_that_are_closed_are_let_go():
+    loops = []
+
+    async def ask(engine):
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        await collect(engine.generate("abc", params()))
+
+    with fake_engine() as plain:
+        engine = AsyncEngine(plain)
+        for _ in range(4):
+            asyncio.run(ask(engine))
+        gc.collect()
+        assert [loop() is None for loop in loops[:-1]] == [True] * 3
 
 
 def test_a_request_whose_event_loop_is_gone_is_aborted():

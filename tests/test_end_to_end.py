@@ -18,7 +18,9 @@ import pytest
 import yaml
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams, assemble
+from mllm_compile.artifact import PIECES
 from mllm_compile.compile import load_or_compile
+from mllm_compile.runtime.pieces import PACKAGE_SUFFIX, load_piece
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import Reference, tiny_config
 
@@ -234,6 +236,20 @@ def test_all_layers_between_two_attentions_are_one_piece(inductor_cache):
     runtime = load_or_compile(tiny_config(inductor_cache))
     # 4 layers: before the first attention, 3 times between, after the last; and the head.
     assert (runtime.num_pieces, runtime.num_distinct_pieces) == (6, 4)
+
+
+def test_packages_that_nobody_holds_are_unloaded(inductor_cache):
+    """Else each engine of a process would leave its own behind, with files that are unlinked and yet take room."""
+
+    def loaded() -> set[str]:
+        return {line for line in Path("/proc/self/maps").read_text().splitlines() if ".wrapper.so" in line}
+
+    before = loaded()
+    folder = load_or_compile(tiny_config(inductor_cache)).folder
+    packages = [load_piece(path.name, path.read_bytes()) for path in folder.glob(f"{PIECES}/*{PACKAGE_SUFFIX}")]
+    assert len({line.split()[-2] for line in loaded() - before}) == len(packages) > 0
+    packages.clear()
+    assert loaded() == before
 
 
 def test_a_warm_start_in_a_fresh_process_imports_no_compiler(inductor_cache, cases, tmp_path):

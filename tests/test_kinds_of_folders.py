@@ -69,6 +69,21 @@ def test_a_head_of_its_own_is_used_where_the_config_unties_it(folder, plain_toke
     assert answer(config_of(folder)).token_ids == plain_tokens
 
 
+def test_a_head_of_its_own_is_used_where_the_config_ties_it_too(folder, plain_tokens):
+    """As in Transformers, which ties only what is the same."""
+    tensors = load_file(folder / "model.safetensors")
+    other_head = tensors[EMBEDDING].roll(1, 0)
+    save_file(tensors | {"lm_head.weight": other_head}, folder / "model.safetensors")
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    tokens = answer(config_of(folder)).token_ids
+    assert tokens != plain_tokens
+    config = config_of(folder)
+    of_transformers = config.model_copy(update={"runtime": config.runtime.model_copy(update={"skip_compiled": True})})
+    assert tokens == answer(of_transformers).token_ids
+    save_file(tensors | {"lm_head.weight": tensors[EMBEDDING].clone()}, folder / "model.safetensors")
+    assert answer(config_of(folder)).token_ids == plain_tokens
+
+
 def test_a_checkpoint_in_another_type_is_converted(folder, plain_tokens):
     tensors = load_file(folder / "model.safetensors")
     save_file({name: value.to(torch.float32) for name, value in tensors.items()}, folder / "model.safetensors")

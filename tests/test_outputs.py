@@ -18,7 +18,7 @@ def submission_of(token_ids, scores=(), prompt_scores=(), **params):
         "id",
         "xy",
         [1, 2, 3],
-        SamplingParams(temperature=0, **params),
+        SamplingParams(**({"temperature": 0} | params)),
         eos_token_ids=frozenset(),
         priority=0,
         decoder=ByteTokenizer(),
@@ -89,3 +89,13 @@ def test_each_stream_output_holds_what_is_new():
     assert (second.text, second.token_ids) == ("€", [*euro, C])  # the stop token is no text
     assert (second.finished, second.finish_reason, second.outputs[0].stop_reason) == (True, "stop", C)
     assert list(second.logprobs[0]) == [C, A, B]
+
+
+def test_what_a_stream_says_of_the_first_completion_is_of_the_first():
+    builder = StreamBuilder(submission_of([], n=2, logprobs=2, temperature=1.0), ByteTokenizer())
+    second = Delta(1, [B], SCORES[:1], None, "length", None)
+    alone = builder.build([second], False)
+    assert (alone.text, alone.token_ids, alone.finish_reason, alone.logprobs) == ("", [], None, None)
+    both = builder.build([second, Delta(0, [A], SCORES[:1], None, None, None)], False)
+    assert [completion.index for completion in both.outputs] == [0, 1]
+    assert (both.text, both.token_ids, both.finish_reason) == ("a", [A], None)

@@ -37,6 +37,15 @@ TOOLS = (
 )
 REASONING = "{% for m in messages %}{{ m.reasoning_content | default('-') }}:{{ m.content }}\n{% endfor %}"
 
+
+def nested(depth):
+    """Lists in lists."""
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 CHAT = [
     {"role": "user", "content": " Hello <b>'world'</b> & ünï "},
     {"role": "assistant", "content": "hi", "tool_calls": None},
@@ -173,6 +182,7 @@ def test_tools_choose_the_template_made_for_them(folder):
         ("{{ ''.__class__.__mro__ }}", CHAT, "refuses these messages"),
         ("x", [], "no messages"),
         ("x", ["hello"], "message 0 is no message.* got str 'hello'"),
+        ("x", [{"role": "user", "content": nested(100_000)}], "plain JSON data"),
         ("x", [{"role": "user", "content": object()}], "plain JSON data"),
     ],
 )
@@ -250,7 +260,9 @@ def test_a_template_that_goes_through_parts_gets_them(folder, content):
 def test_a_part_that_is_no_text_is_refused(folder):
     write_config(folder, chat_template="{{ messages[0]['content'] }}")
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(RequestError, match=r"a part of a content is .*image_url.*; expected {'type': 'text'"):
+    with pytest.raises(
+        RequestError, match=r"^messages: a part of a content is .*image_url.*; expected {'type': 'text'"
+    ):
         load(folder).apply_chat_template(image)
 
 

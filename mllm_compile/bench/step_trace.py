@@ -61,7 +61,7 @@ def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ran
     walls = [_timed(step) for _ in range(_WARM_STEPS + work.steps)][_WARM_STEPS:]
     kernels = _profile(step, work.steps, on_gpu=runner.device.type == "cuda")
     for request in requests:
-        parts.scheduler.abort(request.request_id)
+        parts.scheduler.abort(request)
     return {
         "kernels": [asdict(kernel) for kernel in kernels],
         "wall_us": statistics.median(walls) * 1e6,

@@ -174,6 +174,12 @@ def test_a_bad_prompt_is_refused(engine, prompt, message):
         engine.generate(prompt, params())
 
 
+def test_an_id_that_python_does_not_write_out_is_refused_too(engine):
+    refused, answered = engine.generate([[10**5000], "abc"], params())
+    assert "token 0 is of 16610 bits; expected ids from 0" in refused.error
+    assert answered.finish_reason == "length"
+
+
 def test_a_bad_prompt_among_others_does_not_hurt_them(engine):
     outputs = engine.generate([[1], [], [1] * 300, [2]], params())
     assert [output.finish_reason for output in outputs] == ["length", "error", "error", "length"]

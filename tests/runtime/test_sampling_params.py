@@ -13,7 +13,7 @@ from mllm_compile.runtime.sampling_params import SamplingParams
 NAN, INF = float("nan"), float("inf")
 
 REFUSED = [
-    *[("temperature", value) for value in (NAN, INF, -0.1, 101, "1", None, True)],
+    *[("temperature", value) for value in (NAN, INF, -0.1, 101, 10**400, "1", None, True)],
     *[("top_p", value) for value in (0, -0.5, 1.01, NAN, "0.9", None)],
     *[("top_k", value) for value in (-2, 1.5, "5", None, False)],
     *[("min_p", value) for value in (-0.01, 1.01, NAN, None)],
@@ -40,6 +40,14 @@ REFUSED = [
 @pytest.mark.parametrize(("field", "value"), REFUSED)
 def test_a_bad_value_is_refused_with_the_field_what_was_expected_and_what_came(field, value):
     with pytest.raises(RequestError, match=rf"^{re.escape(field)}.*: expected .+, got .+\."):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["temperature", "max_tokens", "seed", "stop_token_ids", "logit_bias"])
+def test_a_number_that_python_does_not_write_out_is_refused_too(field):
+    huge = -(10**5000)  # more digits than Python makes of an integer
+    value = {"stop_token_ids": [huge], "logit_bias": {huge: 1.0}}.get(field, huge)
+    with pytest.raises(RequestError, match=rf"^{field}.*, got of 16610 bits\."):
         SamplingParams(**{field: value})
 
 

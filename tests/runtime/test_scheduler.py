@@ -114,13 +114,14 @@ def test_a_request_that_just_fits_runs_in_all_pages_there_are() -> None:
         simulation.add(make_request("b", prompt_of(30), max_tokens=4))
 
 
-def test_a_live_request_id_is_refused_and_a_finished_one_may_come_again() -> None:
+def test_requests_of_one_id_are_told_apart() -> None:
     scheduler = Scheduler(make_config())
-    scheduler.add(make_request("a", [2]))
-    with pytest.raises(RequestError, match="'a' is in use"):
-        scheduler.add(make_request("a", [2]))
-    assert scheduler.abort("a")
-    scheduler.add(make_request("a", [2]))
+    first, second = make_request("a", [2]), make_request("a", [2])
+    scheduler.add(first)
+    scheduler.add(second)
+    assert scheduler.abort(second)
+    assert [request.is_finished for request in (first, second)] == [False, True]
+    assert scheduler.schedule().requests == [first]
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 54), (1000, 54), (5, 5)])
@@ -256,7 +257,7 @@ def test_an_update_says_which_rows_got_a_token_and_which_requests_it_ended() -> 
         scheduler.add(request)
     batch = scheduler.schedule()
     assert batch.num_new.tolist() == [3, 3, 2]
-    scheduler.abort("b")
+    scheduler.abort(b)
     result = scheduler.update(batch, np.array([7, 7, 7]))
     assert result.accepted == [0]
     assert result.finished == [a]
@@ -274,7 +275,7 @@ def test_with_overlap_the_extra_token_of_an_ended_request_is_dropped_and_its_pag
     if end == "eos":
         assert finished == [request]
     else:
-        assert scheduler.finish("a", "stop", "text") if end == "finish" else scheduler.abort("a")
+        assert scheduler.finish(request, "stop", "text") if end == "finish" else scheduler.abort(request)
     assert request.status is RequestStatus.FINISHED and request.slot == 1
     assert scheduler.stats().pages_used == 1
     assert scheduler.has_work() and scheduler.schedule() is None
@@ -293,11 +294,12 @@ def test_with_overlap_no_step_is_planned_past_the_length_that_the_host_can_count
 
 def test_ending_what_does_not_live_is_harmless_and_a_wrong_reason_is_not() -> None:
     scheduler = Scheduler(make_config())
-    assert not scheduler.abort("nobody")
-    scheduler.add(make_request("a", [2]))
+    request = make_request("a", [2])
+    assert not scheduler.abort(request)
+    scheduler.add(request)
     with pytest.raises(ValueError, match="finish reason 'done'; expected one of stop, length, abort"):
-        scheduler.finish("a", "done")
-    assert scheduler.abort("a") and not scheduler.abort("a")
+        scheduler.finish(request, "done")
+    assert scheduler.abort(request) and not scheduler.abort(request)
 
 
 def test_a_failed_step_ends_its_requests_and_gives_everything_back() -> None:

@@ -79,7 +79,7 @@ def test_a_preempted_request_can_end_with_its_token_in_flight_or_be_aborted() ->
     assert finished == [request] and request.finish_reason == "stop"
 
     simulation_2, aborted = preempt_in_flight()
-    assert simulation_2.scheduler.abort(aborted.request_id)
+    assert simulation_2.scheduler.abort(aborted)
     for each in (simulation, simulation_2):
         each.run()
         each.check_all_returned()

@@ -88,9 +88,9 @@ def _happen(simulation: Simulation, event: str, choose: Random) -> None:
     elif event == "collect" and simulation.in_flight:
         simulation.collect()
     elif event == "abort" and live:
-        assert simulation.scheduler.abort(choose.choice(live).request_id)
+        assert simulation.scheduler.abort(choose.choice(live))
     elif event == "finish" and live:
-        assert simulation.scheduler.finish(choose.choice(live).request_id, "stop", "outside")
+        assert simulation.scheduler.finish(choose.choice(live), "stop", "outside")
     elif event == "fail" and simulation.in_flight and choose.random() < 0.2:
         simulation.scheduler.fail(simulation.in_flight.popleft()[0])
     elif event == "flush":

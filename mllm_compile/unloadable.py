@@ -1,0 +1,35 @@
+"""Packages that a process can let go of. Some libraries glibc never unloads, and so Inductor's, by two ways.
+
+Each start of the embedded model left 5 MiB behind, and four unlinked files under $TMPDIR that took room until the
+process ended (torch 2.13, CPU).
+"""
+
+from __future__ import annotations
+
+# Of a package's interface: what went wrong last, a string a thread (2.13; where there is none nothing is replaced). A
+# library whose thread-local data has something to destroy stays until each thread that touched it ends; a string a
+# thread that nobody destroys does not hold it.
+_LAST_ERROR = "static thread_local std::string g_aoti_last_error;"
+_LAST_ERROR_KEPT = "static thread_local std::string& g_aoti_last_error = *new std::string;"
+
+
+def with_nothing_to_destroy(interface: str) -> str:
+    """Source of a package's interface, its thread-local data without destructors."""
+    return interface.replace(_LAST_ERROR, _LAST_ERROR_KEPT)
+
+
+def mark_nothing_unique() -> None:
+    """From here on Inductor tells g++ so, in this process and its forks; it has no option for a flag (2.11 to 2.13).
+
+    By itself g++ marks what inline functions and templates keep (std::regex alone has dozens of such) as unique in a
+    process, and a library that has a symbol marked so stays.
+    """
+    from torch._inductor import cpp_builder
+
+    plain = cpp_builder._get_shared_cflags
+
+    def flags(do_link: bool) -> list[str]:
+        own = ["fno-gnu-unique"] if cpp_builder.is_gcc() else []  # clang marks nothing so, and knows no such flag
+        return [*plain(do_link), *own]
+
+    cpp_builder._get_shared_cflags = flags
