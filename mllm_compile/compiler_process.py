@@ -167,7 +167,18 @@ def _describe(error: BaseException) -> str:
     traceback.print_exc()
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{message} ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"{message}{_what_was_said(error)} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def _what_was_said(error: BaseException) -> str:
+    """Of a program that failed, such as g++: the first line of its output that names an error, or its last one.
+
+    Inductor's CppCompileError has it behind a headline, also where it is another error's text.
+    """
+    output = str(error).partition("\nOutput:\n")[2]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    named = [line for line in lines if "error" in line.lower()] or lines[-1:]
+    return f": {named[0]}" if named else ""
 
 
 def _compile(scratch: Path, request: Request) -> None:

@@ -194,6 +194,17 @@ while len(os.listdir({str(tmp_path)!r})) < 3:
     assert answers_to(server, waits, waits, waits) == {0: "", 1: "", 2: ""}
 
 
+def test_what_a_compiler_said_is_in_the_error(server):
+    code = """
+from torch._inductor.exc import CppCompileError
+output = ["In file x.cpp:", "x.cpp:3: warning: odd", "x.cpp:7:1: error: no such thing", "more"]
+raise CppCompileError(["g++", "x.cpp"], chr(10).join(output))
+"""
+    told = answers_to(server, code, "raise ValueError('plain')")
+    assert told[0].startswith("C++ compile error: x.cpp:7:1: error: no such thing (")
+    assert told[1].startswith("plain (")
+
+
 WAITING = """
 import os, sys
 from mllm_compile.compiler_process import Work, serve
