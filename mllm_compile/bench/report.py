@@ -7,6 +7,7 @@ from typing import TextIO
 
 from mllm_compile.bench.results import BenchResult, Measurement
 from mllm_compile.console import print_table
+from mllm_compile.errors import ConfigError
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
@@ -72,27 +73,33 @@ def provenance(result: BenchResult) -> list[str]:
 
 
 def markdown(results: Sequence[BenchResult]) -> str:
-    """One Markdown table for each model and command, engines side by side, with where it was taken below.
+    """One Markdown table for each model, command and device, engines side by side, with where it was taken below.
 
-    Results of the same model and command are joined: several engines, or several batches, may come from several runs.
+    Results of the same are joined: several engines, or several batches, may come from several runs.
+
+    Raises:
+        ConfigError: two results have the same engine's figure of the same work.
     """
-    groups: dict[tuple[str, str], list[BenchResult]] = {}
+    groups: dict[str, list[BenchResult]] = {}
     for result in results:
-        groups.setdefault((result.model, result.command), []).append(result)
-    return "\n".join(_markdown_group(model, command, group) for (model, command), group in groups.items())
+        title = f"{result.model}: {result.command} on {result.environment['device']}"
+        groups.setdefault(title, []).append(result)
+    return "\n".join(_markdown_group(title, group) for title, group in groups.items())
 
 
-def _markdown_group(model: str, command: str, group: list[BenchResult]) -> str:
+def _markdown_group(title: str, group: list[BenchResult]) -> str:
     cells: dict[tuple[str, int | None], dict[str, Measurement]] = {}
     for result in group:
         for run in result.runs:
             for line in run.measurements:
-                cells.setdefault(line.key, {})[run.engine] = line
+                if run.engine in cells.setdefault(line.key, {}):
+                    raise ConfigError(f"{title}: two results have {run.engine}'s {work_name(line)}. Give one of them.")
+                cells[line.key][run.engine] = line
     engines = list(dict.fromkeys(run.engine for result in group for run in result.runs))
     limited = [engine for engine in engines if any(_share(line_of.get(engine)) for line_of in cells.values())]
     header = ["work", "unit", "limit", *engines, *(f"{engine}, share of limit" for engine in limited)]
     rule = ["---", "---", *["---:"] * (len(header) - 2)]
-    lines = [f"### {model}: {command}", "", markdown_row(header), markdown_row(rule)]
+    lines = [f"### {title}", "", markdown_row(header), markdown_row(rule)]
     for key in _in_order(cells):
         by_engine = cells[key]
         line = next(iter(by_engine.values()))

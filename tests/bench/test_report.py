@@ -1,6 +1,10 @@
 import io
+from dataclasses import replace
+
+import pytest
 
 from mllm_compile.bench.report import markdown, print_result, show_figure
+from mllm_compile.errors import ConfigError
 from tests.bench.result_cases import result, run, tpot
 
 OURS = run("mllm", tpot(1, 4.0, limit=3.0), tpot(8, 5.0, 5.5, 6.0, limit=3.3))
@@ -33,9 +37,21 @@ def test_the_report_says_where_the_figures_were_taken():
 
 def test_markdown_joins_results_of_one_model_into_one_table():
     text = markdown([result(OURS), result(VLLM)])
-    assert text.count("### m: latency") == 1
+    assert text.count("### m: latency on a GPU\n") == text.count("###") == 1
     assert "| work | unit | limit | mllm | vllm | mllm, share of limit |" in text
     assert "| tpot b=8 | ms | 3.30 | 5.50 ±9.1% | 6.00 | 60% |" in text
+
+
+def test_each_device_has_a_table_of_its_own():
+    other = replace(result(run("mllm", tpot(1, 9.0))), environment={"commit": "abc", "device": "another"})
+    text = markdown([result(OURS), other])
+    assert text.index("### m: latency on a GPU") < text.index("| 4.00 |") < text.index("### m: latency on another")
+    assert "| 9.00 |" in text[text.index("on another") :]
+
+
+def test_two_figures_of_one_work_are_not_one():
+    with pytest.raises(ConfigError, match="m: latency on a GPU: two results have mllm's tpot b=1. Give one of them"):
+        markdown([result(OURS), result(run("mllm", tpot(1, 9.0)))])
 
 
 def test_markdown_leaves_a_cell_empty_where_an_engine_has_no_figure():
