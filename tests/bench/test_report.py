@@ -50,7 +50,7 @@ def test_each_device_has_a_table_of_its_own():
 
 
 def test_two_figures_of_one_work_are_not_one():
-    with pytest.raises(ConfigError, match="m: latency on a GPU: two results have mllm's tpot b=1. Give one of them"):
+    with pytest.raises(ConfigError, match="two results have mllm's tpot b=1"):
         markdown([result(OURS), result(run("mllm", tpot(1, 9.0)))])
 
 
