@@ -14,13 +14,13 @@ import logging
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from mllm_compile import engine_errors
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.outputs import FinishReason
 from mllm_compile.runtime.request import Request
@@ -181,17 +181,14 @@ class EngineCore:
         """In the child: no step will run here, and the lock may be held by a thread that is not here."""
         self._is_forked = True
         self._condition = threading.Condition()
-        self._end_error = self._end_error or EngineDeadError(
-            f"this engine's thread is in process {os.getppid()}, of which this one is a fork. Make an Engine here; "
-            "where the other one uses a GPU, start this process by spawn, not by fork."
-        )
+        self._end_error = self._end_error or engine_errors.forked()
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._condition:
             if self._end_error is not None:
                 raise self._end_error.with_traceback(None)
             if self._is_closing:
-                raise _closed()
+                raise engine_errors.closed()
             self._inbox.append(command)
             self._condition.notify()
 
@@ -223,14 +220,13 @@ class EngineCore:
                 self._step(runner)
             self._finish_step_in_flight()
             self._abort(list(self._submissions))
-            error = _closed()
+            error = engine_errors.closed()
         except EngineDeadError as dead:
             logger.error("%s", dead)
             error = dead
         except Exception as fault:
             logger.exception("the engine met an internal error")
-            error = EngineDeadError(f"the engine met an internal error and stopped: {_describe(fault)}. {_RESTART}")
-            error.__cause__ = fault
+            error = engine_errors.stopped(fault)
         self._end(error)
         if self._closes_itself:
             self._give_back()
@@ -394,7 +390,7 @@ class EngineCore:
             stop_string = sequence.advance()
         except Exception as error:  # a fault of the tokenizer; the other requests are not hurt by it
             logger.exception("request %s: its tokens could not be turned into text", sequence.request.request_id)
-            self._fail(sequence.submission, MllmError(f"the tokens could not be turned into text: {_describe(error)}"))
+            self._fail(sequence.submission, engine_errors.no_text(error))
             return
         if stop_string is not None:
             self._scheduler.finish(sequence.request, "stop", stop_string)
@@ -409,20 +405,15 @@ class EngineCore:
         Raises:
             EngineDeadError: the device does not answer any more.
         """
-        shape = ", ".join(f"{batch.num_requests} requests and {batch.num_tokens} tokens" for batch in batches[:1])
+        shape = f"{batches[0].num_requests} requests and {batches[0].num_tokens} tokens"
         logger.error("a step of %s failed", shape, exc_info=error)
-        _drop_locals(error)
+        engine_errors.drop_locals(error)
         lost = [request for batch in batches for request in self._scheduler.fail(batch)]
         try:
             self._check_device()
         except Exception as fault:
-            dead = EngineDeadError(
-                f"a step of {shape} failed: {_describe(error)}; the device cannot be used any more: "
-                f"{_describe(fault)}. {_RESTART}"
-            )
-            dead.__cause__ = error
-            raise dead from error
-        failure = _step_error(shape, error)
+            raise engine_errors.device_lost(shape, error, fault) from error
+        failure = engine_errors.step_failed(shape, error)
         for request in lost:
             sequence = self._live.get(request)
             if sequence is not None:
@@ -447,12 +438,6 @@ def _cut_off() -> None:
 
 os.register_at_fork(after_in_child=_cut_off)
 
-_RESTART = "Close this engine and make a new one."
-
-
-def _closed() -> EngineDeadError:
-    return EngineDeadError("the engine is closed. Make a new one.")
-
 
 def _forget_prompt_logprobs(batch: ScheduledBatch) -> None:
     """A prompt that was preempted half-way is computed, and scored, from its start again."""
@@ -467,22 +452,3 @@ def _settle(handle: StepHandle) -> None:
         handle.wait()
     except Exception as error:
         logger.debug("the step after the failed one failed too: %s", error)
-
-
-def _drop_locals(error: BaseException | None) -> None:
-    """Lets go of what the frames of an error hold: the tensors of the step would stay on the device with them."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _step_error(shape: str, error: Exception) -> MllmError:
-    if isinstance(error, MllmError):  # such as DeviceMemoryError: it says all by itself
-        return error
-    failure = MllmError(f"a step of {shape} failed: {_describe(error)}. The engine goes on.")
-    failure.__cause__ = error
-    return failure
