@@ -174,7 +174,8 @@ class EngineCore:
             self._give_back()
 
     def _give_back(self) -> None:
-        shutdown, self._shutdown = self._shutdown, _nothing
+        with self._condition:
+            shutdown, self._shutdown = self._shutdown, _nothing
         shutdown()
 
     def _after_fork(self) -> None:
