@@ -141,6 +141,6 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         waker = self._wakers.get(loop)
         if waker is None:
-            self._wakers = {other: waker for other, waker in self._wakers.items() if not other.is_closed()}
+            self._wakers = {other: waker for other, waker in list(self._wakers.items()) if not other.is_closed()}
             waker = self._wakers[loop] = LoopWaker(loop)
         return waker

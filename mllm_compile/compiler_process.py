@@ -15,6 +15,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import selectors
 import signal
 import sys
@@ -171,13 +172,13 @@ def _describe(error: BaseException) -> str:
 
 
 def _what_was_said(error: BaseException) -> str:
-    """Of a program that failed, such as g++: the first line of its output that names an error, or its last one.
+    """Of a program that failed, such as g++: the first line of its output that names an error, or the last one of ld's.
 
     Inductor's CppCompileError has it behind a headline, also where it is another error's text.
     """
     output = str(error).partition("\nOutput:\n")[2]
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    named = [line for line in lines if "error" in line.lower()] or lines[-1:]
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("collect2:")]
+    named = [line for line in lines if re.search(r"\berror:", line)] or lines[-1:]
     return f": {named[0]}" if named else ""
 
 

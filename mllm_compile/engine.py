@@ -252,7 +252,9 @@ class Engine:
         submission.is_stream = True
         self.core.submit([submission])
         # Through self: while a stream is read, its engine is no garbage.
-        return TokenStream(submission, queue, self.tokenizer, lambda: self.core.withdraw([submission]))
+        return TokenStream(
+            submission, queue, self.tokenizer, lambda: self.core.withdraw([submission]), self.core.check_process
+        )
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -279,7 +281,8 @@ class Engine:
 
     def close(self) -> None:
         """Aborts what runs and gives all memory back. May be called again."""
-        self._close()
+        self.core.close()
+        self._close.detach()
 
     def __enter__(self) -> Self:
         return self

@@ -34,6 +34,8 @@ logger = logging.getLogger("mllm_compile.engine")
 
 T = TypeVar("T")
 
+_LOOK_S = 1.0  # an idle engine looks after so many seconds whether it was closed
+
 
 def _nothing() -> None:
     """What there is to do where nobody says otherwise."""
@@ -110,6 +112,7 @@ class EngineCore:
         self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error
         self._end_error: EngineDeadError | None = None  # set once: no step will run after it
         self._is_closing = False
+        self._giving_back = threading.RLock()
         self._closes_itself = False  # `close` was called on the engine's own thread
         self._is_forked = False  # this is a forked process, which has no such thread
 
@@ -171,12 +174,23 @@ class EngineCore:
             self._condition.notify()
         if not is_own_thread:
             self._thread.join()
+        if not is_own_thread or self._end_error is not None:  # no step will run
             self._give_back()
 
     def _give_back(self) -> None:
-        with self._condition:
-            shutdown, self._shutdown = self._shutdown, _nothing
-        shutdown()
+        with (
+            self._giving_back
+        ):  # whoever closes at the same time returns when it is done, and a call that failed is made again
+            self._shutdown()
+            self._shutdown = _nothing
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            EngineDeadError: this process is a fork of the engine's, where no news will come.
+        """
+        if self._is_forked and self._end_error is not None:
+            raise self._end_error.with_traceback(None)
 
     def _after_fork(self) -> None:
         """In the child: no step will run here, and the lock may be held by a thread that is not here."""
@@ -237,7 +251,8 @@ class EngineCore:
         has_work = self._in_flight is not None or self._scheduler.has_work()
         with self._condition:
             while not (has_work or self._inbox or self._is_closing):
-                self._condition.wait()
+                # Not for ever: a collection right here may close the engine, and notify nobody who waits already.
+                self._condition.wait(_LOOK_S)
             commands, self._inbox = self._inbox, []
             is_closing = self._is_closing
         for command in commands:

@@ -67,15 +67,25 @@ class TokenStream(Iterator[RequestOutput]):
     """Iterator over one prompt's outputs, each with what is new; made by `Engine.stream`.
 
     Leaving it early (`close`, the end of a `with`, garbage collection) aborts the request. For one thread at a time.
+
+    Args:
+        withdraw: ends the request.
+        check_process: raises where no news can come.
     """
 
     def __init__(
-        self, submission: Submission, queue: StreamQueue, decoder: Decoder | None, withdraw: Callable[[], None]
+        self,
+        submission: Submission,
+        queue: StreamQueue,
+        decoder: Decoder | None,
+        withdraw: Callable[[], None],
+        check_process: Callable[[], None],
     ) -> None:
         self._submission = submission
         self._queue = queue
         self._builder = StreamBuilder(submission, decoder)
         self._withdraw = withdraw
+        self._check_process = check_process
         self._is_over = False
 
     @property
@@ -88,9 +98,11 @@ class TokenStream(Iterator[RequestOutput]):
         Raises:
             RequestError: the request was refused.
             MllmError: a step failed.
+            EngineDeadError: the engine died, or this process is a fork of the engine's.
         """
         if self._is_over:
             raise StopIteration
+        self._check_process()
         deltas, self._is_over = self._queue.take()
         if self._is_over and self._submission.failure is not None:
             raise self._submission.failure.with_traceback(None)

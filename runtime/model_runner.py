@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -178,10 +178,11 @@ class ModelRunner:
         return GraphDispatcher(mode, config.piecewise_tokens, config.decode_requests, mixed_tokens)
 
     def shutdown(self) -> None:
-        """Give all memory back; the runner cannot be used any more."""
+        """Give all memory back, as far as the device answers; the runner cannot be used any more."""
         if self.device.type == "cuda":
             # Torch does not know what graphs read: without this it might give that memory away while one still runs.
-            torch.cuda.synchronize(self.device)
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
         # Whatever part of it is there: a failed initialize ends here too.
         parts = ("model", "attn_backend", "req_to_token_pool", "slot_state", "token_to_kv_pool", "layers")
         for name in (*parts, "_metadata_builder"):
@@ -190,8 +191,9 @@ class ModelRunner:
         gc.collect()
         if self.device.type == "cuda":
             # cuBLAS keeps a workspace for each stream that it has run on: 32 MiB each on Hopper, those of captures too.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):
+                torch._C._cuda_clearCublasWorkspaces()
+                torch.cuda.empty_cache()
 
     @property
     def is_generation(self) -> bool:

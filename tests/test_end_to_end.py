@@ -249,7 +249,7 @@ def test_packages_that_nobody_holds_are_unloaded(inductor_cache):
     packages = [load_piece(path.name, path.read_bytes()) for path in folder.glob(f"{PIECES}/*{PACKAGE_SUFFIX}")]
     assert len({line.split()[-2] for line in loaded() - before}) == len(packages) > 0
     packages.clear()
-    assert loaded() == before
+    assert not loaded() - before
 
 
 def test_a_warm_start_in_a_fresh_process_imports_no_compiler(inductor_cache, cases, tmp_path):

@@ -200,9 +200,15 @@ from torch._inductor.exc import CppCompileError
 output = ["In file x.cpp:", "x.cpp:3: warning: odd", "x.cpp:7:1: error: no such thing", "more"]
 raise CppCompileError(["g++", "x.cpp"], chr(10).join(output))
 """
-    told = answers_to(server, code, "raise ValueError('plain')")
+    links = """
+from torch._inductor.exc import CppCompileError
+output = ["ld: final link failed: No space left on device", "collect2: error: ld returned 1 exit status"]
+raise CppCompileError(["g++"], chr(10).join(output))
+"""
+    told = answers_to(server, code, "raise ValueError('plain')", links)
     assert told[0].startswith("C++ compile error: x.cpp:7:1: error: no such thing (")
     assert told[1].startswith("plain (")
+    assert told[2].startswith("C++ compile error: ld: final link failed: No space left on device (")
 
 
 WAITING = """

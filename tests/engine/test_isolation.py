@@ -59,10 +59,22 @@ def test_no_id_of_somebody_s_own_is_in_the_way_of_another_request(engine, runner
 def test_a_fork_is_told_that_the_engine_is_not_here(engine, runner):
     stream = engine.stream("abc", params(max_tokens=200))
     next(stream)
-    child = os.fork()
+    holds, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.core._condition:
+            holds.set()
+            may_go.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holds.wait(5)
+    child = os.fork()  # while a thread that will not be there holds the lock
     if child == 0:
         signal.alarm(20)  # who waits for the thread would wait for ever
         try:
+            with pytest.raises(EngineDeadError, match="Make an Engine here"):
+                list(stream)
             with pytest.raises(EngineDeadError, match=f"in process {os.getppid()}, of which this one is a fork"):
                 engine.generate("abc", params())
             with pytest.raises(EngineDeadError, match="Make an Engine here"):
@@ -76,6 +88,8 @@ def test_a_fork_is_told_that_the_engine_is_not_here(engine, runner):
         except BaseException:
             os._exit(1)
         os._exit(0)
+    may_go.set()
+    holder.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert list(stream)[-1].finish_reason == "length"
 

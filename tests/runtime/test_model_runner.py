@@ -159,6 +159,19 @@ def test_shutdown_gives_model_and_pools_back():
     assert model() is None
 
 
+def test_a_device_that_does_not_answer_keeps_nobody_from_letting_go(monkeypatch):
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    runner = make_runner()
+    runner.device = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lost, raising=False)
+    runner.shutdown()
+    assert not hasattr(runner, "model") and not hasattr(runner, "token_to_kv_pool")
+
+
 def test_without_a_fixed_number_the_pages_serve_every_request_at_full_length():
     runner = make_runner(num_pages=None)
     assert runner.max_total_num_tokens == 8 * CONTEXT
