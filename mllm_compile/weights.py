@@ -83,8 +83,8 @@ def untie_stored_apart(folder: Path, files: Iterable[str], model: PreTrainedMode
     """Gives each tensor of a tie that the checkpoint holds under a name of its own a parameter of its own.
 
     Transformers ties them where their values are the same, and does not where they differ. Their values are not looked
-    at here: a program that reads each serves both, and any checkpoint with the same headers. A checkpoint that holds the
-    same head twice costs its size in memory once more.
+    at here: a program that reads each serves both, and any checkpoint with the same headers. A checkpoint that holds
+    the same head twice costs its size in memory once more.
 
     Raises:
         CheckpointError, UnsupportedModelError: as read_checkpoint.
