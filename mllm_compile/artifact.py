@@ -17,6 +17,7 @@ No pickle anywhere. Where folders lie and how they get there whole is artifact_s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -189,6 +190,16 @@ def set_modes(folder: Path) -> None:
     """Whatever the umask: all may read what is in the folder, nobody else may write."""
     for path in folder.rglob("*"):
         os.chmod(path, 0o755 if path.is_dir() else 0o644)
+
+
+def is_runtime(folder: Path) -> bool:
+    """Whether a compile made it, whole or damaged: many a folder of something else has a manifest.json."""
+    path, manifest = folder / MANIFEST, None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size <= MAX_MANIFEST_BYTES:
+            manifest = json.loads(path.read_bytes())
+    is_ours = isinstance(manifest, dict) and manifest.keys() >= {"format", "factors"}
+    return is_ours or ((folder / PROGRAM).is_file() and (folder / PIECES).is_dir())
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mllm_compile.artifact import MANIFEST, read_manifest, set_modes
+from mllm_compile.artifact import is_runtime, read_manifest, set_modes
 from mllm_compile.cache_folders import RUNTIMES, compiler_cache
 from mllm_compile.errors import ConfigError
 from mllm_compile.writable_place import Place, cache_place, make_folder, place_of
@@ -131,7 +131,7 @@ def check_replaceable(folder: Path) -> None:
     with place_of(folder, is_output=True).writing():
         if not folder.exists():
             return
-        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
+        if not folder.is_dir() or (any(folder.iterdir()) and not is_runtime(folder)):
             raise ConfigError(f"{folder} exists and is no runtime: it is not replaced. Give a new or an empty folder.")
 
 
@@ -157,8 +157,9 @@ def _publish(scratch: Path, final: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.rename(final, old)
         os.rename(scratch, final)
-    except OSError:
-        read_manifest(final)  # another process was first: its folder is as good as ours, if it is whole
+    except OSError:  # another process was first: its folder is as good as ours, if it is whole and of the same
+        if read_manifest(final).factors != read_manifest(scratch).factors:
+            raise ConfigError(f"{final}: another process has put a runtime of something else there") from None
     finally:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mllm_compile.artifact import MANIFEST, Manifest, read_manifest
+from mllm_compile.artifact import Manifest, is_runtime, read_manifest
 from mllm_compile.artifact_store import (
     folder_bytes,
     remove_compiler_cache,
@@ -77,7 +77,7 @@ def _is_ours(folder: Path) -> bool:
     """Whether a compile made it: in a folder that is no cache, what is called `runtimes` is somebody else's."""
     if folder.name.startswith("."):  # a compile that is running, or was killed
         return False
-    return _RUNTIME_NAME.fullmatch(folder.name) is not None or os.path.lexists(folder / MANIFEST)
+    return _RUNTIME_NAME.fullmatch(folder.name) is not None or is_runtime(folder)
 
 
 def remove_runtime(folder: Path) -> int:

@@ -47,8 +47,9 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
     packed = factors | {PACKED_WEIGHTS: data_identity(model.weight_files)}
-    # Absolute: compilers run in other folders, and look for a relative one in caches of their own.
-    output = None if options.output is None else options.output.absolute()
+    # Absolute: compilers run in other folders, and look for a relative one in caches of their own. Not a link: what is
+    # made takes a folder's place.
+    output = None if options.output is None else Path(os.path.realpath(options.output))
     folder = output or _cached_folder(resolved, model, packed)
     if options.pack_weights or _is_of(folder, packed):
         return Target(resolved, model, weights, packed, folder)

@@ -256,3 +256,34 @@ def test_where_a_file_system_has_no_locks_what_compilers_keep_is_left(tmp_path, 
         folder.mkdir()
     assert prune(tmp_path, 0).compiler_bytes is None
     assert folder.exists()
+
+
+def somebody_elses(folder: Path) -> Path:
+    """A folder with a manifest.json, as a web page has one; its file."""
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"name": "a page", "format": 1}')
+    (folder / "thesis.txt").write_text("precious")
+    return folder / "thesis.txt"
+
+
+def test_a_folder_of_something_else_with_a_manifest_is_neither_replaced_nor_pruned(tmp_path):
+    precious = somebody_elses(tmp_path / "page")
+    config = tiny_config(tmp_path / "cache", compile={"backend": "eager"})
+    with pytest.raises(ConfigError, match="exists and is no runtime: it is not replaced"):
+        load_or_compile(config, options=CompileOptions(output=tmp_path / "page"))
+    assert precious.read_text() == "precious"
+    pruned = somebody_elses(tmp_path / "project" / "runtimes" / "deno")
+    prune(tmp_path / "project", 0)
+    assert pruned.read_text() == "precious"
+
+
+def test_an_output_that_is_a_link_is_put_where_it_leads(tmp_path, eager_cache):
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    config = tiny_config(eager_cache, compile={"backend": "eager"})
+    first = load_or_compile(config, options=CompileOptions(output=link))
+    other = tiny_config(eager_cache, compile={"backend": "eager"}, model={"dtype": "bfloat16"})
+    second = load_or_compile(other, options=CompileOptions(output=link))
+    assert first.folder == second.folder == real and link.is_symlink()
+    assert second.artifact.factors["dtype"] == "bfloat16" != first.artifact.factors["dtype"]
