@@ -178,9 +178,7 @@ class EngineCore:
             self._give_back()
 
     def _give_back(self) -> None:
-        with (
-            self._giving_back
-        ):  # whoever closes at the same time returns when it is done, and a call that failed is made again
+        with self._giving_back:  # who closes at the same time waits; a call that failed is made again
             self._shutdown()
             self._shutdown = _nothing
 
