@@ -7,7 +7,7 @@ strings, log-probability dictionaries, metrics) is left to it: see answers.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from mllm_compile.detokenizer import Decoder, Detokenizer
@@ -81,7 +81,7 @@ class Submission:
                 Request(
                     request_id=request_id if params.n == 1 else f"{request_id}/{index}",
                     prompt_token_ids=prompt_token_ids,
-                    params=_params_of_one(params, index),
+                    params=params.of_answer(index),
                     eos_token_ids=eos_token_ids,
                     priority=priority,
                 ),
@@ -229,15 +229,3 @@ def shown_token_ids(
     """
     ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
     return token_ids[:-1] if ended_by_token and not params.include_stop_str_in_output else token_ids
-
-
-def _params_of_one(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of one of n completions: its own seed; the prompt's log-probabilities come with the first alone."""
-    if params.n == 1:
-        return params
-    return replace(
-        params,
-        n=1,
-        seed=None if params.seed is None else (params.seed + index) % 2**63,
-        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-    )

@@ -1,27 +1,115 @@
 """SamplingParams: what a user asks of one request, under vLLM's names and defaults, checked when it is made.
 
 Pure Python: no torch. The per-token fields are carried out by runtime/sampler.py, the stopping ones by the scheduler
-and the engine's detokenizer. Every field works or is refused here; none is accepted and ignored.
+and the engine's detokenizer. Every field works or is refused here; none is accepted and ignored. Nothing below this
+looks at a value's range again, so each is checked as the float32 or int64 that it becomes on the device.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
 
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.shown import shown
 
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
 MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
-MAX_N = 16384
+MAX_N = 1024
+MAX_BIAS = 100.0  # OpenAI's range
 # Of a vocabulary or a context: a larger number asks for no more than this, and would not fit the device's tables.
 _MOST_TOKENS = 2**31 - 1
+_ID_DIGITS = 10  # of the largest of them
 GREEDY_TEMPERATURE = 1e-5  # below it float32 logits / temperature is an argmax in all but name
+# The smallest that float32 holds to full precision; less would be 0 where kernels flush to zero, and keep no token. The
+# most probable token is above it in any vocabulary, so all smaller top_p keep that one alone, as it does.
+_LEAST_TOP_P = 2.0**-126
+
+# Names of vLLM, Transformers and OpenAI that likeness does not lead to ours, and what to do instead.
+_ELSEWHERE = {
+    "best_of": "Use n for several answers, with logprobs to choose the best by cumulative_logprob.",
+    "use_beam_search": "Beam search is not built; use n for several answers.",
+    "num_beams": "Beam search is not built; use n for several answers.",
+    "beam_width": "Beam search is not built; use n for several answers.",
+    "length_penalty": "Beam search is not built; use n for several answers.",
+    "early_stopping": "Beam search is not built; use n for several answers.",
+    "structured_outputs": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
+    "guided_decoding": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
+    "response_format": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
+    "logits_processors": "Use logit_bias, bad_words or allowed_token_ids.",
+    "bad_words_ids": "Use bad_words, which takes texts.",
+    "truncate_prompt_tokens": "Cut the prompt's token ids before the call.",
+    "output_kind": "Use Engine.stream for pieces of the answer, Engine.generate for all of it.",
+    "do_sample": "Use temperature=0 for greedy decoding.",
+    "max_new_tokens": "Did you mean max_tokens?",
+    "max_completion_tokens": "Did you mean max_tokens?",
+    "max_length": "Did you mean max_tokens, which counts the output alone?",
+    "min_new_tokens": "Did you mean min_tokens?",
+    "top_logprobs": "Did you mean logprobs?",
+}
+
+T = TypeVar("T")
 
 
+class FrozenBias(Mapping[int, float]):
+    """A logit_bias that nobody changes; equal to a dict of the same entries, hashable, and safe to pickle."""
+
+    __slots__ = ("_biases",)
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._biases = dict(biases)
+
+    def __getitem__(self, token_id: int) -> float:
+        return self._biases[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._biases)
+
+    def __len__(self) -> int:
+        return len(self._biases)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._biases.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._biases)
+
+
+def _tells_unknown_names(cls: type[T]) -> type[T]:
+    """Makes the constructor of a dataclass refuse unknown arguments with a RequestError that says what to use."""
+    create: Callable[..., None] = cls.__init__
+
+    @wraps(create)
+    def init(self: T, *args: object, **values: Any) -> None:
+        if args:
+            raise RequestError(f"SamplingParams: expected arguments by name, such as temperature=0, got {shown(args)}.")
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in known:
+                raise _unknown(name, known)
+        create(self, **values)
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+def _unknown(name: str, known: Sequence[str]) -> RequestError:
+    closest = get_close_matches(name, known, n=1)
+    instead = "Structured output is not built; allowed_token_ids restricts an answer to given tokens."
+    if name in _ELSEWHERE:
+        instead = _ELSEWHERE[name]
+    elif not name.startswith("guided_"):
+        instead = f"Did you mean {closest[0]}?" if closest else f"Known: {', '.join(known)}."
+    return RequestError(f"{name} is no field of SamplingParams. {instead}")
+
+
+@_tells_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen, when it ends, and what is returned of it. Immutable; safe to share.
@@ -30,7 +118,7 @@ class SamplingParams:
     min_p (Transformers' order) and the draw.
 
     Attributes:
-        n: Number of answers to the prompt; more than one needs temperature > 0, or all would be equal.
+        n: Number of answers to the prompt, at most 1024; more than one needs temperature > 0, or all would be equal.
         temperature: 0 (or anything under 1e-5) chooses the most probable token; up to 100.
         top_p: Draw from the fewest most probable tokens whose probabilities reach this sum; in (0, 1]. Tokens as
             probable as the last one kept are kept too.
@@ -40,7 +128,8 @@ class SamplingParams:
         frequency_penalty: Subtracted from a token's logit for each time it is in the output so far; in [-2, 2].
         repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the prompt or the
             output; in [0.01, 100], above 1 discourages.
-        logit_bias: Added to the logits of these token ids; each in [-100, 100], at most 1024 entries.
+        logit_bias: Added to the logits of these token ids, which may be JSON's texts ("15"); each is clamped to
+            [-100, 100] as vLLM does; at most 1024 entries. Kept as a mapping that cannot be changed, or None.
         seed: From 0 to 2**63 - 1: the same seed gives the same tokens whatever else is in the batch. None (or vLLM's
             -1, kept as None): the engine gives the request a seed of its own.
         stop: A text, or texts, that end the output. Kept as a tuple, empty when there are none.
@@ -103,6 +192,7 @@ class SamplingParams:
     def _check_distribution(self) -> None:
         self._number("temperature", 0, 100, hint="Use 0 for greedy decoding.")
         self._number("top_p", 0, 1, above_low=True, hint="Use 1 to turn it off.")
+        self._set("top_p", max(self.top_p, _LEAST_TOP_P))
         self._integer("top_k", -1, hint="Use 0 or -1 to turn it off.")
         self._set("top_k", min(max(self.top_k, 0), _MOST_TOKENS))
         self._number("min_p", 0, 1, hint="Use 0 to turn it off.")
@@ -119,9 +209,11 @@ class SamplingParams:
 
     def _check_length_and_stops(self) -> None:
         self._integer("max_tokens", 1, optional=True, hint="Use None for as many as the context leaves.")
-        limit = "" if self.max_tokens is None else "It cannot exceed max_tokens."
-        self._integer("min_tokens", 0, self.max_tokens, hint=limit)
+        self._integer("min_tokens", 0)
         self._set("min_tokens", min(self.min_tokens, _MOST_TOKENS))
+        if self.max_tokens is not None:
+            self._set("max_tokens", min(self.max_tokens, _MOST_TOKENS))
+            self._integer("min_tokens", 0, self.max_tokens, hint="It cannot exceed max_tokens.")
         self._set("stop", _stop_texts(self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
@@ -144,6 +236,21 @@ class SamplingParams:
         """Whether the choice of a token depends on the tokens before it beyond the model."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
+    def of_answer(self, index: int) -> SamplingParams:
+        """Parameters of one of the n answers: its own seed; the prompt's log-probabilities come with the first alone.
+
+        They were checked when `self` was made, and are not checked again.
+        """
+        if self.n == 1:
+            return self
+        one = copy.copy(self)
+        one._set("n", 1)
+        if self.seed is not None:
+            one._set("seed", (self.seed + index) % 2**63)
+        if index:
+            one._set("prompt_logprobs", None)
+        return one
+
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have; called at the door, where the model is known.
 
@@ -151,10 +258,10 @@ class SamplingParams:
             RequestError: An id of logit_bias or stop_token_ids is `vocab_size` or more.
         """
         for field in ("logit_bias", "stop_token_ids"):
-            unknown = [token_id for token_id in getattr(self, field) or () if token_id >= vocab_size]
-            if unknown:
+            largest = max(getattr(self, field) or (), default=0)
+            if largest >= vocab_size:
                 expected = f"token ids under {vocab_size}, the model's vocabulary size"
-                raise _refused(field, expected, unknown[0], "Take ids from the model's own tokenizer.")
+                raise _refused(field, expected, largest, "Take ids from the model's own tokenizer.")
 
 
 def _refused(field: str, expected: str, got: object, hint: str = "") -> RequestError:
@@ -163,7 +270,9 @@ def _refused(field: str, expected: str, got: object, hint: str = "") -> RequestE
 
 def _number(field: str, value: object, low: float, high: float, *, above_low: bool = False, hint: str = "") -> float:
     """`value` as a float if it is a number in [low, high], or (low, high] with `above_low`."""
-    expected = f"a number {'above' if above_low else 'from'} {low:g} {'up to' if above_low else 'to'} {high:g}"
+    expected = "a number"
+    if math.isfinite(low):
+        expected += f" {'above' if above_low else 'from'} {low:g} {'up to' if above_low else 'to'} {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refused(field, expected, value, hint)
     try:
@@ -200,18 +309,28 @@ def _token_ids(field: str, value: object) -> tuple[int, ...]:
     return tuple(_integer(f"{field}[{i}]", token_id, 0) for i, token_id in enumerate(value))
 
 
-def _logit_bias(value: object) -> dict[int, float] | None:
+def _logit_bias(value: object) -> FrozenBias | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise _refused("logit_bias", "a dict of token id to bias or None", value)
     if len(value) > MAX_TOKEN_LIST:
         raise _refused("logit_bias", f"at most {MAX_TOKEN_LIST} entries", len(value))
-    biases = {
-        _integer("logit_bias key", token_id, 0): _number(f"logit_bias[{shown(token_id)}]", bias, -100, 100)
-        for token_id, bias in value.items()
-    }
-    return biases or None
+    biases = {_bias_token(token_id): _bias(token_id, bias) for token_id, bias in value.items()}
+    if len(biases) < len(value):
+        raise _refused("logit_bias", "each token id once", value, "5 and '5' are the same id.")
+    return FrozenBias(biases) if biases else None
+
+
+def _bias_token(token_id: object) -> int:
+    if isinstance(token_id, str) and token_id.isascii() and token_id.isdecimal() and len(token_id) <= _ID_DIGITS:
+        return int(token_id)
+    return _integer("logit_bias key", token_id, 0)
+
+
+def _bias(token_id: object, bias: object) -> float:
+    number = _number(f"logit_bias[{shown(token_id)}]", bias, -math.inf, math.inf)
+    return min(max(number, -MAX_BIAS), MAX_BIAS)
 
 
 def _stop_texts(value: object) -> tuple[str, ...]:

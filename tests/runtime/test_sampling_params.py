@@ -1,5 +1,6 @@
 """SamplingParams: what is accepted, what it is kept as, and what is refused in which words."""
 
+import copy
 import dataclasses
 import pickle
 import re
@@ -21,14 +22,15 @@ REFUSED = [
     *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, None)],
     *[("repetition_penalty", value) for value in (0, -1, 1e-30, 101, NAN, None)],
     *[("seed", value) for value in (-2, 2**63, 0.5, "7", True)],
-    *[("n", value) for value in (0, -1, 1.5, None, 10**9)],
+    *[("n", value) for value in (0, -1, 1.5, None, 1025, 10**9)],
     *[("max_tokens", value) for value in (0, -1, 1.5, "16", True)],
     *[("min_tokens", value) for value in (-1, 1.5, None, 17)],
     *[("logprobs", value) for value in (-1, 21, 1.5, True, "5")],
     *[("prompt_logprobs", value) for value in (-1, 21, 1.5, True)],
     *[("stop", value) for value in ("", ["a", ""], [1], 5, b"a", {"a": 1})],
     *[("stop_token_ids", value) for value in ([-1], ["2"], [1.0], [True], 5, "5", [1] * 1025)],
-    *[("logit_bias", value) for value in ([1], {"5": 1.0}, {-1: 1.0}, {1: NAN}, {1: 101}, {1: "x"}, {True: 1.0})],
+    *[("logit_bias", value) for value in ([1], {"5.0": 1.0}, {"²": 1.0}, {-1: 1.0}, {1: NAN}, {1: "x"}, {True: 1.0})],
+    *[("logit_bias", value) for value in ({"-1": 1.0}, {"9" * 5000: 1.0}, {5: 1.0, "5": 2.0}, {1: 10**400})],
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     *[("include_stop_str_in_output", value) for value in (1, None, "yes")],
     *[("ignore_eos", value) for value in (0, None)],
@@ -51,9 +53,26 @@ def test_a_number_that_python_does_not_write_out_is_refused_too(field):
         SamplingParams(**{field: value})
 
 
-def test_an_unknown_name_is_refused():
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("best_of", "Use n for several answers"),
+        ("use_beam_search", "Beam search is not built"),
+        ("guided_json", "Structured output is not built; allowed_token_ids"),
+        ("structured_outputs", "Structured output is not built; allowed_token_ids"),
+        ("max_new_tokens", "Did you mean max_tokens?"),
+        ("temprature", "Did you mean temperature?"),
+        ("xyz", "Known: n, temperature, top_p"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_what_to_use_instead(name, said):
+    with pytest.raises(RequestError, match=f"^{name} is no field of SamplingParams\\. {re.escape(said)}"):
+        SamplingParams(**{name: 2})
+
+
+def test_a_value_without_a_name_is_refused():
+    with pytest.raises(RequestError, match="expected arguments by name"):
+        SamplingParams(0.5)
 
 
 def test_the_defaults_are_vllms():
@@ -96,9 +115,48 @@ def test_a_users_own_dict_changed_later_changes_nothing():
     assert params.logit_bias == {1: 1.0}
 
 
-def test_params_survive_pickling():
+def test_params_survive_pickling_copying_and_hashing():
     params = SamplingParams(stop=["a"], logit_bias={1: 2}, seed=5)
-    assert pickle.loads(pickle.dumps(params)) == params
+    copies = [pickle.loads(pickle.dumps(params)), copy.copy(params), copy.deepcopy(params), dataclasses.replace(params)]
+    assert all(one == params and hash(one) == hash(params) for one in copies)
+    assert params.logit_bias == {1: 2.0} == dataclasses.asdict(params)["logit_bias"]
+    assert hash(params) != hash(dataclasses.replace(params, logit_bias={1: 3}))
+
+
+def test_nothing_that_params_hold_can_be_changed():
+    params = SamplingParams(logit_bias={1: 1.0}, stop_token_ids=[1], stop=["a"])
+    for change in ("params.logit_bias[1] = 1e9", "del params.logit_bias[1]", "params.logit_bias.clear()"):
+        with pytest.raises((TypeError, AttributeError)):
+            exec(change)
+    with pytest.raises(AttributeError):
+        params.stop_token_ids.append(-1)
+
+
+def test_a_bias_past_100_counts_as_100_and_jsons_texts_are_ids():
+    params = SamplingParams(logit_bias={"15": 1e9, 3: -INF, 4: -100.5, 5: 99.5})
+    assert params.logit_bias == {15: 100.0, 3: -100.0, 4: -100.0, 5: 99.5}
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 5e-324, 1e-46, 1e-40])
+def test_a_top_p_that_float32_has_not_is_kept_as_the_least_that_it_has(top_p):
+    kept = SamplingParams(top_p=top_p).top_p
+    assert np.float32(kept) == np.finfo(np.float32).tiny
+
+
+def test_a_limit_that_python_does_not_write_out_is_no_error_of_its_own():
+    params = SamplingParams(max_tokens=10**5000, top_k=10**5000)
+    assert params.max_tokens == params.top_k == 2**31 - 1
+    with pytest.raises(RequestError, match="min_tokens"):
+        SamplingParams(max_tokens=10**5000, min_tokens="x")
+
+
+def test_one_of_several_answers_has_its_own_seed_and_is_not_checked_again():
+    params = SamplingParams(n=3, seed=2**63 - 2, prompt_logprobs=1, logit_bias={1: 2})
+    first, *_, last = [params.of_answer(index) for index in range(3)]
+    assert (first.n, first.seed, first.prompt_logprobs) == (1, 2**63 - 2, 1)
+    assert (last.n, last.seed, last.prompt_logprobs) == (1, 0, None)
+    assert last.logit_bias is params.logit_bias
+    assert (params.n, params.seed) == (3, 2**63 - 2)
 
 
 def test_several_greedy_answers_are_refused_as_they_would_be_equal():
