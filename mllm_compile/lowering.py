@@ -16,6 +16,7 @@ from mllm_compile.cache_key import max_traced_tokens
 from mllm_compile.cuda_kernels import can_compile_kernels, gated_linears, streamed_linears
 from mllm_compile.decode_attention import add_decode_attention
 from mllm_compile.decode_loop_pieces import add_decode_loop
+from mllm_compile.errors import CompileError
 from mllm_compile.model_errors import refusing
 from mllm_compile.model_folder import ModelFolder, check_remote_code
 from mllm_compile.progress import Reporter
@@ -109,6 +110,7 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
 
     Raises:
         UnsupportedModelError: the model would not be served right.
+        CompileError: a pass failed.
     """
     from mllm_compile.gate import check_trace
     from mllm_compile.trace import trace_model
@@ -133,11 +135,18 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
 
 
 def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: Observer | None = None) -> Lowered:
-    """Runs the passes over a trace, which is rewritten; `observer` sees the graph after each."""
-    from mllm_compile.passes.pipeline import run_passes
+    """Runs the passes over a trace, which is rewritten; `observer` sees the graph after each.
+
+    Raises:
+        CompileError: a pass failed; the message names it and how to do without it.
+    """
+    from mllm_compile.passes.pipeline import PassFailedError, run_passes
     from mllm_compile.program_builder import build_program, size_symbols
 
-    graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
+    try:
+        graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
+    except PassFailedError as error:
+        raise CompileError(str(error)) from error
     program, decode_pieces = add_decode_attention(config, build_program(graph))
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]

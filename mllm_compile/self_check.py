@@ -18,10 +18,10 @@ import torch
 
 from mllm_compile.artifact import CUBINS, PIECES
 from mllm_compile.artifact_source import attention_layer, current_device
-from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.hf_model import ModelSizes
 from mllm_compile.kernel_check import check_written_pieces, relative_error
-from mllm_compile.model_errors import refusing
+from mllm_compile.model_errors import first_line, refusing
 from mllm_compile.models.attention_choice import attention_implementation
 from mllm_compile.passes.base import PackedPart
 from mllm_compile.runtime.attention.base import AttentionLayer
@@ -60,7 +60,7 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
 
     Raises:
         UnsupportedModelError: the program's logits are not Transformers'.
-        CompileError: a piece that is no part of the model does not compute what it should.
+        CompileError: the program does not run, or a piece that is no part of the model does not compute what it should.
     """
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
@@ -84,17 +84,22 @@ def _check_program(lowered: Lowered, executor: ProgramExecutor, device: str) -> 
         wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
         with refusing(f"{model_type!r} does not run"):
             theirs = _logits_of_transformers(hf_model.model, batch_ids, batch_positions, known)
-            rows = _some_rows(len(theirs), device) if wants_rows else None
+        rows = _some_rows(len(theirs), device) if wants_rows else None
+        try:
             ours, *of_rows = _run_program(
                 executor, program, batch_ids, batch_positions, rows, device, hf_model.model.dtype
             )
+        except Exception as failure:
+            raise CompileError(
+                f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
+            ) from failure
         limit = TOLERANCE[ours.dtype]
         error = relative_error(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
         if not error <= limit:
             raise UnsupportedModelError(
                 f"{model_type!r} would not be served right: with {_crowd(len(batch_ids))} its logits are off by "
                 f"{error:.2g} from Transformers' (limit {limit:g}). Usual causes: layers that carry state from token "
-                f"to token, or that read positions other than position_ids.{_hint(lowered)}"
+                f"to token, or that read positions other than position_ids.{_hint(lowered, ' Or a pass')}"
             )
     return ours
 
@@ -105,13 +110,13 @@ def _crowd(num_requests: int) -> str:
     )
 
 
-def _hint(lowered: Lowered) -> str:
+def _hint(lowered: Lowered, suspicion: str = " It may be a pass") -> str:
     """The passes that changed this model and that it can do without."""
     from mllm_compile.passes.pipeline import optional_pass_names
 
     optional = optional_pass_names()
     names = [report.name for report in lowered.reports if report.matches and report.name in optional]
-    return f" Or a pass: try compile.disable_passes: [{', '.join(names)}]." if names else ""
+    return f"{suspicion}: try compile.disable_passes: [{', '.join(names)}]." if names else ""
 
 
 def _requests(sizes: ModelSizes, device: str) -> tuple[_Requests, _Requests]:

@@ -104,7 +104,7 @@ class _Region:
                 sources[node] = None
             elif order[node] > order[last] and _is_by_token(node):
                 region.add(node)
-                wanted += [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta["val"])]
+                wanted += [arg for arg in node.all_input_nodes if not _is_of_sizes(arg.meta["val"])]
             else:
                 return None
         found = cls()
@@ -122,8 +122,11 @@ class _Region:
                 index = tuple(rows if dim == _token_dim(val) else slice(None) for dim in range(val.dim()))
                 made[source] = call(graph, operator.getitem, source, index)
 
-        def operand(arg: fx.Node) -> fx.Node:
-            return size if is_symbolic(arg.meta["val"]) else made.get(arg, arg)
+        def operand(arg: fx.Node) -> Any:
+            val = arg.meta["val"]
+            if isinstance(val, torch.Size):
+                return tuple(size if is_symbolic(one) else one for one in val)
+            return size if is_symbolic(val) else made.get(arg, arg)
 
         with graph.inserting_before(gather):
             for node in self.nodes:
@@ -137,7 +140,7 @@ class _Region:
 
 def _is_read_behind(node: fx.Node, gather: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether the head reads it, but for a size."""
-    return not is_symbolic(node.meta.get("val")) and any(order[user] > order[gather] for user in node.users)
+    return not _is_of_sizes(node.meta.get("val")) and any(order[user] > order[gather] for user in node.users)
 
 
 # Which nodes work on each token by itself -----------------------------------------------------------------------------
@@ -146,6 +149,11 @@ def _is_read_behind(node: fx.Node, gather: fx.Node, order: dict[fx.Node, int]) -
 def _each(val: Any) -> tuple[Any, ...]:
     """The tensors of a tuple, or the one that it is."""
     return tuple(val) if isinstance(val, tuple | list) else (val,)
+
+
+def _is_of_sizes(val: Any) -> bool:
+    """Whether it is a size, or a tensor's sizes together (`x.size()`)."""
+    return is_symbolic(val) or isinstance(val, torch.Size)
 
 
 def _sizes(node: fx.Node) -> Iterator[Any]:
@@ -163,16 +171,21 @@ def _token_dim(val: Any) -> int | None:
 def _is_by_token(node: fx.Node) -> bool:
     """Whether a row of its outputs depends on the same row of its inputs alone."""
     rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
-    inputs = [arg.meta["val"] for arg in node.all_input_nodes if not is_symbolic(arg.meta["val"]) and any(_sizes(arg))]
+    inputs = [arg.meta["val"] for arg in node.all_input_nodes if not _is_of_sizes(arg.meta["val"]) and any(_sizes(arg))]
     if rule is None or not inputs or any(_token_dim(value) is None for one in inputs for value in _each(one)):
         return False
     if any(_token_dim(value) is None for value in _each(node.meta["val"])):
         return False
     # Sizes become those of the rows: in a view as they should, anywhere else they are numbers that stand for T.
-    sizes = [arg.meta["val"] for arg in node.all_input_nodes if is_symbolic(arg.meta["val"])]
-    if any(rule is not _keeps_order or not size.node.expr.is_symbol for size in sizes):
+    if any(rule is not _keeps_order or not number.node.expr.is_symbol for number in _numbers_of(node)):
         return False
     return rule(node, _each(inputs[0])[0], inputs)
+
+
+def _numbers_of(node: fx.Node) -> Iterator[Any]:
+    """What its arguments hold of numbers that depend on T, one by one or as a tensor's sizes."""
+    for arg in node.all_input_nodes:
+        yield from (number for number in _each(arg.meta["val"]) if is_symbolic(number))
 
 
 def _from_the_right(val: Any) -> int:

@@ -44,7 +44,7 @@ from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_linears import StreamLinears
-from mllm_compile.passes.verify import verify_graph
+from mllm_compile.passes.verify import no_new_size_equalities, size_equalities, verify_graph
 
 PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,
@@ -80,7 +80,17 @@ class PassReport:
 
 
 class PassFailedError(Exception):
-    """A pass raised something: a bug of the pass, or a graph that it was not written for."""
+    """A pass raised something, or left a graph that it should not: its bug, or a graph that it was not written for.
+
+    The message names the pass, and the config key that does without it.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        if name in REQUIRED:
+            remedy = "No model is served without it: report this with the model's config.json"
+        else:
+            remedy = f"Set compile.disable_passes: [{name}] to do without it, and report this"
+        super().__init__(f"the pass {name} {what}. {remedy}; MLLM_COMPILE_DEBUG=1 shows the traceback.")
 
 
 def pass_names() -> list[str]:
@@ -112,11 +122,11 @@ def run_passes(
         The parent graph of pieces and attention ops, and one report a pass.
 
     Raises:
-        PassFailedError: naming the pass, its error, and the line.
-        GraphInvariantError: a pass left a graph that it should not.
+        PassFailedError: naming the pass and its error with the line, or the invariant that it broke.
     """
     off = set(disabled)
     reports = []
+    assumed = size_equalities(gm)
     for make_pass in PASSES:
         if make_pass.name in off:
             continue
@@ -125,7 +135,7 @@ def run_passes(
         gm = result.gm
         ms = (time.perf_counter() - start) * 1e3
         if verify:
-            verify_graph(gm, make_pass.name)
+            _verify(gm, make_pass.name, assumed)
         report = PassReport(make_pass.name, result.matches, result.nodes_before, result.nodes_after, ms)
         reports.append(report)
         if observer is not None:
@@ -140,10 +150,17 @@ def _run(graph_pass: GraphPass, gm: fx.GraphModule) -> PassResult:
         result.gm.graph.lint()
     except Exception as error:
         raise PassFailedError(
-            f"the pass {graph_pass.name} raised {type(error).__name__}: {error} "
-            f"({_places(graph_pass, error)}; MLLM_COMPILE_DEBUG=1 shows the traceback)"
+            graph_pass.name, f"raised {type(error).__name__}: {error} ({_places(graph_pass, error)})"
         ) from error
     return result
+
+
+def _verify(gm: fx.GraphModule, name: str, assumed: frozenset[str]) -> None:
+    try:
+        verify_graph(gm, name)
+        no_new_size_equalities(gm, assumed)
+    except Exception as error:
+        raise PassFailedError(name, f"broke the graph: {error}") from error
 
 
 def _places(graph_pass: GraphPass, error: Exception) -> str:

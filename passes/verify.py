@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import sympy
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from mllm_compile.passes.fx_match import is_attention, is_attention_with_output, is_symbolic
 
@@ -26,6 +28,30 @@ def verify_graph(gm: fx.GraphModule, after: str) -> None:
     problems = [problem for check in (*ALWAYS, *AFTER.get(after, ())) for problem in check(gm)]
     if problems:
         raise GraphInvariantError(f"after {after}: " + "; ".join(problems[:5]))
+
+
+def size_equalities(gm: fx.GraphModule) -> frozenset[str]:
+    """Which equalities of sizes have been taken for granted while values of this graph were computed (`Eq(u2, u0)`)."""
+    mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
+    if mode is None or mode.shape_env is None:
+        return frozenset()
+    asserts = (one.expr for some in mode.shape_env.deferred_runtime_asserts.values() for one in some)
+    return frozenset(str(expr) for expr in asserts if isinstance(expr, sympy.Eq))
+
+
+def no_new_size_equalities(gm: fx.GraphModule, known: frozenset[str]) -> None:
+    """Checks that a pass computed no value that is right for some sizes alone: fake tensors take a view of T tokens as
+    S rows, note `Eq(u1, u0)`, and leave it to run time to fail.
+
+    Args:
+        known: what the trace took for granted.
+
+    Raises:
+        GraphInvariantError: naming what is assumed.
+    """
+    new = size_equalities(gm) - known
+    if new:
+        raise GraphInvariantError(f"its values are right only where {', '.join(sorted(new))} of the graph's sizes")
 
 
 def every_node_has_a_value(gm: fx.GraphModule) -> Iterator[str]:

@@ -15,8 +15,8 @@ import torch
 from mllm_compile import self_check, small_weights
 from mllm_compile.compile import load_or_compile
 from mllm_compile.config import EngineConfig
-from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.passes import pack_projections
+from mllm_compile.errors import CompileError, UnsupportedModelError
+from mllm_compile.passes import pack_projections, pipeline
 from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.program import Program, SmallForm
 from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind
@@ -71,6 +71,33 @@ def test_its_weights_are_gone_when_the_compile_is_over(monkeypatch, tmp_path):
         assert [ref() for ref in weights if ref() is not None] == []
     finally:
         gc.enable()
+
+
+class FailsOnThisModel:
+    name = "pack_projections"
+
+    def __call__(self, gm):
+        raise ZeroDivisionError("rows per zero")
+
+
+def test_what_a_pass_raises_is_told_of_the_pass_and_not_of_the_model(monkeypatch, tmp_path):
+    passes = tuple(FailsOnThisModel if one.name == FailsOnThisModel.name else one for one in pipeline.PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    with pytest.raises(CompileError) as error:
+        compile_tiny(tmp_path)
+    assert str(error.value).startswith("the pass pack_projections raised ZeroDivisionError: rows per zero (")
+    assert "compile.disable_passes: [pack_projections]" in str(error.value)
+
+
+def test_a_program_that_does_not_run_is_no_fault_of_the_model(monkeypatch, tmp_path):
+    def run(*arguments: Any) -> None:
+        raise RuntimeError("shape '[1, 8, 64]' is invalid for input of size 256")
+
+    monkeypatch.setattr(self_check, "_run_program", run)
+    with pytest.raises(
+        CompileError, match=r"what was compiled of 'qwen3' does not run: .*: try compile\.disable_passes"
+    ):
+        compile_tiny(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

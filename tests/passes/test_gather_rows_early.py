@@ -95,10 +95,24 @@ def views(builder: GraphBuilder, x: fx.Node) -> fx.Node:
     return builder.method("contiguous", builder.method("reshape", heads, 1, builder.size_inputs["T"], -1))
 
 
+def as_opt_views(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    """To rows and back to `x.size()`, the sizes as one value (OPT)."""
+    flat = builder.call(torch.nn.functional.layer_norm, builder.method("reshape", x, -1, HIDDEN), (HIDDEN,))
+    return builder.method("view", flat, builder.method("size", x))
+
+
+def as_gpt_bigcode_views(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    """To sizes that were put together (GPT BigCode)."""
+    sizes = builder.call(torch.Size, [1, builder.size_inputs["T"], HIDDEN])
+    return builder.method("view", builder.call(torch.relu, x), sizes)
+
+
 @pytest.mark.parametrize(
     "body",
     [
         views,
+        as_opt_views,
+        as_gpt_bigcode_views,
         lambda builder, x: builder.call(torch.tanh, builder.linear(x, "last", HIDDEN, bias=True)),
         lambda builder, x: builder.method("unsqueeze", builder.method("flatten", x, 0, 1), 0),
         lambda builder, x: builder.call(
@@ -108,6 +122,17 @@ def views(builder: GraphBuilder, x: fx.Node) -> fx.Node:
 )
 def test_it_moves_through_what_works_on_each_token(body):
     assert_moved(model(body))
+
+
+def is_told_its_sizes(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    """More rows than tokens: no size of them is the number of tokens."""
+    sizes = builder.call(torch.Size, [1, builder.call(operator.mul, builder.size_inputs["T"], 2), HIDDEN // 2])
+    return builder.method("view", builder.method("view", x, sizes), builder.method("size", x))
+
+
+def is_multiplied_by_the_number_of_tokens(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    sizes = builder.method("size", x)
+    return builder.call(operator.mul, x, builder.call(operator.getitem, sizes, 1))
 
 
 def in_place(builder: GraphBuilder, x: fx.Node) -> fx.Node:
@@ -131,6 +156,8 @@ def writes_a_part(builder: GraphBuilder, x: fx.Node) -> fx.Node:
         lambda builder, x: builder.method("flip", x, 1),
         lambda builder, x: builder.method("roll", x, 1, 1),
         lambda builder, x: builder.call(operator.add, x, builder.method("flip", x, 1)),
+        is_told_its_sizes,
+        is_multiplied_by_the_number_of_tokens,
         in_place,
         writes_a_part,
         lambda builder, x: builder.call(operator.mul, x, builder.size_inputs["T"]),

@@ -14,9 +14,9 @@ from torch import fx
 from mllm_compile.lowering import _GraphDumper
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import call
+from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.fx_match import call, input_node
 from mllm_compile.passes.pipeline import PASSES, REQUIRED, PassFailedError, optional_pass_names, pass_names, run_passes
-from mllm_compile.passes.verify import GraphInvariantError
 from tests.passes.graph_builder import model_of_layers, run
 
 # Files of passes/ that are no pass.
@@ -106,10 +106,33 @@ class BreaksTheGraph:
 def test_a_pass_that_breaks_an_invariant_is_named(monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", (BreaksTheGraph,))
     builder, logits = model_of_layers(1)
-    with pytest.raises(GraphInvariantError, match="after canonicalise"):
+    with pytest.raises(PassFailedError, match=r"the pass canonicalise broke the graph: after canonicalise: .* report"):
         run_passes(builder.finish(logits))
     builder, logits = model_of_layers(1)
     run_passes(builder.finish(logits), verify=False)
+
+
+class TakesTokensForRows:
+    """As fake tensors allow: a tensor of S rows is viewed as T tokens, which fails where S is not T."""
+
+    name = "pack_projections"
+
+    def __call__(self, gm):
+        before = len(gm.graph.nodes)
+        rows, tokens = (input_node(gm, name) for name in ("logits_indices", "input_ids"))
+        with gm.graph.inserting_before(next(iter(rows.users))):
+            size = call(gm.graph, torch.ops.aten.sym_size.int, tokens, 0)
+            viewed = call(gm.graph, torch.Tensor.view, rows, [size])
+        rows.replace_all_uses_with(viewed, lambda user: user is not viewed)
+        return PassResult(gm, 1, before, len(gm.graph.nodes))
+
+
+def test_a_pass_that_takes_one_size_for_another_is_named_with_what_does_without_it(monkeypatch):
+    monkeypatch.setattr(pipeline, "PASSES", (Canonicalise, TakesTokensForRows))
+    builder, logits = model_of_layers(1)
+    said = r"the pass pack_projections broke the graph: .*Eq\(.*compile\.disable_passes: \[pack_projections\]"
+    with pytest.raises(PassFailedError, match=said):
+        run_passes(builder.finish(logits))
 
 
 def test_an_error_in_a_pass_names_it_and_the_line(monkeypatch):
@@ -120,9 +143,8 @@ def test_an_error_in_a_pass_names_it_and_the_line(monkeypatch):
             return gm.no_such_thing
 
     monkeypatch.setattr(pipeline, "PASSES", (Broken,))
-    with pytest.raises(
-        PassFailedError, match=r"the pass broken raised AttributeError: .*no_such_thing.*\(.*, line \d+;"
-    ):
+    said = r"the pass broken raised AttributeError: .*no_such_thing.*\(.*, line \d+\)\. .*disable_passes: \[broken\]"
+    with pytest.raises(PassFailedError, match=said):
         run_passes(fx.GraphModule({}, fx.Graph()))
 
 
@@ -135,6 +157,6 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
 
     monkeypatch.setattr(pipeline, "PASSES", (Broken,))
     line = inspect.getsourcelines(Broken.__call__)[1] + 1
-    places = rf"\(test_pipeline\.py, line {line}, in fx_match\.py, line \d+;"
+    places = rf"\(test_pipeline\.py, line {line}, in fx_match\.py, line \d+\)"
     with pytest.raises(PassFailedError, match=rf"ValueError: x has no meta\['val'\].*{places}"):
         run_passes(fx.GraphModule({}, fx.Graph()))
