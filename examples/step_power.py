@@ -3,7 +3,7 @@
     python examples/step_power.py configs/qwen-8b-shape.yaml [--batches 64 256] [--prompt 512] [--tokens 129]
 
 Needs an NVIDIA GPU and nvidia-ml-py (`pip install nvidia-ml-py`). The driver counts energy; over one second a reading
-repeats to a tenth, over three to half a per cent (docs/performance/power.md), so work is repeated for `--seconds`.
+repeats to a tenth, over three to half a per cent, so work is repeated for `--seconds`.
 Prompts with `--tokens` new tokens, less the same prompts with one, are decode steps.
 """
 

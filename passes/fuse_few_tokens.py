@@ -24,7 +24,7 @@ class FuseFewTokens:
 
     Why: with a few tokens a step is still reads of weights and launches. cuBLAS splits the inputs of small weights
         among blocks, which takes a second kernel, and none of its kernels starts before the one ahead has ended
-        (figures in docs/performance/levers.md).
+        (figures in docs/performance.md).
 
     Before::
 

@@ -29,7 +29,7 @@ class GatherRowsEarly:
 
     Why: a prompt's tokens but the last leave keys and values in each layer, and nothing else is read of what the last
         layer makes of them: its output projection and feed-forward, most of a layer's products, are for S rows then in
-        place of T (figures in docs/performance/levers.md).
+        place of T (figures in docs/performance.md).
 
     Before::
 

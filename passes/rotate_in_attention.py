@@ -19,7 +19,7 @@ class RotateInAttention:
     Why: with one token a request that kernel is launches and waiting. A kernel of attention that norms and rotates a
         query when it reads it, and writes the new key and value of the requests whose last keys it reads, takes the
         same time, and its keys are on their way while the projections still run (figures in
-        docs/performance/levers.md).
+        docs/performance.md).
 
     Before::
 

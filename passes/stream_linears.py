@@ -26,8 +26,8 @@ class StreamLinears:
     """As `fuse_few_tokens`, with the ops `mllm.stream_linear…` in place of `mllm.few_linear…`.
 
     Why: kernels that ask for as much of their weight as a multiprocessor holds before the kernel ahead has ended, give
-        every multiprocessor the same share, and read large weights in long pieces (figures in
-        docs/performance/levers.md). They need what Triton has no words for: copies that arrive while
+        every multiprocessor the same share, and read large weights in long pieces (figures in docs/performance.md).
+        They need what Triton has no words for: copies that arrive while
         a block waits, and blocks that add up in each other's memory.
 
     Before::

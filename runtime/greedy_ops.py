@@ -2,7 +2,7 @@
 
 Triton by hand, as `torch.library.triton_op`: it is a piece of the program (mllm_compile/sampling_pieces.py). Only the
 piece compiler imports this module: a loaded package needs neither Triton nor this op. torch's argmax takes two to three
-times as long: docs/performance/levers.md.
+times as long (256 rows of 151,936 logits on an H200: 55.0 against 23.6 µs).
 
 Shape legend: S rows, V vocab, B blocks of BLOCK logits.
 """

@@ -8,7 +8,7 @@ How many blocks a request gets is the caller's choice by the number of requests 
 once. The last block of a head to end adds up what the others left, always in the same order. So of the other requests
 only how many they are changes a request's numbers, and the deterministic mode holds that fixed.
 
-Figures, and those of FlashInfer's kernels, are in docs/performance/decode-attention.md.
+`examples/decode_attention_speed.py` compares it with FlashInfer's kernels.
 
 Shape legend: R requests, N blocks that a request's keys are split among, H query heads, Hk kv heads, D head dim,
 W pages of the page table, P slots of the KV cache.

@@ -15,7 +15,7 @@ TILE = 64  # keys that a block works at together
 # split_decode 54.3), with 40 55.1 (54.4, 53.6), with 16 31.9 (39.1, 36.9).
 MOST_SEQUENCES = 256
 # About as many as there are multiprocessors. With 64 a request of 16384 tokens took 33 µs in place of split_decode's
-# 25, of 4096 9 in place of 11 (docs/performance/decode-attention.md).
+# 25, of 4096 9 in place of 11.
 _BLOCKS = 128
 # Where a request may have more, one with too few blocks is left to split_decode, and clusters serve no more sequences
 # than this: one that is much longer than the others has only two blocks a head.

@@ -1,0 +1,101 @@
+"""Writes the tables of docs/performance.md from the results in docs/performance/results.
+
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the page with what this module
+makes, so a figure of these tables is always one of a kept result.
+
+    python -m tests.bench.performance_page
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mllm_compile.bench.report import show_figure, work_name
+from mllm_compile.bench.results import BenchResult, Measurement
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "performance.md"
+RESULTS = DOCS / "performance" / "results"
+SHAPES = {"qwen-8b-shape": "Qwen3-8B", "qwen-shape": "Qwen3-0.6B"}
+
+
+def with_tables(page: str) -> str:
+    """Returns the page's text with every table made anew."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+        lambda found: found[1] + "\n" + TABLES[found[2]]() + "\n" + found[3],
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def work_table() -> str:
+    """Both shapes on an H200: ours ± half of the spread, vLLM's, the limit."""
+    header = ["work", "unit"]
+    lines: dict[str, list[str]] = {}
+    for shape, name in SHAPES.items():
+        header += [name, "vLLM", "limit"]
+        ours, theirs = _measured("h200", shape), _measured("vllm-h200", shape)
+        for key, line in ours.items():
+            row = lines.setdefault(key, [key, line.unit])
+            row += [_with_spread(line), _figure(theirs.get(key)), "" if line.limit is None else show_figure(line.limit)]
+    names = [key.partition(" b=")[0] for key in lines]
+    return _markdown(header, sorted(lines.values(), key=lambda row: names.index(row[0].partition(" b=")[0])))
+
+
+def h100_table() -> str:
+    """Time per output token on an H100, as a figure and a share of the limit of the same command."""
+    header = ["tpot", "1 request", *(str(batch) for batch in (8, 64, 256))]
+    rows = []
+    for shape, name in SHAPES.items():
+        lines = [line for line in _measured("h100", shape).values() if line.name == "tpot"]
+        rows.append([name, *(f"{show_figure(line.median)} ms, {line.share_of_limit:.0%}" for line in lines)])
+    return _markdown(header, rows)
+
+
+def levers_table() -> str:
+    """What leaving out each lever changes of Qwen3-0.6B's latency."""
+    result = BenchResult.read(RESULTS / "h200-qwen-shape-ablation.json")
+    keys = [("tpot", 1), ("tpot", 8), ("tpot", 64), ("tpot", 256), ("prefill", 64)]
+    header = ["left out", *(f"{name} b={batch}" for name, batch in keys)]
+    rows = []
+    whole = {line.key: line.median for line in result.runs[0].measurements}
+    for run in result.runs:
+        at = {line.key: line.median for line in run.measurements}
+        changes = (f"{at[key] / whole[key] - 1:+.1%}" for key in keys)
+        figures = (f"{show_figure(whole[key])} ms" for key in keys) if run is result.runs[0] else changes
+        rows.append([run.engine, *figures])
+    return _markdown(header, rows)
+
+
+def _measured(prefix: str, shape: str) -> dict[str, Measurement]:
+    """{work's name: its measurement} of all results that are called `prefix`-`shape`-…, stages of starts left out."""
+    return {
+        work_name(line): line
+        for kind in ("latency", "throughput", "startup")
+        if (path := RESULTS / f"{prefix}-{shape}-{kind}.json").exists()
+        for line in BenchResult.read(path).runs[0].measurements
+        if ":" not in line.name
+    }
+
+
+def _figure(line: Measurement | None) -> str:
+    return "" if line is None else show_figure(line.median)
+
+
+def _with_spread(line: Measurement) -> str:
+    return _figure(line) if len(line.samples) == 1 else f"{_figure(line)} ± {line.spread / 2:.1%}"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [header, rule, *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {"work": work_table, "h100": h100_table, "levers": levers_table}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
