@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 
+from mllm_compile import engine_errors
 from mllm_compile.detokenizer import Decoder, Detokenizer, detokenize
 from mllm_compile.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from mllm_compile.runtime.step_output import TokenScores
@@ -16,7 +17,21 @@ from mllm_compile.sequences import Delta, Sequence, Submission, shown_token_ids
 
 
 def build_answer(submission: Submission, decoder: Decoder | None) -> RequestOutput:
-    """The answer of a finished submission (refused and failed ones too)."""
+    """The answer of a finished submission (refused and failed ones too).
+
+    One whose text cannot be made has failed by that, and says so in `submission.failure`.
+    """
+    try:
+        return _answer(submission, decoder)
+    except Exception as error:  # a fault of the tokenizer, whoever's it is
+        submission.failure = engine_errors.no_text(error)
+        answer = _answer(submission, None)
+        for completion in answer.outputs:
+            completion.finish_reason, completion.stop_reason = "error", None
+        return answer
+
+
+def _answer(submission: Submission, decoder: Decoder | None) -> RequestOutput:
     scores = _ScoreReader(decoder)
     return RequestOutput(
         request_id=submission.request_id,
@@ -52,7 +67,16 @@ class StreamBuilder:
         Args:
             deltas: news of any completions, in the order in which they came.
             finished: these are the last.
+
+        Raises:
+            MllmError: the tokenizer failed.
         """
+        try:
+            return self._build(deltas, finished)
+        except Exception as error:  # a fault of the tokenizer, whoever's it is
+            raise engine_errors.no_text(error) from None
+
+    def _build(self, deltas: Seq[Delta], finished: bool) -> RequestOutput:
         submission = self._submission
         outputs: dict[int, CompletionOutput] = {}
         for delta in deltas:

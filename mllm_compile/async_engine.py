@@ -117,11 +117,11 @@ class AsyncEngine:
         reader = AsyncReader(self._waker(), len(submission.sequences), withdraw)
         submission.sink = reader
         submission.is_stream = stream
-        core.submit([submission])
+        builder = StreamBuilder(submission, self.engine.tokenizer) if stream else None
         has_ended = False
         try:
-            if stream:
-                builder = StreamBuilder(submission, self.engine.tokenizer)
+            core.submit([submission])
+            if builder is not None:
                 while not has_ended:
                     deltas, has_ended = await reader.take()
                     if has_ended and submission.failure is not None:
@@ -130,9 +130,10 @@ class AsyncEngine:
             else:
                 await reader.wait()
                 has_ended = True
+                answer = build_answer(submission, self.engine.tokenizer)
                 if submission.failure is not None:
                     raise submission.failure.with_traceback(None)
-                yield build_answer(submission, self.engine.tokenizer)
+                yield answer
         finally:
             if not has_ended:
                 withdraw()

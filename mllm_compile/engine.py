@@ -134,6 +134,11 @@ class Engine:
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
         self._close = weakref.finalize(self, self.core.close)
+        try:
+            self.core.start()
+        except BaseException:  # Ctrl-C, or no thread can be started
+            self._close()
+            raise
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
@@ -191,7 +196,7 @@ class Engine:
         if is_single and submissions[0].failure is not None:
             raise submissions[0].failure.with_traceback(None)
         accepted = [submission for submission in submissions if submission.failure is None]
-        countdown = Countdown(len(accepted))
+        countdown = Countdown(accepted)
         for submission in accepted:
             submission.sink = countdown
         try:
@@ -200,9 +205,10 @@ class Engine:
         except BaseException:
             self.core.withdraw(accepted)
             raise
+        answers = [build_answer(submission, self.tokenizer) for submission in submissions]
         if is_single and submissions[0].failure is not None:
             raise submissions[0].failure.with_traceback(None)
-        return [build_answer(submission, self.tokenizer) for submission in submissions]
+        return answers
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -250,11 +256,13 @@ class Engine:
         queue = StreamQueue(len(submission.sequences))
         submission.sink = queue
         submission.is_stream = True
-        self.core.submit([submission])
+        # Made first: it withdraws when an interruption leaves it to nobody.
         # Through self: while a stream is read, its engine is no garbage.
-        return TokenStream(
+        stream = TokenStream(
             submission, queue, self.tokenizer, lambda: self.core.withdraw([submission]), self.core.check_process
         )
+        self.core.submit([submission])
+        return stream
 
     # --- control ------------------------------------------------------------------------------------------------------
 

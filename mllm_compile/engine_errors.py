@@ -23,8 +23,13 @@ def forked() -> EngineDeadError:
     )
 
 
-def stopped(fault: Exception) -> EngineDeadError:
-    """A fault of the engine itself."""
+def stopped_unseen() -> EngineDeadError:
+    """The thread has ended and could not say why; made ahead, for when nothing more can be made."""
+    return EngineDeadError(f"the engine's thread ended, and its reason could not be told. {_RESTART}")
+
+
+def stopped(fault: BaseException) -> EngineDeadError:
+    """A fault of the engine itself, or an exception that was thrown into its thread."""
     error = EngineDeadError(f"the engine met an internal error and stopped: {_describe(fault)}. {_RESTART}")
     error.__cause__ = fault
     return error
@@ -49,6 +54,8 @@ def step_failed(work: str, error: Exception) -> MllmError:
 
 def no_text(error: Exception) -> MllmError:
     """A fault of the tokenizer."""
+    if isinstance(error, MllmError):
+        return error
     return MllmError(f"the tokens could not be turned into text: {_describe(error)}")
 
 

@@ -5,7 +5,8 @@ into an inbox; the thread takes them between two steps. Overlap: step n+1 is sch
 step n are waited for, so the device is not idle while the host works. Free of torch: any StepRunner will do.
 
 When a step fails, its requests end with an error and their pages come back; the others go on if the device still
-answers, else the engine is dead and says why. Read next: runtime/scheduler.py, sequences.py.
+answers, else the engine is dead and says why. However the thread ends, everybody who waits is told. Read next:
+runtime/scheduler.py, sequences.py.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -34,6 +37,7 @@ logger = logging.getLogger("mllm_compile.engine")
 
 T = TypeVar("T")
 
+_TRIES = 3  # to tell everybody that the engine has ended
 _LOOK_S = 1.0  # an idle engine looks after so many seconds whether it was closed
 
 
@@ -73,14 +77,22 @@ class _Call(Generic[T]):
         self.future: Future[T] = Future()
 
     def __call__(self) -> None:
+        if self.future.done():  # the thread ended right after it
+            return
         try:
             self.future.set_result(self._function())
         except Exception as error:  # it is the caller's, who gets it from the future
             self.future.set_exception(error)
+        except BaseException as fault:  # it is the thread's end
+            self.future.set_exception(engine_errors.stopped(fault))
+            raise
 
 
 class EngineCore:
     """Runs requests to their end; `submit`, `abort`, `stats`, `flush_prefix_cache` and `close` from any thread.
+
+    `start` comes first: who makes one makes sure of `close` before, so that nothing is left of a start that is
+    interrupted.
 
     Args:
         scheduler: not used by anyone else from now on.
@@ -111,12 +123,14 @@ class EngineCore:
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error
         self._end_error: EngineDeadError | None = None  # set once: no step will run after it
+        self._unanswered: set[Submission] = set()  # taken, and not yet told their end
         self._is_closing = False
         self._giving_back = threading.RLock()
         self._closes_itself = False  # `close` was called on the engine's own thread
         self._is_forked = False  # this is a forked process, which has no such thread
 
         # Of the engine's thread alone.
+        self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
         self._in_flight: _Step | None = None
         self._submissions: dict[str, Submission] = {}
         self._live: dict[Request, Sequence] = {}  # what the scheduler holds
@@ -124,17 +138,28 @@ class EngineCore:
         # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
         self._leaders: dict[Request, Submission] = {}
 
+        self._stopped_unseen = engine_errors.stopped_unseen()
+
         # Only the thread holds the step runner: what it has on the device goes when the thread ends.
         self._thread = threading.Thread(target=self._run, args=(step_runner,), name="mllm-engine", daemon=True)
-        self._thread.start()
         _cores.add(self)
+
+    def start(self) -> None:
+        """Starts the thread; once, before anything else but `close`."""
+        self._thread.start()
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     @property
     def end_error(self) -> EngineDeadError | None:
         """Why no further request is taken; None while the engine can go on."""
+        if self._end_error is None and self._has_started and not self._thread.is_alive():
+            return self._stopped_unseen
         return self._end_error
+
+    @property
+    def _has_started(self) -> bool:
+        return self._thread.ident is not None
 
     def submit(self, submissions: Iterable[Submission]) -> None:
         """Queues submissions that were not refused yet; their sinks hear of all that follows, refusals included.
@@ -143,7 +168,15 @@ class EngineCore:
             EngineDeadError: the engine is closed or dead.
         """
         arrived = list(submissions)
-        self._post(lambda: self._admit(arrived))
+        with self._condition:
+            error = self.end_error
+            if error is not None:
+                raise error.with_traceback(None)
+            if self._is_closing:
+                raise engine_errors.closed()
+            self._unanswered.update(arrived)
+            self._inbox.append(lambda: self._admit(arrived))
+            self._condition.notify()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests with finish_reason 'abort'; ids that are not, or no longer, there are passed over."""
@@ -172,7 +205,7 @@ class EngineCore:
             self._is_closing = True
             self._closes_itself |= is_own_thread
             self._condition.notify()
-        if not is_own_thread:
+        if not is_own_thread and self._has_started:
             self._thread.join()
         if not is_own_thread or self._end_error is not None:  # no step will run
             self._give_back()
@@ -196,25 +229,16 @@ class EngineCore:
         self._condition = threading.Condition()
         self._end_error = self._end_error or engine_errors.forked()
 
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._condition:
-            if self._end_error is not None:
-                raise self._end_error.with_traceback(None)
-            if self._is_closing:
-                raise engine_errors.closed()
-            self._inbox.append(command)
-            self._condition.notify()
-
     def _post_if_alive(self, command: Callable[[], None]) -> None:
         with self._condition:
-            if self._end_error is None:
+            if self.end_error is None:
                 self._inbox.append(command)
                 self._condition.notify()
 
     def _call(self, function: Callable[[], T]) -> T:
         call = _Call(function)
         with self._condition:
-            if self._end_error is None:
+            if self.end_error is None:
                 self._inbox.append(call)
                 self._condition.notify()
                 call_here = False
@@ -228,6 +252,7 @@ class EngineCore:
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self, runner: StepRunner) -> None:
+        error = self._stopped_unseen
         try:
             while self._take_commands():
                 self._step(runner)
@@ -235,12 +260,15 @@ class EngineCore:
             self._abort(list(self._submissions))
             error = engine_errors.closed()
         except EngineDeadError as dead:
-            logger.error("%s", dead)
             error = dead
-        except Exception as fault:
-            logger.exception("the engine met an internal error")
+            logger.error("%s", dead)
+        except BaseException as fault:  # also what is no Exception, and what was thrown into this thread
             error = engine_errors.stopped(fault)
-        self._end(error)
+            logger.exception("the engine met an internal error")
+            engine_errors.drop_locals(fault)
+        finally:
+            del runner  # the error that callers get holds this frame
+            self._surely_end(error)
         if self._closes_itself:
             self._give_back()
 
@@ -251,29 +279,52 @@ class EngineCore:
             while not (has_work or self._inbox or self._is_closing):
                 # Not for ever: a collection right here may close the engine, and notify nobody who waits already.
                 self._condition.wait(_LOOK_S)
-            commands, self._inbox = self._inbox, []
+            self._commands += self._inbox
+            self._inbox.clear()
             is_closing = self._is_closing
-        for command in commands:
-            command()
+        self._carry_out_commands()
         return not is_closing
 
+    def _carry_out_commands(self) -> None:
+        while self._commands:
+            self._commands[0]()
+            self._commands.popleft()
+
+    def _surely_end(self, error: EngineDeadError) -> None:
+        """`_end`, which is interrupted where another exception is thrown into this thread meanwhile."""
+        for _ in range(_TRIES):
+            with suppress(BaseException):
+                self._end(error)
+                return
+
     def _end(self, error: EngineDeadError) -> None:
-        """No step will run any more: whoever still waits gets `error`."""
+        """No step will run any more: whoever still waits gets `error`, whatever fails on the way; may be repeated."""
         with self._condition:
             self._end_error = error
-            commands, self._inbox = self._inbox, []
-        for command in commands:  # submissions among them are refused, now that _end_error is set
-            command()
-        for submission in list(self._submissions.values()):
-            self._fail(submission, error)
+            self._commands += self._inbox
+            self._inbox.clear()
+        while self._commands:  # calls are answered; submissions are refused, now that _end_error is set
+            with suppress(BaseException):
+                self._commands[0]()
+            self._commands.popleft()
+        for submission in list(self._unanswered):
+            with suppress(BaseException):
+                self._fail(submission, error)
+            submission.engine_ended(error)  # for what could not be told as it should be
+            self._unanswered.discard(submission)
+        step, self._in_flight = self._in_flight, None
+        if step is not None:  # the memory that it works in is given back next
+            with suppress(BaseException):
+                _settle(step.handle)
 
     def _admit(self, submissions: list[Submission]) -> None:
         for submission in submissions:
             if self._end_error is not None:
-                self._fail(submission, self._end_error)
-            elif submission.request_id in self._submissions:
+                return  # all that wait are told
+            if submission.request_id in self._submissions:
                 message = f"request id {submission.request_id!r} is in use; give each live request an id of its own"
                 submission.refuse(RequestError(message))
+                self._unanswered.discard(submission)
             else:
                 self._submissions[submission.request_id] = submission
                 self._add_first(submission)
@@ -334,8 +385,10 @@ class EngineCore:
         self._watched.pop(request, None)
         self._leaders.pop(request, None)
         self._recorder.completion_ended(sequence.finish_reason or "error")
-        if submission.is_finished and self._submissions.get(submission.request_id) is submission:
-            del self._submissions[submission.request_id]
+        if submission.is_finished:
+            self._unanswered.discard(submission)
+            if self._submissions.get(submission.request_id) is submission:
+                del self._submissions[submission.request_id]
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -403,8 +456,9 @@ class EngineCore:
         try:
             stop_string = sequence.advance()
         except Exception as error:  # a fault of the tokenizer; the other requests are not hurt by it
-            logger.exception("request %s: its tokens could not be turned into text", sequence.request.request_id)
-            self._fail(sequence.submission, engine_errors.no_text(error))
+            failure = engine_errors.no_text(error)
+            logger.warning("request %s: %s", sequence.request.request_id, failure)
+            self._fail(sequence.submission, failure)
             return
         if stop_string is not None:
             self._scheduler.finish(sequence.request, "stop", stop_string)

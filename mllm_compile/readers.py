@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -21,18 +21,22 @@ from mllm_compile.sequences import Delta, Submission
 class Countdown:
     """Waits for a number of submissions, and wakes once."""
 
-    def __init__(self, count: int) -> None:
-        self.remaining = count  # written by the engine's thread
+    def __init__(self, submissions: Iterable[Submission]) -> None:
+        self._running = set(submissions)  # the engine's thread takes them out
         self._all_ended = threading.Event()
-        if not count:
+        if not self._running:
             self._all_ended.set()
+
+    @property
+    def remaining(self) -> int:
+        return len(self._running)
 
     def on_delta(self, submission: Submission, delta: Delta) -> None:
         raise RuntimeError("internal error: an answer that is wanted whole came as a stream")
 
     def on_end(self, submission: Submission) -> None:
-        self.remaining -= 1
-        if not self.remaining:
+        self._running.discard(submission)
+        if not self._running:
             self._all_ended.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -45,22 +49,23 @@ class StreamQueue:
 
     def __init__(self, num_completions: int) -> None:
         self._num_running = num_completions  # as far as the reader has come
-        self._deltas: SimpleQueue[Delta] = SimpleQueue()
+        self._deltas: SimpleQueue[Delta | None] = SimpleQueue()
 
     def on_delta(self, submission: Submission, delta: Delta) -> None:
         self._deltas.put(delta)
 
     def on_end(self, submission: Submission) -> None:
-        """The deltas say it."""
+        self._deltas.put(None)  # read where the last delta did not come: the engine has ended
 
     def take(self) -> tuple[list[Delta], bool]:
         """All news since the last call, and whether they are the last; waits until there are any."""
-        deltas = [self._deltas.get()]
+        news = [self._deltas.get()]
         with suppress(Empty):
             while True:
-                deltas.append(self._deltas.get_nowait())
+                news.append(self._deltas.get_nowait())
+        deltas = [delta for delta in news if delta is not None]
         self._num_running -= _num_ends(deltas)
-        return deltas, self._num_running == 0
+        return deltas, self._num_running == 0 or len(deltas) < len(news)
 
 
 class TokenStream(Iterator[RequestOutput]):
@@ -81,6 +86,7 @@ class TokenStream(Iterator[RequestOutput]):
         withdraw: Callable[[], None],
         check_process: Callable[[], None],
     ) -> None:
+        self._is_over = True  # until there is something to read
         self._submission = submission
         self._queue = queue
         self._builder = StreamBuilder(submission, decoder)
@@ -106,7 +112,11 @@ class TokenStream(Iterator[RequestOutput]):
         deltas, self._is_over = self._queue.take()
         if self._is_over and self._submission.failure is not None:
             raise self._submission.failure.with_traceback(None)
-        return self._builder.build(deltas, self._is_over)
+        try:
+            return self._builder.build(deltas, self._is_over)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Aborts the request unless it is over."""
@@ -178,12 +188,13 @@ class AsyncReader:
 
     async def take(self) -> tuple[list[Delta], bool]:
         """All news since the last call, and whether they are the last; waits until there are any."""
-        while not self._deltas:
+        while not (self._deltas or self._has_ended):
             await self._event.wait()
             self._event.clear()
+        has_ended = self._has_ended  # before the deltas are taken: none comes after it
         deltas = [self._deltas.popleft() for _ in range(len(self._deltas))]
         self._num_running -= _num_ends(deltas)
-        return deltas, self._num_running == 0
+        return deltas, has_ended or self._num_running == 0
 
     async def wait(self) -> None:
         """Until all completions have ended; for a whole answer, which sends no deltas."""

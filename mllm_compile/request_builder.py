@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mllm_compile.chat_template import as_conversations
 from mllm_compile.detokenizer import Decoder
-from mllm_compile.errors import RequestError
+from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.sequences import Submission
@@ -162,16 +162,22 @@ class RequestBuilder:
     def _submission(
         self, prepared: _Prepared, params: SamplingParams, priority: int, request_id: str | None
     ) -> Submission:
-        submission = Submission(
-            f"{self._prefix}-{next(self._numbers)}" if request_id is None else request_id,
-            prepared.text,
-            prepared.token_ids or [],
-            params,
-            eos_token_ids=self._eos_token_ids,
-            priority=priority,
-            decoder=self._tokenizer,
-        )
-        error = prepared.error or self._fault(prepared.token_ids or [], params)
+        def make(decoder: Decoder | None) -> Submission:
+            return Submission(
+                f"{self._prefix}-{next(self._numbers)}" if request_id is None else request_id,
+                prepared.text,
+                prepared.token_ids or [],
+                params,
+                eos_token_ids=self._eos_token_ids,
+                priority=priority,
+                decoder=decoder,
+            )
+
+        error: MllmError | None = prepared.error or self._fault(prepared.token_ids or [], params)
+        try:
+            submission = make(self._tokenizer if error is None else None)
+        except MllmError as fault:  # of the tokenizer, at the prompt's last tokens
+            submission, error = make(None), fault
         if error is not None:
             submission.refuse(error)
         return submission
@@ -193,11 +199,22 @@ class RequestBuilder:
         prepared = [self._prepare_text(item) if isinstance(item, str) else self._prepare_ids(item) for item in items]
         texts = [p for p in prepared if p.text is not None and p.error is None]
         if texts and self._tokenizer is not None:
-            encoded = self._tokenizer.encode_batch([p.text for p in texts if p.text is not None])
-            for p, token_ids in zip(texts, encoded, strict=True):
-                p.token_ids = token_ids
-                p.error = self._vocab_fault(token_ids)
+            self._encode(self._tokenizer, texts)
         return prepared
+
+    def _encode(self, tokenizer: PromptTokenizer, texts: list[_Prepared]) -> None:
+        try:
+            encoded = tokenizer.encode_batch([p.text or "" for p in texts])
+        except RequestError as error:
+            if len(texts) == 1:
+                texts[0].error = error
+            else:  # which of them it is, is found one by one
+                for p in texts:
+                    self._encode(tokenizer, [p])
+            return
+        for p, token_ids in zip(texts, encoded, strict=True):
+            p.token_ids = token_ids
+            p.error = self._vocab_fault(token_ids)
 
     def _prepare_text(self, text: str) -> _Prepared:
         if self._tokenizer is None:
@@ -232,15 +249,16 @@ class RequestBuilder:
             raise RequestError("the model has no tokenizer, so no chat template; give prompts as token ids")
 
         def render(messages: Seq[Message]) -> _Prepared:
+            text = None
             try:
                 text = tokenizer.apply_chat_template(messages, **template_options)
+                fault = _unicode_fault(text)
+                if fault is not None:
+                    return _Prepared(text, error=fault)
+                # The template has written out all special tokens.
+                token_ids = tokenizer.encode(text, add_special_tokens=False)
             except RequestError as error:
-                return _Prepared(error=error)
-            fault = _unicode_fault(text)
-            if fault is not None:
-                return _Prepared(text, error=fault)
-            # The template has written out all special tokens.
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
+                return _Prepared(text, error=error)
             return _Prepared(text, token_ids, self._vocab_fault(token_ids))
 
         return render

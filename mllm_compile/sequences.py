@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from mllm_compile import engine_errors
 from mllm_compile.detokenizer import Decoder, Detokenizer
 from mllm_compile.errors import MllmError
 from mllm_compile.outputs import FinishReason
@@ -40,7 +41,7 @@ class Sink(Protocol):
         """A stream has news."""
 
     def on_end(self, submission: Submission) -> None:
-        """All its completions have ended; called once."""
+        """All its completions have ended, or the engine has; a second call changes nothing."""
 
 
 class Submission:
@@ -100,6 +101,15 @@ class Submission:
         self.failure = error
         for sequence in self.sequences:
             sequence.end("error")
+
+    def engine_ended(self, error: MllmError) -> None:
+        """Nobody works on it any more: whoever waits hears of `error`, unless all of it had ended."""
+        if not self.is_finished:
+            self.failure = error
+        for sequence in self.sequences:
+            sequence.finish_reason = sequence.finish_reason or "error"
+        if self.sink is not None:
+            self.sink.on_end(self)
 
     def sequence_ended(self) -> None:
         """One of its sequences has ended; the last one tells the sink."""
@@ -176,14 +186,17 @@ class Sequence:
         """
         if self.finish_reason is not None:
             return
+        text = None
+        if self._stop_matcher is not None and self._detokenizer is not None and reason != "error":
+            try:
+                text = self._stop_matcher.push(self._detokenizer.flush())[0] + self._stop_matcher.flush()
+                self.text_parts.append(text)
+            except Exception as error:  # a fault of the tokenizer
+                self.submission.failure, reason = engine_errors.no_text(error), "error"
         if reason is None:
             self._take_reason()
         else:
             self.finish_reason = reason
-        text = None
-        if self._stop_matcher is not None and self._detokenizer is not None and reason != "error":
-            text = self._stop_matcher.push(self._detokenizer.flush())[0] + self._stop_matcher.flush()
-            self.text_parts.append(text)
         if self.submission.is_stream:
             self._publish([], [], text)
         self.submission.sequence_ended()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.chat_template import ChatTemplate
-from mllm_compile.errors import CheckpointError, RequestError
+from mllm_compile.errors import CheckpointError, MllmError, RequestError
 from mllm_compile.json_file import read_json_object
 
 if TYPE_CHECKING:
@@ -39,6 +39,22 @@ _COMPANION_FILES = ("merges.txt", "added_tokens.json")
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+_PANIC = "pyo3_runtime.PanicException"  # no module has it by name
+_ADVICE = "Correct tokenizer.json, or give token ids and ask for them alone: detokenize=False, no stop."
+
+
+def _fault(error: BaseException) -> str:
+    """What is said of an error of the `tokenizers` library: a panic of its Rust code is no Exception.
+
+    Raises:
+        error: itself, where it is not the library's, such as KeyboardInterrupt.
+    """
+    kind = type(error)
+    if not isinstance(error, Exception) and f"{kind.__module__}.{kind.__qualname__}" != _PANIC:
+        raise error
+    return f"{kind.__name__}: {error}" if str(error) else kind.__name__
+
+
 class Tokenizer:
     """A Hugging Face tokenizer with its chat templates. Calls may come from several threads.
 
@@ -61,17 +77,34 @@ class Tokenizer:
         self._chat_template = ChatTemplate(chat_templates, self._special_tokens) if chat_templates else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the model expects around it (often a first token)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text; `add_special_tokens` adds what the model expects around it (often a first token).
+
+        Raises:
+            RequestError: the tokenizer's code fails at this text.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise RequestError(f"the model's tokenizer cannot encode this text: {_fault(error)}. {_ADVICE}") from None
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """As encode, for many texts on several threads."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            raise RequestError(f"the model's tokenizer cannot encode these texts: {_fault(error)}. {_ADVICE}") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that form no character are U+FFFD."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that form no character are U+FFFD.
+
+        Raises:
+            MllmError: the tokenizer's code fails at them.
+        """
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise MllmError(f"the model's tokenizer cannot decode these tokens: {_fault(error)}. {_ADVICE}") from None
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (`Ġthe`), None outside the vocabulary."""
@@ -135,8 +168,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception for a bad file
-        raise CheckpointError(f"{path} is no valid tokenizer: {error}. Download it again.") from None
+    except BaseException as error:  # tokenizers raises bare Exception for a bad file
+        raise CheckpointError(f"{path} is no valid tokenizer: {_fault(error)}. Download it again.") from None
     config = _read(folder / TOKENIZER_CONFIG_FILE)
     special_tokens = _special_tokens(_read(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
     return Tokenizer(backend, special_tokens, _chat_templates(folder, config))

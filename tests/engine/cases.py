@@ -27,6 +27,6 @@ def start(function, *args):
         except Exception as error:
             results.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results

@@ -101,7 +101,7 @@ def test_an_engine_that_ends_on_its_own_thread_gives_back_after_its_last_step():
     engine = fake_engine(runner, shutdown=lambda: events.append((threading.current_thread().name, engine.is_alive)))
     stream = engine.stream("abc", params(max_tokens=200))
     next(stream)
-    engine.core._post(engine.close)
+    engine.core._post_if_alive(engine.close)
     until(lambda: events)
     assert events == [("mllm-engine", False)], "no step runs any more"
     assert list(stream)[-1].finish_reason == "abort"
