@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
+from typing import TYPE_CHECKING
 
 from mllm_compile.errors import EngineDeadError, MllmError
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.request import Request
 
 _RESTART = "Close this engine and make a new one."
 
@@ -50,6 +54,19 @@ def step_failed(work: str, error: Exception) -> MllmError:
     failure = MllmError(f"a step of {work} failed: {_describe(error)}. The engine goes on.")
     failure.__cause__ = error
     return failure
+
+
+def no_numbers(request: Request) -> MllmError:
+    """The model computed no numbers for the request's next token, or the request forbids all tokens."""
+    params = request.params
+    what = "prompt" if not request.output_token_ids else f"output after {len(request.output_token_ids)} tokens"
+    restricts = params.min_tokens > 0
+    forbidden = " or all its tokens were forbidden by this request's parameters" if restricts else ""
+    return MllmError(
+        f"the model's logits at the end of the {what} hold NaN or inf{forbidden}, so there is no next token. Other "
+        "requests go on. Check that the checkpoint is whole, and try model.dtype: float32: float16 overflows where "
+        "bfloat16 and float32 do not."
+    )
 
 
 def no_text(error: Exception) -> MllmError:

@@ -427,9 +427,11 @@ class EngineCore:
                 lost.append(later.batch)
             self._steps_failed(lost, error)
             return
-        result = self._scheduler.update(batch, output.token_ids)
+        result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
         output.record_logprobs(result.accepted)
         self._recorder.step_over(batch, result.accepted)
+        for request in result.broken:
+            self._break(request)
         if self._leaders:
             self._release_siblings(batch, result.accepted)
         if self._watched:
@@ -442,6 +444,15 @@ class EngineCore:
             if sequence is not None:  # not watched, else it is gone already
                 sequence.end()
                 self._forget(sequence)
+
+    def _break(self, request: Request) -> None:
+        """The scheduler has ended a request whose logits were no numbers."""
+        self._recorder.logits_were_no_numbers()
+        sequence = self._live.get(request)
+        if sequence is not None:
+            failure = engine_errors.no_numbers(request)
+            logger.error("request %s: %s", request.request_id, failure)
+            self._fail(sequence.submission, failure)
 
     def _release_siblings(self, batch: ScheduledBatch, accepted: list[int]) -> None:
         """Queues the siblings of every first completion that has its first token: the prompt's KV is cached now."""

@@ -131,6 +131,7 @@ class EngineStats:
         prompt_tokens_per_second: likewise, prompt tokens.
         steps: steps since the start.
         finished: ended completions since the start by finish reason.
+        broken_logits: those of them that ended with an error because their logits held NaN or inf.
         time_to_first_token: seconds from arrival to the first token.
         time_between_tokens: seconds from one token of a request to its next.
         forward_times: by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
@@ -151,6 +152,7 @@ class EngineStats:
     prompt_tokens_per_second: float
     steps: int
     finished: Mapping[str, int]
+    broken_logits: int
     time_to_first_token: HistogramSnapshot
     time_between_tokens: HistogramSnapshot
     forward_times: tuple[ForwardTime, ...] = ()
@@ -175,6 +177,8 @@ class EngineStats:
             f"prefix hits {self.prefix_hit_rate:.1%}",
             f"preemptions {self.preemptions}",
         ]
+        if self.broken_logits:
+            parts.append(f"requests with NaN or inf logits {self.broken_logits}")
         for name, histogram in (
             ("first token", self.time_to_first_token),
             ("between tokens", self.time_between_tokens),
@@ -205,6 +209,7 @@ class StatsRecorder:
         self._num_prompt = 0
         self._num_steps = 0
         self._finished: Counter[str] = Counter()
+        self._num_broken = 0
 
     def step_over(self, batch: ScheduledBatch, accepted: Sequence[int]) -> None:
         """A step's tokens have reached the host.
@@ -234,6 +239,10 @@ class StatsRecorder:
     def completion_ended(self, finish_reason: str) -> None:
         self._finished[finish_reason] += 1
 
+    def logits_were_no_numbers(self) -> None:
+        """A request ended because of that."""
+        self._num_broken += 1
+
     def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
         now = time.monotonic()
         return EngineStats(
@@ -252,6 +261,7 @@ class StatsRecorder:
             prompt_tokens_per_second=self._prompt.rate(now),
             steps=self._num_steps,
             finished=dict(self._finished),
+            broken_logits=self._num_broken,
             time_to_first_token=self._first_token.snapshot(),
             time_between_tokens=self._between_tokens.snapshot(),
             forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),

@@ -57,6 +57,7 @@ def build_batch(
     decode_prefix_lens: np.ndarray,
     chunks: list[Chunk],
     page_writes: tuple[np.ndarray, np.ndarray, np.ndarray],
+    cleared_pages: np.ndarray,
     admitted: list[Request],
 ) -> ScheduledBatch:
     """The batch of one step; without chunks it shares all that is constant with the steps around it."""
@@ -83,6 +84,7 @@ def build_batch(
         page_rows=page_rows,
         page_positions=page_positions,
         page_ids=page_ids,
+        cleared_pages=cleared_pages,
         prefill_token_ids=prefill_token_ids,
         sample_mask=sample_mask,
         prompt_logprob_rows=prompt_logprob_rows,

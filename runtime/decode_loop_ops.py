@@ -19,6 +19,7 @@ from mllm_compile.runtime.counter_rng import BLOCK
 from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.draw_ops import BLOCKS_AT_ONCE, block_sums, draw_block, draw_within, product
+from mllm_compile.runtime.greedy_ops import inf_where_no_number, token_if_finite
 from mllm_compile.runtime.sampling_state import IS_GREEDY, SEED, TEMPERATURE
 
 _PAGES_AT_ONCE = 512  # of one program
@@ -151,7 +152,10 @@ def _block_numbers_kernel(
     IS_GREEDY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of each block of a row its largest logit if the row is greedy, else the logsumexp of its scores."""
+    """Of each block of a row its largest logit if the row is greedy, else the logsumexp of its scores.
+
+    Where a logit of the block is no number, inf.
+    """
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -162,6 +166,7 @@ def _block_numbers_kernel(
     blocks = tl.program_id(1) * BLOCKS_AT_ONCE + tl.arange(0, BLOCKS_AT_ONCE)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     logits = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+    logits = inf_where_no_number(logits)
     if tl.load(ints_ptr + IS_GREEDY * num_table_rows + slot) != 0:
         numbers = tl.max(logits, 1)
     else:
@@ -215,10 +220,11 @@ def _end_kernel(
         logits = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
         scores = product(logits, tl.div_rn(1.0, tl.load(floats_ptr + TEMPERATURE * num_table_rows + slot)))
         place = draw_within(scores, within, seed, position, B)
-    # Logits that are not numbers point anywhere; an id past the vocabulary would crash the embedding.
-    token = tl.minimum(block * BLOCK + place, V - 1).to(tl.int64)
+    token = token_if_finite(tl.minimum(block * BLOCK + place, V - 1), tl.max(numbers, 0)).to(tl.int64)
     tl.store(tokens_ptr + row, token)
-    tl.store(last_tokens_ptr + slot, token, mask=slot > 0)  # slot 0 is padding's
+    # A step may be under way before the host knows that there was no token: its embedding needs an id. Slot 0 is
+    # padding's.
+    tl.store(last_tokens_ptr + slot, tl.maximum(token, 0), mask=slot > 0)
     tl.store(chosen_ptr + turn * num_turn_rows + row, token)
     if row == 0:
         tl.store(turns_ptr, (turn + 1) % NUM_TURNS)
@@ -242,11 +248,12 @@ def end_decode(
         floats, ints: [parameters, R] float32 and int64, as SamplingState has them.
         rows: [S] int64; seq_lens: [S] int32, the positions of the draws.
         turns: [2] int64; the first becomes the next turn's number.
-        last_tokens: [R] int64; those of `rows` are written.
+        last_tokens: [R] int64; those of `rows` are written, 0 where there is no token.
         chosen: [NUM_TURNS, M] int64; this turn's first S are written, for the host.
 
     Returns:
-        The tokens [S] int64, each under V.
+        The tokens [S] int64, each under V, or step_output.NO_TOKEN: a row's logits hold NaN or inf, or nothing but
+        -inf.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)

@@ -20,6 +20,7 @@ from triton.language.extra import libdevice
 
 from mllm_compile.runtime.counter_rng import BLOCK
 from mllm_compile.runtime.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+from mllm_compile.runtime.greedy_ops import inf_where_no_number, token_if_finite
 
 BLOCKS_AT_ONCE = 16  # of one program
 
@@ -56,21 +57,22 @@ def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMP
     scores = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
         scores = product(scores, tl.div_rn(1.0, tl.load(temperature_ptr + row)))
-    return scores
+    return inf_where_no_number(scores)
 
 
 @triton.jit
 def block_sums(scores):
-    """logsumexp of each row of [blocks, BLOCK].
+    """logsumexp of each row of [blocks, BLOCK]; inf where a score is.
 
     Summed as integers, so that the sum is the same whatever order the compiler gives it for another type of logits.
     256 parts of at most 2**22 fit, and are off by at most 256 halves of 2**-22 together; 64-bit ones cost three times
     the kernel's time.
     """
     largest = tl.max(scores, 1)
-    largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
-    parts = (tl.exp(scores - largest[:, None]) * 4194304.0 + 0.5).to(tl.int32)  # 2**22
-    return largest + tl.log(tl.sum(parts, 1).to(tl.float32) * 2.384185791015625e-07)  # 2**-22
+    base = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+    parts = (tl.exp(scores - base[:, None]) * 4194304.0 + 0.5).to(tl.int32)  # 2**22
+    sums = base + tl.log(tl.sum(parts, 1).to(tl.float32) * 2.384185791015625e-07)  # 2**-22
+    return tl.where(largest == float("inf"), largest, sums)
 
 
 @triton.jit
@@ -136,8 +138,7 @@ def _draw_kernel(
     within = tl.arange(0, BLOCK)
     scores = _scores(logits_ptr, temperature_ptr, row, chosen * BLOCK + within, V, HAS_TEMPERATURE)
     token = chosen * BLOCK + draw_within(scores, within, seed, position, B)
-    # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would crash the embedding.
-    tl.store(tokens_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
+    tl.store(tokens_ptr + row, token_if_finite(tl.minimum(token, V - 1), tl.max(block_scores, 0)).to(tl.int64))
 
 
 @triton_op("mllm::draw_tokens", mutates_args={})
@@ -152,7 +153,7 @@ def draw_tokens(
         temperatures: [S] float32; None: 1.
 
     Returns:
-        [S] int64, each under V.
+        [S] int64, each under V, or step_output.NO_TOKEN: a row holds NaN or inf, or nothing but -inf.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)

@@ -33,7 +33,7 @@ def filter_scores(
     """Scores with -inf for what the filters leave out. No sync; a filter that is None costs nothing.
 
     Args:
-        scores: [S, W] float32, contiguous: logits / temperature. May be overwritten.
+        scores: [S, W] float32, contiguous: logits / temperature, without NaN and inf. May be overwritten.
         top_ks: [S] int64, 0: off for the row; None: off for all.
         top_ps: [S] float32 in (0, 1], 1: off for the row; None: off for all.
         log_min_ps: [S] float32, log(min_p), -inf: off for the row; None: off for all.
@@ -64,7 +64,7 @@ def _sorted_thresholds(scores: torch.Tensor, top_ks: torch.Tensor | None, top_ps
         return threshold
     probs = ordered.masked_fill_(ordered < threshold, -torch.inf).softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1).sub_(probs)
-    num_kept = (mass_before < top_ps[:, None]).sum(dim=-1, keepdim=True)
+    num_kept = (mass_before < top_ps[:, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
     # The sum of a whole row may round to 1 before its end, so "off" is decided by the parameter.
     return torch.where(top_ps[:, None] < 1, ordered.gather(1, num_kept - 1), threshold)
 

@@ -18,7 +18,7 @@ _CHUNK_ELEMENTS = 2**24  # float32 logits worked on at a time: 64 MiB, and as mu
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Device tensors, one row a token.
+    """Device tensors, one row a token; all log-probabilities of a row are NaN where its logits hold NaN or inf.
 
     Attributes:
         logprobs: [S] float32: of the given token.
@@ -52,7 +52,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
     Args:
         logits: [S, V], any float dtype; computed in float32.
-        token_ids: [S] int64: for prompt row i (logits after token i) the prompt's token i + 1.
+        token_ids: [S] int64: for prompt row i (logits after token i) the prompt's token i + 1. Negative: any token.
         num_top: K, from 0 to V.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
@@ -67,7 +67,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
     logits = logits.float()
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    chosen = logits.gather(1, token_ids[:, None])
+    normaliser = normaliser + normaliser * 0  # an infinite one makes NaN of all, as one NaN does
+    chosen = logits.gather(1, token_ids[:, None].clamp(min=0))
     top = logits.topk(num_top, dim=-1)
     return TokenLogprobs(
         logprobs=(chosen - normaliser).squeeze(1),

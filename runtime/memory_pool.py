@@ -101,6 +101,11 @@ class KVPool:
             else:
                 buffer.index_copy_(0, indices, values.to(self.dtype))
 
+    def clear_pages(self, page_ids: torch.Tensor) -> None:
+        """Make all that these pages ([N] int64) hold zero, in every layer."""
+        for buffer in (*self._k, *self._v):
+            buffer.view(torch.uint8).index_fill_(0, page_ids, 0)
+
 
 def _saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast to fp8; beyond its range a plain cast gives NaN on some devices and torch versions."""

@@ -35,6 +35,7 @@ class PageTables:
         self._paths: list[PageNode | None] = [None] * num_rows
         self._path_pages = [0] * num_rows  # length of the path
         self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._to_clear: list[np.ndarray] = []
 
     @property
     def available_pages(self) -> int:
@@ -103,6 +104,11 @@ class PageTables:
         rows, positions, pages = (np.concatenate(parts) for parts in zip(*writes, strict=True))
         return rows, positions, pages
 
+    def take_cleared(self) -> np.ndarray:
+        """Pages [N] int32 given up since the last call that must be zeroed before they serve again."""
+        cleared, self._to_clear = self._to_clear, []
+        return np.unique(np.concatenate(cleared)) if cleared else _NONE
+
     def publish(self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt) -> None:
         """Let others reuse the row's full pages: the first `num_written` of its tokens have their KV written.
 
@@ -137,6 +143,20 @@ class PageTables:
         self._paths[row] = None
         self._path_pages[row] = 0
         self._set_num_pages(row, 0)
+
+    def discard(self, row: int) -> None:
+        """As release, of KV that may hold NaN: pages that nobody else has are cleared before they serve again.
+
+        A kernel may read a page to its end: of what lies behind a request's last token 0 * NaN would reach it.
+        """
+        path = [node.page for node in self.cache.path_of(self._paths[row]) if node.locks == 1]
+        private = self.table[row, self._path_pages[row] : self.num_pages[row]].copy()
+        self._to_clear += [np.array(path, dtype=np.int32), private]
+        self.release(row)
+
+    def forget(self, token_ids: Sequence[int], salt: Salt) -> None:
+        """Let nobody begin with KV of the first page of these tokens, nor with any behind it: it may hold NaN."""
+        self._to_clear.append(self.cache.forget(token_ids, salt))
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes; what running requests share stays theirs."""

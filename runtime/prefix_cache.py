@@ -8,7 +8,7 @@ dictionary look-up a page.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,6 +133,36 @@ class RadixCache:
         """Forget every prefix; returns the pages that nobody uses. Locked ones come back by eviction once unlocked."""
         self._roots = {}
         return self.evict(len(self._unlocked))
+
+    def forget(self, token_ids: Sequence[int], salt: Salt = ()) -> np.ndarray:
+        """Drop every prefix that begins with the first page of `token_ids`, whoever put it there.
+
+        Its locked pages come back by eviction once unlocked, as after a flush. Returns the others ([n] int32), which
+        are the cache's still: to be evicted as before, but found by nobody.
+        """
+        root = self._roots.get(salt)
+        keys = self._page_keys(token_ids[: self.page_size])
+        if root is None or not keys or keys[0] not in root.children:
+            return np.empty(0, dtype=np.int32)
+        top = root.children.pop(keys[0])
+        if not root.children:
+            del self._roots[salt]
+        top.parent = PageNode(None, salt, 0)
+        top.parent.children[top.key] = top
+        unlocked, nodes = [], [top]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            if not node.locks:
+                unlocked.append(node.page)
+        return np.array(unlocked, dtype=np.int32)
+
+    @staticmethod
+    def path_of(node: PageNode | None) -> Iterator[PageNode]:
+        """The nodes of the path that ends in `node`, the last one first."""
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
 
     def _lock_one(self, node: PageNode) -> None:
         if node.locks == 0:

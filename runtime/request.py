@@ -59,6 +59,7 @@ class Request:
     scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
+    is_broken: bool = False  # its logits were no numbers: its KV may be none either
     stop_ids: frozenset[int] = field(init=False)  # ids that end it: stop_token_ids, and EOS unless ignored
 
     def __post_init__(self) -> None:

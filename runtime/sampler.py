@@ -4,6 +4,9 @@ The way of a row's logits: bias, penalties, min_tokens; then argmax for a greedy
 (logit_filters) and a draw that depends on the request's seed and position alone (counter_rng). Every operation leaves a
 row that does not use it bit for bit as it was, so a row's token is the same in any batch that gives it these logits.
 
+A row whose logits hold NaN or inf, or nothing but -inf, gets NO_TOKEN. It is found by the largest of its logits, and
+travels home in the token's place: nothing waits for it, and no other row's token changes.
+
 Ties: an argmax takes the lowest token id (the kernel's does; torch.argmax on CPU does, and on CUDA, as tests check).
 
 Shape legend: S rows to sample (rows of a prefill chunk are not passed in), V vocab, K alternatives.
@@ -22,6 +25,7 @@ from mllm_compile.runtime.logprobs import TokenLogprobs, token_logprobs
 from mllm_compile.runtime.penalties import PenaltyParams, apply_penalties
 from mllm_compile.runtime.sampling_params import GREEDY_TEMPERATURE
 from mllm_compile.runtime.sampling_state import RowParams, SamplingFlags, SamplingState
+from mllm_compile.runtime.step_output import NO_TOKEN
 
 _PENALTY_ELEMENTS = 2**23  # logits penalised at a time: bounds what that takes beside them to about 150 MiB
 
@@ -31,7 +35,7 @@ class SamplerOutput:
     """Device tensors of one step.
 
     Attributes:
-        token_ids: [S] int64, each under V.
+        token_ids: [S] int64, each under V, or NO_TOKEN.
         logprobs: Of token_ids and flags.max_logprobs alternatives, by the model's own distribution; None when
             flags.max_logprobs is.
     """
@@ -46,7 +50,7 @@ class SamplingPieces:
 
     Attributes:
         dtype: of the program's logits.
-        greedy: (logits [S, V] of that type,) → ([S] int64,).
+        greedy: (logits [S, V] of that type,) → ([S] int64,), NO_TOKEN among them as above; likewise the next two.
         from_logits: (logits [S, V] of that type, temperatures [S], seeds [S], positions [S]) → ([S] int64,).
         from_scores: (float32 scores [S, padded V], seeds, positions) → the same.
     """
@@ -122,7 +126,7 @@ class Sampler:
             if flags.any_greedy:
                 token_ids = torch.where(params.is_greedy != 0, _most_probable(self._pieces, logits), token_ids)
         if flags.needs_penalties:
-            state.counts.record(params.count_row, token_ids)
+            state.counts.record(params.count_row, token_ids.clamp(min=0))
         return token_ids
 
 
@@ -149,7 +153,7 @@ def sample_tokens(
         pieces: the program's own kernels; None: torch's.
 
     Returns:
-        [S] int32.
+        [S] int32, each under V, or NO_TOKEN.
     """
     if penalty_params is not None:
         logits = logits.to(torch.float32, copy=True)
@@ -200,12 +204,11 @@ def _penalise(logits: torch.Tensor, state: SamplingState, params: RowParams, par
 
 
 def _most_probable(pieces: SamplingPieces | None, logits: torch.Tensor) -> torch.Tensor:
-    """The lowest id of each row's largest logit. [S, V] → [S] int64.
-
-    In a row with some that are no numbers the kernel takes the largest number, torch one of the others.
-    """
+    """The lowest id of each row's largest logit, or NO_TOKEN. [S, V] → [S] int64."""
     if pieces is None or logits.dtype != pieces.dtype:
-        return logits.argmax(dim=-1)
+        token_ids = logits.argmax(dim=-1)  # to torch NaN is the largest
+        largest = logits.gather(1, token_ids[:, None]).squeeze(1)
+        return torch.where(_is_finite(largest), token_ids, NO_TOKEN)
     return pieces.greedy([logits.contiguous()])[0]
 
 
@@ -219,15 +222,24 @@ def _draw(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """One token a row from what temperature and filters leave. [S, V] → [S] int64."""
+    """One token a row from what temperature and filters leave, or NO_TOKEN. [S, V] → [S] int64."""
     is_filtered = top_ks is not None or top_ps is not None or log_min_ps is not None
     # What penalties or biases were at is float32, whatever the type of the program's own logits is.
     if pieces is not None and not is_filtered and logits.dtype == pieces.dtype:
         return pieces.from_logits([logits.contiguous(), temperatures.float(), seeds.long(), positions.long()])[0]
-    scores = filter_scores(padded_scores(logits, temperatures), top_ks, top_ps, log_min_ps)
+    scores = padded_scores(logits, temperatures)
+    has_token = _is_finite(scores.amax(dim=-1))  # of NaN torch makes NaN
+    if is_filtered:
+        # Filters may drop what is no number, or search for ever among such.
+        scores.masked_fill_(~has_token[:, None], 0.0)
+        scores = filter_scores(scores, top_ks, top_ps, log_min_ps)
     if pieces is None:
         drawn = draw_tokens(scores, seeds, positions)
     else:
         drawn = pieces.from_scores([scores, seeds.long(), positions.long()])[0]
-    # Logits that are not numbers make argmax point anywhere; an id past the vocabulary would then crash the embedding.
-    return drawn.clamp_(max=logits.shape[1] - 1)
+    return torch.where(has_token, drawn, NO_TOKEN)
+
+
+def _is_finite(values: torch.Tensor) -> torch.Tensor:
+    """Neither NaN nor infinite, in two kernels where isfinite takes four."""
+    return values.abs() < torch.inf

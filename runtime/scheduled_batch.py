@@ -38,6 +38,9 @@ class ScheduledBatch:
     page_rows: np.ndarray  # [N] int32: row of each page write (cached pages of newly admitted requests are among them)
     page_positions: np.ndarray  # [N] int32: index of the page within its row
     page_ids: np.ndarray  # [N] int32
+    cleared_pages: (
+        np.ndarray
+    )  # int32: pages to be zeroed before anything else of this step: what is no number was there
     prefill_token_ids: np.ndarray  # [T_prefill] int64: input ids of rows num_decodes…R-1, one after another
     sample_mask: np.ndarray  # [R] bool: False for a chunk that does not reach the end of its tokens
     prompt_logprob_rows: np.ndarray  # [R] bool: logits of every new token of the row are wanted, not of the last alone
@@ -62,8 +65,10 @@ class UpdateResult:
 
     `accepted` are the indices of the batch's rows whose token was appended to its request; all other rows' tokens are
     to be dropped (a chunk in the middle of a prompt, or a request that had ended while the step was in flight).
-    `finished` are the requests that this update ended, by a stop token or by their length.
+    `finished` are the requests that this update ended, by a stop token or by their length; `broken` those that it ended
+    because their logits were no numbers.
     """
 
     accepted: list[int]
     finished: list[Request]
+    broken: list[Request]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -137,10 +138,13 @@ class Scheduler:
             self._check_not_stuck()
             return None
         self._computed[decodes.rows] += 1
-        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, self.pages.take_writes(), admitted)
+        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *self._page_changes(), admitted)
         self._next_step += 1
         self._in_flight[batch.rows] += 1
         return batch
+
+    def _page_changes(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+        return self.pages.take_writes(), self.pages.take_cleared()
 
     def _plan_decodes(self) -> DecodeRows:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
@@ -318,11 +322,12 @@ class Scheduler:
 
     # --- a step is over -----------------------------------------------------------------------------------------------
 
-    def update(self, batch: ScheduledBatch, token_ids: np.ndarray) -> UpdateResult:
+    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
         """Take the sampled tokens of a batch, in the order of the batches.
 
         Args:
             token_ids: [R] integers; entries of rows that are not sampled are ignored.
+            broken_rows: rows whose logits were no numbers; their requests end with 'abort'.
 
         Raises:
             RuntimeError: a batch out of order, or a wrong number of tokens.
@@ -332,6 +337,7 @@ class Scheduler:
             raise RuntimeError(
                 f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
             )
+        broken = [request for row in broken_rows if self._end_broken(request := batch.requests[row])]
         accepted: list[int] = []
         ended: list[tuple[Request, int]] = []
         now = time.monotonic()
@@ -358,7 +364,7 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 self._publish(request)
         self._release_idle()
-        return UpdateResult(accepted=accepted, finished=finished)
+        return UpdateResult(accepted=accepted, finished=finished, broken=broken)
 
     def fail(self, batch: ScheduledBatch) -> list[Request]:
         """A step was lost: end its running requests with 'abort'; what it wrote is trusted by nobody.
@@ -399,6 +405,17 @@ class Scheduler:
         else:
             return False
         return True
+
+    def _end_broken(self, request: Request) -> bool:
+        """End a request whose logits were no numbers; its KV, and what it had from the cache, is trusted by nobody.
+
+        Also what others published of the same prompt: it may be where they came from. False: it has ended already.
+        """
+        request.is_broken = True
+        if self.config.enable_prefix_cache:
+            self.pages.forget(request.all_token_ids, request.cache_salt)
+            self._changes += 1
+        return self.finish(request, "abort")
 
     def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
         if request.status is RequestStatus.WAITING:
@@ -453,7 +470,9 @@ class Scheduler:
             self._changes += 1
 
     def _give_up_pages(self, request: Request) -> None:
-        if self.config.enable_prefix_cache:
+        if request.is_broken:
+            self.pages.discard(request.slot)
+        elif self.config.enable_prefix_cache:
             tokens, num_written = request.all_token_ids, request.num_computed_tokens
             self.pages.publish_and_release(request.slot, tokens, num_written, request.cache_salt)
         else:

@@ -28,8 +28,9 @@ from mllm_compile.runtime.request import Request
 from mllm_compile.runtime.sampler import Sampler
 from mllm_compile.runtime.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.staging import StagingBuffer, StagingRing
-from mllm_compile.runtime.step_output import ScoreTable, StepOutput
+from mllm_compile.runtime.step_output import NO_TOKEN, ScoreTable, StepOutput
 from mllm_compile.runtime.step_plan import StepPlan, plan_fixed_rows, plan_step
+from mllm_compile.runtime.upload import upload
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.decode_loop import Turn
@@ -53,7 +54,7 @@ class StepHandle:
         """
         tokens, scores, prompt_scores = self._results.fetch()
         plan = self._plan
-        token_ids = np.full(self._batch.num_requests, -1, dtype=np.int64)
+        token_ids = np.full(self._batch.num_requests, NO_TOKEN, dtype=np.int64)
         if tokens is not None:
             token_ids[plan.sampled] = tokens[plan.token_indices]
         targets = plan.extras.get("prompt_targets")
@@ -107,6 +108,8 @@ class StepRunner:
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         if batch.page_ids.size:
             self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+        if batch.cleared_pages.size:
+            self._runner.token_to_kv_pool.clear_pages(upload(batch.cleared_pages.astype(np.int64), self._runner.device))
         plan = self._plan(batch)
         results = self._decode(batch, plan) or self._run(batch, plan)
         return StepHandle(batch, plan, results)
@@ -203,7 +206,8 @@ class StepRunner:
             positions = fields.get("sampled_positions", fields["seq_lens"])
             sampled = self._sampler(logits, self.state, slots, self.state.flags, positions)
             tokens, scores = sampled.token_ids, sampled.logprobs
-            self._last_tokens.index_copy_(0, slots, tokens)
+            # The next step may be under way before the host knows that there was no token: its embedding needs an id.
+            self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
         if output.logits_of is not None:
             prompt_scores = self._score(output.logits_of, plan, fields["scored_indices"], fields["prompt_targets"])
         elif plan.prompt_rows.size:

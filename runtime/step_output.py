@@ -14,6 +14,8 @@ import numpy as np
 if TYPE_CHECKING:
     from mllm_compile.runtime.request import Request
 
+NO_TOKEN = -1  # in a token's place: not sampled, or its logits were no numbers
+
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
@@ -63,10 +65,10 @@ class StepOutput:
     """See the module's header.
 
     Attributes:
-        token_ids: [R] int64; -1 in rows that were not sampled.
+        token_ids: [R] int64; NO_TOKEN in rows that were not sampled, or whose logits hold NaN or inf or nothing finite.
         requests: of the rows.
         scores: of the sampled tokens, None when no request wants them.
-        score_rows: [S] index into R of each row of `scores`.
+        score_rows: [S] index into R of the sampled rows, and so of each row of `scores`.
         prompt_scores: of prompt tokens, None when no row of the step has any.
         prompt_rows: [N] index into R of each row of `prompt_scores`, ascending.
     """
@@ -77,6 +79,14 @@ class StepOutput:
     score_rows: np.ndarray
     prompt_scores: ScoreTable | None
     prompt_rows: np.ndarray
+
+    @property
+    def broken_rows(self) -> np.ndarray:
+        """[≤ R] int64, ascending: rows whose logits, of the next token or of scored prompt tokens, were no numbers."""
+        broken = self.score_rows[self.token_ids[self.score_rows] < 0]
+        if self.prompt_scores is not None:
+            broken = np.union1d(broken, self.prompt_rows[np.isnan(self.prompt_scores.logprobs)])
+        return broken
 
     def record_logprobs(self, accepted: Collection[int]) -> None:
         """Append TokenScores to the requests that asked for them.

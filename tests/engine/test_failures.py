@@ -5,11 +5,14 @@ import weakref
 import pytest
 
 from mllm_compile.errors import DeviceMemoryError, EngineDeadError, MllmError
+from mllm_compile.runtime.step_output import NO_TOKEN
 from tests.engine.cases import params, start, until
 from tests.fakes import (
     StepFailed,
+    all_pages_are_back,
     expected_tokens,
     fake_engine,
+    hashed_token,
 )
 
 
@@ -116,3 +119,54 @@ def test_a_tokenizer_that_fails_hurts_only_its_request(engine, runner, monkeypat
     outputs = engine.generate([[1], [2]], params(stop="@@"))
     assert [output.finish_reason for output in outputs] == ["error", "length"]
     assert "cannot decode" in outputs[0].error
+
+
+# --- logits that are no numbers ---------------------------------------------------------------------------------------
+
+
+def without_numbers_after(*prompt: int, count: int = 0):
+    """A model that computes no numbers for this prompt once it has `count` tokens of output."""
+
+    def next_token(token_ids):
+        is_broken = tuple(token_ids[: len(prompt)]) == prompt and len(token_ids) == len(prompt) + count
+        return NO_TOKEN if is_broken else hashed_token(token_ids)
+
+    return next_token
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_logits_that_are_no_numbers_end_their_request_alone_and_are_counted(engine, runner, count):
+    runner.next_token = without_numbers_after(7, 8, count=count)
+    prompts = [[1, 2, 3], [7, 8], [4], [5, 5]]
+    outputs = engine.generate(prompts, params())
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if prompt == [7, 8]:
+            assert output.finish_reason == "error"
+            assert "hold NaN or inf" in output.error and "model.dtype: float32" in output.error
+            assert output.token_ids == expected_tokens(prompt, count)
+        else:
+            assert (output.error, output.token_ids) == (None, expected_tokens(prompt, 8))
+    stats = engine.stats()
+    assert (stats.broken_logits, stats.finished["error"], stats.finished["length"]) == (1, 1, 3)
+    assert "NaN or inf logits 1" in str(stats)
+    assert all_pages_are_back(engine)
+
+
+def test_a_single_prompt_and_a_stream_without_numbers_raise(engine, runner):
+    runner.next_token = without_numbers_after(7, 8, count=2)
+    with pytest.raises(MllmError, match="output after 2 tokens hold NaN"):
+        engine.generate([7, 8], params())
+    tokens = []
+    with pytest.raises(MllmError, match="output after 2 tokens hold NaN"):
+        for output in engine.stream([7, 8], params()):
+            tokens += output.token_ids
+    assert tokens == expected_tokens([7, 8], 2)
+
+
+def test_a_prompt_without_numbers_ends_all_of_its_answers_also_those_that_wait_for_it(engine, runner):
+    prompt = list(range(1, 12))
+    runner.next_token = without_numbers_after(*prompt)
+    output = engine.generate([prompt, [3]], [params(n=6, temperature=1.0), params()])[0]
+    assert [completion.finish_reason for completion in output.outputs] == ["error"] * 6
+    assert engine.stats().broken_logits == 1
+    assert all_pages_are_back(engine)

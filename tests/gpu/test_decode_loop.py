@@ -16,7 +16,9 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.pieces import load_piece
 from mllm_compile.runtime.program import DecodeLoopForms
 from mllm_compile.runtime.sampler import Sampler
+from mllm_compile.runtime.sampling_state import IS_GREEDY, NUM_FLOATS, NUM_INTS
 from mllm_compile.runtime.step import StepRunner
+from mllm_compile.runtime.step_output import NO_TOKEN
 from tests.gpu.graph_cases import DECODE_REQUESTS, decode_batch, fill_pages, graphs_of, make_gpu_runner
 from tests.runtime.decode_loop_cases import OTHERS, PLAIN
 from tests.runtime.runner_cases import Loop
@@ -40,14 +42,28 @@ def test_the_kernels_do_what_torchs_operations_do(tmp_path, dtype, vocab_size, p
     logits = random_logits(9, seed=1, spread=3.0, vocab_size=vocab_size).to(getattr(torch, dtype)).cuda()
     logits[0, [vocab_size - 1, 17, vocab_size // 2]] = 50.0  # of equals the lowest
     check_decode_loop(DecodeLoopForms("begin_decode", "end_decode"), pieces, page_size, logits)
-    logits[:] = torch.nan
-    arguments = [logits, torch.ones(6, 9, device="cuda"), torch.zeros(5, 9, dtype=torch.int64, device="cuda")]
-    arguments[2][4, ::2] = 1  # greedy
+    end = pieces["end_decode"]
+    before, _ = _end(end, logits)
+    logits[1], logits[4, vocab_size // 2], logits[6, 0], logits[7] = torch.nan, torch.nan, torch.inf, -torch.inf
+    tokens, last_tokens = _end(end, logits)
+    broken = torch.tensor([1, 4, 6, 7], device="cuda")
+    assert tokens[broken].tolist() == [NO_TOKEN] * 4
+    assert last_tokens[broken].tolist() == [0] * 4, "a step under way needs an id"
+    fine = torch.tensor([0, 2, 3, 5, 8], device="cuda")
+    assert torch.equal(tokens[fine], before[fine])
+
+
+def _end(piece, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the newest of each row, of a step whose even rows are greedy."""
+    floats = torch.ones(NUM_FLOATS, 9, device="cuda")
+    ints = torch.zeros(NUM_INTS, 9, dtype=torch.int64, device="cuda")
+    ints[IS_GREEDY, ::2] = 1
     rows = torch.arange(9, device="cuda")
-    turns, last_tokens = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros_like(rows)
+    turns, last_tokens = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.full_like(rows, -7)
     chosen = torch.zeros(NUM_TURNS, 9, dtype=torch.int64, device="cuda")
-    tokens = pieces["end_decode"]([*arguments, rows, rows.int(), turns, last_tokens, chosen])[0]
-    assert ((tokens >= 0) & (tokens < vocab_size)).all(), "rows without numbers give ids"
+    tokens = piece([logits, floats, ints, rows, rows.int(), turns, last_tokens, chosen])[0]
+    assert torch.equal(chosen[0], tokens)
+    return tokens, last_tokens
 
 
 @pytest.fixture(scope="module", params=[16, 64])
@@ -109,3 +125,31 @@ def test_batches_that_come_as_tensors_and_steps_in_one_launch_take_turns(runners
         expected = given.argmax(-1).tolist()
         assert decode.turn.tokens[: len(rows)].tolist() == decode.tokens.tolist() == expected
         assert runner.slot_state.last_tokens[batch.req_pool_indices].tolist() == expected
+
+
+@pytest.mark.parametrize("limits", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_row_that_becomes_no_number_in_a_captured_decode_ends_alone(runners, limits):
+    """Its KV is made NaN between two steps."""
+
+    def answers(runner, is_broken):
+        fill_pages(runner)
+        loop = Loop(runner)
+        loop.steps = StepRunner(runner, Sampler(runner.model.sampling))
+        requests = [loop.add([5 + i, 9, 17 * i + 3], max_tokens=24, ignore_eos=True, **limits) for i in range(4)]
+        in_flight = None
+        for step in range(40):
+            if is_broken and step == 9:
+                slot = int(loop.scheduler.pages.table[requests[1].slot, 0]) * runner.config.page_size
+                for layer in range(len(runner.model.layers)):
+                    runner.token_to_kv_pool.get_kv_buffer(layer)[1][slot] = torch.nan
+            in_flight = loop._turn(in_flight, overlap=True)
+        return requests
+
+    for runner in runners:
+        expected = answers(runner, is_broken=False)
+        requests = answers(runner, is_broken=True)
+        assert [request.is_broken for request in requests] == [False, True, False, False]
+        assert 1 < len(requests[1].output_token_ids) < 24
+        for one, whole in zip(requests, expected, strict=True):
+            assert one.output_token_ids == whole.output_token_ids[: len(one.output_token_ids)]
+        torch.cuda.synchronize()

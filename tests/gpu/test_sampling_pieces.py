@@ -10,6 +10,7 @@ from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
 from mllm_compile.runtime.pieces import load_piece
 from mllm_compile.runtime.sampler import Sampler, SamplingPieces
 from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.runtime.step_output import NO_TOKEN
 from mllm_compile.sampling_pieces import sampling_pieces
 from tests.runtime.sampling_cases import assert_drawn_from, make_state, random_logits
 
@@ -77,29 +78,54 @@ def test_greedy_tokens_are_those_of_torchs_argmax(pieces, kind, count):
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_of_equal_logits_the_lowest_id_is_taken_and_a_row_without_numbers_gives_an_id(pieces, kind, vocab):
-    logits = rows_of(6, kind)[0]
+def test_of_equal_logits_the_lowest_id_is_taken(pieces, kind, vocab):
+    logits = rows_of(3, kind)[0]
     logits[0, [vocab - 1, 17, vocab // 2]] = 50.0  # in one block and in several
-    logits[1] = -torch.inf
-    logits[2] = 0.0
-    logits[3] = torch.nan
-    logits[4, vocab - 1] = torch.inf
-    tokens = pieces.greedy([logits])[0].tolist()
-    assert tokens[:3] == [17, 0, 0]
-    assert 0 <= tokens[3] < vocab
-    assert tokens[4:] == [vocab - 1, int(logits[5].argmax())]
+    logits[1] = 0.0
+    assert pieces.greedy([logits])[0].tolist() == [17, 0, int(logits[2].argmax())]
 
 
-def test_a_row_is_the_same_alone_and_a_row_without_numbers_gives_an_id(pieces, kind, vocab):
+def test_rows_with_a_logit_that_is_no_number_have_no_token_and_the_others_keep_theirs(pieces, kind, vocab):
+    logits, temperatures, seeds, positions = rows_of(11, kind)
+
+    def choose():
+        scores = scores_of(logits, temperatures)
+        return [
+            pieces.greedy([logits])[0],
+            pieces.from_logits([logits, temperatures, seeds, positions])[0],
+            pieces.from_scores([scores, seeds, positions])[0],
+        ]
+
+    before = choose()
+    broken = {1: torch.nan, 3: torch.inf, 8: -torch.nan}
+    for row, value in broken.items():
+        logits[row, (0, vocab // 2, vocab - 1)[row % 3]] = value
+    logits[5], logits[10] = -torch.inf, torch.nan
+    for tokens, expected in zip(choose(), before, strict=True):
+        assert tokens[[1, 3, 5, 8, 10]].tolist() == [NO_TOKEN] * 5
+        fine = [0, 2, 4, 6, 7, 9]
+        assert torch.equal(tokens[fine], expected[fine])
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}])
+def test_filters_of_rows_without_numbers_end_and_leave_the_others_alone(pieces, kind, vocab, limits):
+    logits = rows_of(6, kind)[0]
+    crowd = [SamplingParams(seed=5, logprobs=1, **limits)] * 6
+    state = make_state(*crowd, device="cuda", vocab_size=vocab)
+    rows, positions = torch.arange(1, 7, device="cuda"), torch.full((6,), 9, device="cuda")
+    expected = Sampler(pieces)(logits, state, rows, state.flags, positions).token_ids
+    logits[0], logits[2, vocab // 2], logits[4, 3], logits[5] = torch.nan, torch.nan, torch.inf, -torch.inf
+    output = Sampler(pieces)(logits, state, rows, state.flags, positions)
+    assert output.token_ids.tolist() == [NO_TOKEN, expected[1], NO_TOKEN, expected[3], NO_TOKEN, NO_TOKEN]
+    assert output.logprobs.logprobs.isnan().tolist() == [True, False, True, False, True, True]
+
+
+def test_a_row_is_the_same_alone(pieces, kind):
     logits, temperatures, seeds, positions = rows_of(64, kind)
     together = pieces.from_logits([logits, temperatures, seeds, positions])[0]
     one = slice(17, 18)
     alone = pieces.from_logits([x[one].clone() for x in (logits, temperatures, seeds, positions)])[0]
     assert together[one].equal(alone)
-    logits[:8] = torch.nan
-    tokens = pieces.from_logits([logits, temperatures, seeds, positions])[0]
-    assert ((tokens >= 0) & (tokens < vocab)).all()
-    assert torch.equal(tokens[8:], together[8:])
 
 
 def test_tokens_that_are_ruled_out_are_never_drawn_and_the_others_by_their_probability(pieces, kind, vocab):

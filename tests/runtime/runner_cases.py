@@ -171,5 +171,5 @@ class Loop:
 
     def _finish(self, batch: ScheduledBatch, handle) -> None:
         output = handle.wait()
-        result = self.scheduler.update(batch, output.token_ids)
+        result = self.scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
         output.record_logprobs(result.accepted)
