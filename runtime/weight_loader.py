@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 from mllm_compile.runtime.weight_stream import TensorRead, stream_tensors
 
+_CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
 _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size through the layers
 
 
@@ -123,7 +124,7 @@ def load_weights(
         advance: called with the bytes read so far done, for a progress bar.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt, or does not hold what the spec says.
+        CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
     """
     headers = {
         file: read_header(folder / file) for file in sorted({part.file for spec in specs for part in spec.parts})
@@ -141,6 +142,34 @@ def load_weights(
         ],
         advance,
     )
+    _check_finite(specs, weights, folder)
+
+
+def _check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Refuse weights with NaN or inf: one reduction a weight, and one look at all of them together.
+
+    A sum shows every such value and reads at the memory's speed (16 GB in some 5 ms on an H100). One of finite values
+    may overflow as well, so the weight is looked at again before it is refused.
+    """
+    summed = [spec for spec in specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1]
+    if not summed:
+        return
+    are_finite = torch.stack([weights[spec.name].sum().float() for spec in summed]).isfinite()
+    for spec, is_finite in zip(summed, are_finite.tolist(), strict=True):
+        if not is_finite:
+            for part in spec.parts:
+                _check_part(part, place_of(weights[spec.name], part), folder)
+
+
+def _check_part(part: WeightPart, place: torch.Tensor, folder: Path) -> None:
+    slices = place.split(_CHECKED_ROWS) if place.dim() else (place,)
+    num_bad = sum(int((~values.isfinite()).sum()) for values in slices)
+    if num_bad:
+        raise CheckpointError(
+            f"{folder / part.file}: tensor {part.tensor!r} holds NaN or inf in {num_bad} of its {place.numel()} values "
+            f"as {str(place.dtype).removeprefix('torch.')}. Fetch the checkpoint again; if it is whole, set "
+            "model.dtype to one that holds its values, such as bfloat16 or float32."
+        )
 
 
 def _entry(path: Path, header: SafetensorsHeader, part: WeightPart) -> TensorEntry:

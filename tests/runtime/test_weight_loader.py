@@ -92,3 +92,33 @@ def test_random_norms_are_one_and_biases_zero():
     fill_random(specs, weights, seed=0)
     assert weights["norm.weight"].tolist() == [1.0, 1.0]
     assert weights["up.bias"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_with_a_value_that_is_no_number_is_named(tmp_path, value, dtype):
+    bad = matrix(2, 3)
+    bad[1, 2] = value
+    save_file({"q": matrix(4, 3), "k": bad, "i": torch.ones(2, dtype=torch.int64)}, tmp_path / FILE)
+    parts = (WeightPart("q", FILE, 0, (4, 3)), WeightPart("k", FILE, 4, (2, 3)))
+    numbers = WeightSpec("i", (2,), torch.int64, (WeightPart("i", FILE, 0, (2,)),))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=rf"{FILE}: tensor 'k' holds NaN or inf in 1 of its 6 values as {name}\."):
+        load(tmp_path, WeightSpec("q+k", (6, 3), dtype, parts), numbers)
+
+
+def test_a_value_that_the_models_type_does_not_hold_is_told_too(tmp_path):
+    save_file({"w": torch.tensor([1.0, 1e6])}, tmp_path / FILE)
+    spec = WeightSpec("w", (2,), torch.float16, (WeightPart("w", FILE, 0, (2,)),))
+    with pytest.raises(CheckpointError, match=r"tensor 'w' holds NaN or inf in 1 .* set model\.dtype"):
+        load(tmp_path, spec)
+
+
+def test_values_whose_sum_overflows_are_values(tmp_path):
+    save_file({"w": torch.full((64,), 3e38), "s": torch.tensor(65504.0)}, tmp_path / FILE)
+    weights = load(
+        tmp_path,
+        WeightSpec("w", (64,), torch.float32, (WeightPart("w", FILE, 0, (64,)),)),
+        WeightSpec("s", (), torch.float16, (WeightPart("s", FILE, 0, ()),)),
+    )
+    assert weights["w"].isfinite().all()
