@@ -1,65 +1,107 @@
-"""Stop strings over text that comes in pieces.
+"""Stop texts in a text that comes in pieces.
 
-Text that could be the beginning of a stop string is held back until it is or is not one, so that a stream never shows
-what the answer will not contain. How the text was cut into pieces does not change the outcome: the stop string that is
+Text that could be the beginning of a stop text is held back until it is or is not one, so that a stream never shows
+what the answer will not contain. How the text was cut into pieces does not change the outcome: the stop text that is
 complete first wins, the longest of several that end together.
+
+The engine's thread does this for every token, so its cost is per new character, whatever the stop texts are: they are
+one automaton (Aho and Corasick 1975), and what was looked at is not looked at again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from functools import lru_cache
+
+_KEPT = 8  # automatons; of the largest stop texts that SamplingParams takes, one is about a megabyte
+
+
+class _Automaton:
+    """All stop texts at once. A state is the longest end of the text so far that begins a stop text; 0 is none.
+
+    Attributes:
+        next: by state, the state after a character that goes on.
+        shorter: by state, the next longest such end, from where to go on after any other character.
+        length: by state, in characters.
+        found: by state, the longest stop text that is complete there.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.length = [0]
+        self.found: list[str | None] = [None]
+        for stop in stops:
+            self._add(stop)
+        self.shorter = [0] * len(self.next)
+        self._link()
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for length, character in enumerate(stop, start=1):
+            following = self.next[state].get(character)
+            if following is None:
+                following = self.next[state][character] = len(self.next)
+                self.next.append({})
+                self.length.append(length)
+                self.found.append(None)
+            state = following
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        """Sets `shorter`, shortest states first, and what is found in a state by its shorter ends."""
+        queue = deque(self.next[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, following in self.next[state].items():
+                self.shorter[following] = self.after(self.shorter[state], character)
+                queue.append(following)
+            if self.found[state] is None:
+                self.found[state] = self.found[self.shorter[state]]
+
+    def after(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while state and character not in self.next[state]:
+            state = self.shorter[state]
+        return self.next[state].get(character, 0)
+
+
+_automaton = lru_cache(_KEPT)(_Automaton)  # completions of a prompt share one, and prompts with the same stop texts
 
 
 class StopMatcher:
     """Watches one completion's text.
 
     Args:
-        stops: non-empty stop strings.
-        include_in_output: leave the stop string that matched in the text.
+        stops: non-empty stop texts.
+        include_in_output: leave the stop text that matched in the text.
     """
 
-    def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)  # on equal ends the longest is found first
+    def __init__(self, stops: tuple[str, ...], include_in_output: bool = False) -> None:
+        self._automaton = _automaton(stops)
         self._include = include_in_output
-        self._held = ""
+        self._state = 0
+        self._held = ""  # the end of the text that the state stands for
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Adds text.
 
         Returns:
-            The text that can be shown now, and the stop string that ended the completion, if one did; what came after
-            it is dropped.
+            The text that can be shown now, and the stop text that ended the completion, if one did; what came after it
+            is dropped.
         """
-        if not text:
-            return "", None
-        text = self._held + text
-        match = self._first_match(text)
-        if match is not None:
-            start, stop = match
-            self._held = ""
-            return text[: start + len(stop)] if self._include else text[:start], stop
-        num_held = self._num_possible(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], None
+        automaton, state = self._automaton, self._state
+        for position, character in enumerate(text, start=1):
+            state = automaton.after(state, character)
+            stop = automaton.found[state]
+            if stop is not None:
+                whole = self.flush() + text[:position]
+                return (whole if self._include else whole[: -len(stop)]), stop
+        whole = self._held + text
+        num_shown = len(whole) - automaton.length[state]
+        self._state, self._held = state, whole[num_shown:]
+        return whole[:num_shown], None
 
     def flush(self) -> str:
         """The completion ended for another reason: what was held back belongs to the text."""
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
-
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, str] | None = None
-        best_end = len(text) + 1
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0 and start + len(stop) < best_end:
-                best, best_end = (start, stop), start + len(stop)
-        return best
-
-    def _num_possible(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        for size in range(min(len(self._stops[0]) - 1, len(text)), 0, -1):
-            end = text[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return size
-        return 0

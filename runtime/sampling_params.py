@@ -21,6 +21,9 @@ from mllm_compile.runtime.shown import shown
 
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
 MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
+# Looked for in every answer; bound what a request costs whoever makes it, and what the engine keeps of it.
+MAX_STOP_TEXTS = 64
+MAX_STOP_CHARACTERS = 4096  # of all of them together
 MAX_N = 1024
 MAX_BIAS = 100.0  # OpenAI's range
 # Of a vocabulary or a context: a larger number asks for no more than this, and would not fit the device's tables.
@@ -132,7 +135,8 @@ class SamplingParams:
             [-100, 100] as vLLM does; at most 1024 entries. Kept as a mapping that cannot be changed, or None.
         seed: From 0 to 2**63 - 1: the same seed gives the same tokens whatever else is in the batch. None (or vLLM's
             -1, kept as None): the engine gives the request a seed of its own.
-        stop: A text, or texts, that end the output. Kept as a tuple, empty when there are none.
+        stop: A text, or texts, that end the output; at most 64, of 4096 characters together. Kept as a tuple, empty
+            when there are none.
         stop_token_ids: Token ids that end the output. Kept as a tuple, empty when there are none.
         include_stop_str_in_output: Whether the stop text is part of the returned text.
         min_tokens: End-of-sequence (unless ignore_eos) and stop_token_ids cannot be drawn before this many output
@@ -339,7 +343,13 @@ def _stop_texts(value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Sequence):
         raise _refused("stop", "a text, a list of texts or None", value)
+    if len(texts) > MAX_STOP_TEXTS:
+        raise _refused("stop", f"at most {MAX_STOP_TEXTS} texts", len(texts), "Look for the others in the answer.")
     for text in texts:
         if not isinstance(text, str) or not text:
             raise _refused("stop", "texts that are not empty", text, "Use None for no stop texts.")
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_STOP_CHARACTERS:
+        expected = f"texts of at most {MAX_STOP_CHARACTERS} characters together"
+        raise _refused("stop", expected, num_characters, "Shorter beginnings of them end an answer as well.")
     return tuple(texts)

@@ -164,6 +164,25 @@ def test_several_greedy_answers_are_refused_as_they_would_be_equal():
         SamplingParams(n=2, temperature=0)
 
 
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ([str(number) for number in range(65)], r"stop: expected at most 64 texts, got 65\. Look for"),
+        (["x"] * 10**6, "stop: expected at most 64 texts, got 1000000"),
+        ("x" * 4097, "stop: expected texts of at most 4096 characters together, got 4097"),
+        (["x" * 2048, "y" * 2048, "z"], "stop: expected texts of at most 4096 characters together, got 4097"),
+    ],
+)
+def test_more_stop_texts_than_cost_the_neighbours_nothing_are_refused(stop, said):
+    with pytest.raises(RequestError, match=said):
+        SamplingParams(stop=stop)
+
+
+def test_as_many_stop_texts_as_may_be_are_taken():
+    assert len(SamplingParams(stop=[chr(97 + number) * 64 for number in range(64)]).stop) == 64
+    assert SamplingParams(stop="x" * 4096).stop == ("x" * 4096,)
+
+
 def test_stop_texts_without_text_are_refused():
     with pytest.raises(RequestError, match="stop: expected no stop texts when detokenize is False"):
         SamplingParams(stop="a", detokenize=False)
