@@ -31,6 +31,7 @@ import torch
 from mllm_compile.cache_key import FORMAT_VERSION
 from mllm_compile.errors import ArtifactError, NewFormatError, OldFormatError
 from mllm_compile.hf_model import ModelSizes
+from mllm_compile.measured import MEASURED
 from mllm_compile.runtime.program import Program
 from mllm_compile.runtime.weight_loader import WeightSpec
 from mllm_compile.sealed_json import unseal, write_sealed
@@ -47,7 +48,6 @@ CUBINS = "cubins"
 TOKENIZER = "tokenizer"
 GRAPHS = "graphs"
 WEIGHTS = "weights"
-MEASURED = "measured"
 # Weights are gigabytes: their headers are checked, their data only by --verify-weights.
 _UNHASHED_FOLDERS = (WEIGHTS + "/", MEASURED + "/")
 MAX_MANIFEST_BYTES = 64 << 20

@@ -19,7 +19,7 @@ from mllm_compile.config import EngineSource, config_or_runtime
 from mllm_compile.engine import EngineParts
 from mllm_compile.errors import DeviceMemoryError
 from mllm_compile.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
-from mllm_compile.measured import device_key, read_measured, write_measured
+from mllm_compile.measured import device_key, read_measured, start_with, with_start, write_measured
 from mllm_compile.memory_plan import MemoryPlan, situation
 from mllm_compile.progress import Reporter
 from mllm_compile.resolved import ResolvedConfig
@@ -102,7 +102,9 @@ def _start_runner(
     with timeline.stage("memory plan"):
         now = situation(settings)
         measured = read_measured(compiled.artifact.measured_folder, device_key(settings.device))
-        num_pages = now.pages_from(measured.get("plan")) if settings.num_pages is None else None
+        num_pages = (
+            now.pages_from(start_with(measured, compiled.config).get("plan")) if settings.num_pages is None else None
+        )
     if num_pages is not None:
         runner = ModelRunner(replace(settings, num_pages=num_pages), source)
         try:
@@ -170,21 +172,19 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in runner.model.layers]
     page_bytes = pool.bytes_per_page(pool.page_size, shapes, pool.dtype)
     graphs = runner.graph_runner.figures if runner.graph_runner is not None else []
-    write_measured(
-        compiled.artifact.measured_folder,
-        device_key(device),
-        {
-            "memory": {
-                "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
-                "KV cache": pool.num_pages * page_bytes,
-                "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
-            },
-            "plan": plan.to_json(),
-            "kv_tokens": runner.max_total_num_tokens,
-            "captured": [[figure.mode, figure.num_tokens, figure.seconds, figure.mib] for figure in graphs],
-            "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
+    folder, key = compiled.artifact.measured_folder, device_key(device)
+    start = {
+        "memory": {
+            "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
+            "KV cache": pool.num_pages * page_bytes,
+            "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
         },
-    )
+        "plan": plan.to_json(),
+        "kv_tokens": runner.max_total_num_tokens,
+        "captured": [[figure.mode, figure.num_tokens, figure.seconds, figure.mib] for figure in graphs],
+        "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
+    }
+    write_measured(folder, key, with_start(read_measured(folder, key), compiled.config, start))
 
 
 def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:

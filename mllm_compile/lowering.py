@@ -228,8 +228,19 @@ def remove_graph_texts(folder: Path) -> None:
             path.unlink()
 
 
+# No annotation of fx's own has a comma.
+_SIGNATURE = re.compile(r"^(def forward)\((.*)\)((?: -> .*)?:)", re.MULTILINE)
+
+
 def _first_line(name: str, remark: str = "") -> str:
     return f"# {name}: {remark}"
+
+
+def _readable(code: str) -> str:
+    """fx puts a function's parameters on one line, a thousand of them too: here each has its own."""
+    return _SIGNATURE.sub(
+        lambda match: f"{match[1]}(\n    {match[2].replace(', ', f',{chr(10)}    ')},\n){match[3]}", code
+    )
 
 
 class _GraphDumper:
@@ -240,9 +251,9 @@ class _GraphDumper:
 
     def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
         # As it is now: passes change this graph and leave compiling it to the end, but each piece that they change.
-        text = [_first_line(name, remark), gm.graph.python_code("self").src.strip()]
+        text = [_first_line(name, remark), _readable(gm.graph.python_code("self").src.strip())]
         children: Any = gm.named_children()
-        text += [f"# {child}\n{piece.code.strip()}" for child, piece in children if hasattr(piece, "code")]
+        text += [f"# {child}\n{_readable(piece.code.strip())}" for child, piece in children if hasattr(piece, "code")]
         path = self._folder / f"{self._count:02d}_{name}.txt"
         path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
         self._count += 1

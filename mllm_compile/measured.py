@@ -12,12 +12,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mllm_compile.errors import ArtifactError
 from mllm_compile.sealed_json import unseal, write_sealed
 from mllm_compile.trusted_folder import TrustedFolder
 
+if TYPE_CHECKING:
+    from mllm_compile.resolved import ResolvedConfig
+
+MEASURED = "measured"  # the folder of a runtime
 _MAX_BYTES = 16 << 20
 
 
@@ -74,3 +78,24 @@ def write_measured(folder: Path, key: DeviceKey, values: Mapping[str, Any]) -> N
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o755, exist_ok=True)
         write_sealed(folder / key.file_name, {"device": asdict(key), "values": dict(values)})
+
+
+_MOST_STARTS = 8
+
+
+def serving_settings(config: ResolvedConfig) -> dict[str, Any]:
+    """The settings that decide what one runtime holds in memory on a device."""
+    return config.model_dump(mode="json", include={"runtime", "cudagraph"})
+
+
+def start_with(values: Mapping[str, Any], config: ResolvedConfig) -> dict[str, Any]:
+    """What the last start with this config left (with_start): {} where there was none."""
+    settings = serving_settings(config)
+    return next((start for start in values.get("starts", ()) if start.get("settings") == settings), {})
+
+
+def with_start(values: Mapping[str, Any], config: ResolvedConfig, start: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with this start in place of an earlier one with the same config; the last few configs are kept."""
+    settings = serving_settings(config)
+    others = [other for other in values.get("starts", ()) if other.get("settings") != settings]
+    return {**values, "starts": [*others[1 - _MOST_STARTS :], {"settings": settings, **start}]}

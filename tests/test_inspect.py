@@ -19,7 +19,7 @@ def test_a_second_pipeline_leaves_no_graphs_of_the_first_and_no_file_of_the_user
         (folder / name).write_text(text)
     for disabled in ([], ["pack_projections"]):
         compile_keys = {"backend": "eager", "disable_passes": disabled}
-        reports = inspect_model(tiny_config(tmp_path, compile=compile_keys), folder)
+        reports = inspect_model(tiny_config(tmp_path, compile=compile_keys), folder).reports
         stages = ["trace", *(report.name for report in reports)]
         written = {f"{number:02d}_{stage}.txt" for number, stage in enumerate(stages)} | {"program.txt"}
         assert {path.name for path in folder.iterdir()} == written | own.keys()

@@ -20,7 +20,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     facts = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
-        "device": _device_name(device),
+        "device": device_name(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpus": str(os.cpu_count()),
@@ -48,10 +48,12 @@ def _commit() -> str:
     return commit + ("+changes" if _output("git", "-C", folder, "status", "--porcelain", "-uno") else "")
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the CPU's with torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_cpu_model()}, {threads} thread{'s' * (threads != 1)}"
 
 
 def _cpu_model() -> str:

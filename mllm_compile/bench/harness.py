@@ -16,6 +16,7 @@ from mllm_compile.bench.adapters import check_installed
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits import ModelFigures, with_latency_limits, with_throughput_limits
 from mllm_compile.bench.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
+from mllm_compile.bench.runtime_place import RuntimePlace
 from mllm_compile.bench.setting import Setting
 from mllm_compile.bench.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
 from mllm_compile.cache_folders import CACHE_VARIABLE
@@ -48,9 +49,24 @@ def run_latency(config: Path, engines: Sequence[str], work: LatencyWork) -> Benc
 
 
 def measure_latency(engine: str, setting: Setting, work: LatencyWork, probe: Probe) -> EngineRun:
-    """The latency work by one engine, in a process of its own."""
-    run = _engine_run("latency", engine, setting, asdict(work))
-    return _with_lines(run, with_latency_limits(run.measurements, work, probe.figures, probe.ceilings))
+    """The latency work by one engine, in a process of its own; our own engine's is kept beside its runtime."""
+    found = _worker_run("latency", engine, setting, asdict(work))
+    place, run = found.pop("place"), run_from_json(found)
+    run = _with_lines(run, with_latency_limits(run.measurements, work, probe.figures, probe.ceilings))
+    if place is not None:
+        _remember(RuntimePlace.from_json(place), run, work, probe)
+    return run
+
+
+def _remember(place: RuntimePlace, run: EngineRun, work: LatencyWork, probe: Probe) -> None:
+    steps = [[line.batch, line.median] for line in run.measurements if line.name == "tpot"]
+    latency = {"input_len": work.input_len, "output_len": work.output_len, "date": probe.environment["date"]}
+    place.remember({"ceilings": ceilings_found(probe), "latency": {**latency, "tpot_ms": steps}})
+
+
+def ceilings_found(probe: Probe) -> dict[str, Any]:
+    """The ceilings with where and when they were measured, as they are kept beside a runtime."""
+    return {**asdict(probe.ceilings), **{name: probe.environment[name] for name in ("device", "date")}}
 
 
 def levers_at_work(setting: Setting) -> frozenset[str]:
@@ -64,7 +80,7 @@ def run_throughput(config: Path, engines: Sequence[str], work: ThroughputWork) -
     probe = probe_machine(config, work.largest_batch, work.longest_request)
     runs = []
     for engine in engines:
-        run = _engine_run("throughput", engine, probe.setting, asdict(work))
+        run = run_from_json(_worker_run("throughput", engine, probe.setting, asdict(work)))
         lines = with_throughput_limits(run.measurements, work, probe.figures, probe.ceilings)
         runs.append(_with_lines(run, lines))
     return _result("throughput", asdict(work), config, probe.environment, probe.ceilings, runs)
@@ -157,10 +173,8 @@ def _startup_run(engine: str, setting: Setting, repeats: int) -> EngineRun:
     return EngineRun(engine=engine, version=first["version"], settings=first["settings"], measurements=tuple(lines))
 
 
-def _engine_run(task: str, engine: str, setting: Setting, work: dict[str, Any]) -> EngineRun:
-    return run_from_json(
-        run_process(WORKER, {"task": task, "engine": engine, "setting": asdict(setting), "work": work})
-    )
+def _worker_run(task: str, engine: str, setting: Setting, work: dict[str, Any]) -> dict[str, Any]:
+    return run_process(WORKER, {"task": task, "engine": engine, "setting": asdict(setting), "work": work})
 
 
 def _with_lines(run: EngineRun, lines: Sequence[Measurement]) -> EngineRun:

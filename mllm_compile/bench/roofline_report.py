@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mllm_compile.bench.chrome_trace import TracedKernel
-from mllm_compile.bench.harness import WORKER, Probe, probe_machine, run_process
+from mllm_compile.bench.harness import WORKER, Probe, ceilings_found, probe_machine, run_process
 from mllm_compile.bench.results import Ceilings
 from mllm_compile.bench.roofline import (
     PREPARE,
@@ -20,8 +20,10 @@ from mllm_compile.bench.roofline import (
     StepFacts,
     assign_jobs,
     jobs_by_name,
+    part_times,
     roofline_rows,
 )
+from mllm_compile.bench.runtime_place import RuntimePlace
 from mllm_compile.bench.workloads import StepWork
 from mllm_compile.console import print_table
 
@@ -39,12 +41,16 @@ class StepMap:
         wall_us: the step from outside, host work included, no profiler on.
         span_us: from the first kernel's beginning to the last one's end.
         rows: the most time lost first.
+        parts: (index in program.steps, µs of its kernels), in the program's order.
+        other_us: of the kernels of no step: inputs made ready, tokens chosen.
     """
 
     batch: int
     wall_us: float
     span_us: float
     rows: tuple[RooflineRow, ...]
+    parts: tuple[tuple[int, float], ...]
+    other_us: float
 
     @property
     def kernels_us(self) -> float:
@@ -86,14 +92,36 @@ def run_roofline(config: Path, work: StepWork) -> Roofline:
     known = _trace(probe, work, graphs=False)
     with_graphs = probe.setting.device != "cpu" and _graph_mode(probe) != "none"
     timed = _trace(probe, work, graphs=True) if with_graphs else known
-    return Roofline(
+    roofline = Roofline(
         model=config.stem,
         context=work.context,
         with_graphs=with_graphs,
         environment=probe.environment,
         ceilings=probe.ceilings,
-        steps=tuple(_step_map(*traces, probe.ceilings) for traces in zip(work.batches, known, timed, strict=True)),
+        steps=tuple(
+            _step_map(*traces, probe.ceilings)
+            for traces in zip(work.batches, known["steps"], timed["steps"], strict=True)
+        ),
     )
+    _remember(roofline, probe, RuntimePlace.from_json(timed["place"]))
+    return roofline
+
+
+def _remember(roofline: Roofline, probe: Probe, place: RuntimePlace) -> None:
+    """Beside the runtime, for its page."""
+    steps = [
+        {
+            "batch": step.batch,
+            "context": roofline.context,
+            "wall_us": step.wall_us,
+            "parts": step.parts,
+            "other_us": step.other_us,
+            "with_graphs": roofline.with_graphs,
+            "date": roofline.environment["date"],
+        }
+        for step in roofline.steps
+    ]
+    place.remember({"ceilings": ceilings_found(probe), "decode steps": steps})
 
 
 def _step_map(batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings: Ceilings) -> StepMap:
@@ -108,11 +136,14 @@ def _step_map(batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings
     if timed is not known:
         kernels = [TracedKernel(**kernel) for kernel in timed["kernels"]]
         jobs = jobs_by_name(kernels, known_kernels, known_jobs, facts.logits_bytes)
+    parts, other_us = part_times(kernels, known_kernels, facts)
     return StepMap(
         batch=batch,
         wall_us=timed["wall_us"],
         span_us=max(kernel.start_us + kernel.us for kernel in kernels) - kernels[0].start_us,
         rows=tuple(roofline_rows(kernels, jobs, ceilings)),
+        parts=tuple(sorted(parts.items())),
+        other_us=other_us,
     )
 
 
@@ -162,12 +193,11 @@ def _side_by_side(steps: Sequence[StepMap]) -> list[tuple[str, ...]]:
     return [(_cut(label, _LABEL_WIDTH), *(f"{us:.1f}" for us in times)) for label, times in longest_first]
 
 
-def _trace(probe: Probe, work: StepWork, *, graphs: bool) -> list[dict[str, Any]]:
-    """What step_trace.trace_steps says of each batch."""
+def _trace(probe: Probe, work: StepWork, *, graphs: bool) -> dict[str, Any]:
+    """What worker.roofline found."""
     setting = probe.setting if graphs else probe.setting.changed("cudagraph", mode="none", **_NO_SIZES)
     job = {"task": "roofline", "setting": asdict(setting), "work": asdict(work), "ranges": not graphs}
-    found = run_process(WORKER, job)
-    return found["steps"]  # type: ignore[no-any-return]
+    return run_process(WORKER, job)
 
 
 # A list of sizes contradicts the mode none.

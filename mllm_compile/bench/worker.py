@@ -17,6 +17,7 @@ from typing import Any
 from mllm_compile.bench.adapters import open_engine
 from mllm_compile.bench.adapters.base import BenchEngine
 from mllm_compile.bench.results import EngineRun, Measurement
+from mllm_compile.bench.runtime_place import runtime_place
 from mllm_compile.bench.setting import Setting
 from mllm_compile.bench.workloads import Call, LatencyWork, StepWork, ThroughputWork
 from mllm_compile.errors import MllmError
@@ -44,7 +45,7 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:
-    """An EngineRun of tpot and prefill by batch."""
+    """An EngineRun of tpot and prefill by batch, and where the runtime lies that it ran."""
     work = LatencyWork(**(job["work"] | {"batches": tuple(job["work"]["batches"])}))
     setting = Setting(**job["setting"])
     engine = open_engine(job["engine"], setting)
@@ -54,7 +55,8 @@ def latency(job: dict[str, Any]) -> dict[str, Any]:
         first_s, whole_s = _times(engine, (first, whole), work.repeats)
         lines += work.measurements(batch, first_s, whole_s)
         _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
-    return _run(job["engine"], engine, lines)
+    run = _run(job["engine"], engine, lines)
+    return run | {"place": asdict(runtime_place(setting)) if job["engine"] == "mllm" else None}
 
 
 def throughput(job: dict[str, Any]) -> dict[str, Any]:
@@ -72,10 +74,12 @@ def throughput(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def roofline(job: dict[str, Any]) -> dict[str, Any]:
-    """The kernels of a step of each batch; see roofline.py."""
+    """The kernels of a step of each batch (roofline.py), and where the runtime lies that made them."""
     from mllm_compile.bench.step_trace import trace_steps
 
-    return {"steps": trace_steps(Setting(**job["setting"]), StepWork(**job["work"]), job["ranges"])}
+    setting = Setting(**job["setting"])
+    steps = trace_steps(setting, StepWork(**job["work"]), job["ranges"])
+    return {"steps": steps, "place": asdict(runtime_place(setting))}
 
 
 def levers(job: dict[str, Any]) -> dict[str, Any]:

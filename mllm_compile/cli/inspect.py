@@ -46,12 +46,14 @@ def _write_graphs(config: EngineConfig, folder: Path) -> None:
 
     from mllm_compile.inspect_model import inspect_model
 
-    reports = inspect_model(config, folder, reporter_for(plain_lines=True))
+    inspected = inspect_model(config, folder, reporter_for(plain_lines=True))
     rows = [
         (report.name, str(report.matches), str(report.nodes_before), str(report.nodes_after), f"{report.ms:.1f}")
-        for report in reports
+        for report in inspected.reports
     ]
     print_table(sys.stdout, "passes", ("pass", "matches", "nodes before", "nodes after", "ms"), rows)
+    pieces = [(piece.where, str(piece.count), piece.holds) for piece in inspected.pieces]
+    print_table(sys.stdout, "pieces", ("where", "calls", "holds"), pieces)
     print(f"graphs: {folder.absolute()}")
 
 
@@ -61,10 +63,15 @@ def _write_page(source: EngineConfig | Path, path: Path) -> None:
     from mllm_compile.artifact import open_artifact
     from mllm_compile.compile import load_or_compile
     from mllm_compile.report.page import write_page
+    from mllm_compile.report.speed import ensure_ceilings
+    from mllm_compile.resolved import ResolvedConfig
 
     if isinstance(source, Path):
         artifact = open_artifact(source)
+        config = ResolvedConfig.model_validate(artifact.manifest.config)
     else:
-        artifact = load_or_compile(source, reporter_for(plain_lines=True)).artifact
-    write_page(artifact, path)
+        runtime = load_or_compile(source, reporter_for(plain_lines=True))
+        artifact, config = runtime.artifact, runtime.config
+    ensure_ceilings(artifact, config)
+    write_page(artifact, config, path)
     print(f"page: {path.absolute()}")

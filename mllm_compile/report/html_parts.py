@@ -1,38 +1,70 @@
-"""Pieces of HTML that the report is made of. Everything that comes from a runtime is escaped here."""
+"""Pieces of HTML that the report is made of. Everything that comes from a runtime is escaped here.
+
+What is called a body, and every `Html`, is HTML already; all else is text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
-COLOURS = ("var(--c0)", "var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)")
+COLOURS = ("var(--c0)", "var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)")
 _WIDTH = 1100
 _ROW = 22
 _LABEL = 250
+_MOST_TICKS = 12
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    """Cells are escaped; columns of `numbers` are aligned to the right."""
+class Html(str):
+    """Text that is HTML, and not to be escaped again."""
+
+    __slots__ = ()
+
+
+def html_of(text: str) -> str:
+    """The text escaped, unless it is Html."""
+    return text if isinstance(text, Html) else escape(text)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Iterable[int] = (),
+    caption: str = "",
+    has_total: bool = False,
+) -> str:
+    """A table whose rows are named by their first cell.
+
+    Args:
+        numbers: columns that are aligned to the right.
+        caption: for whoever cannot see where it stands; not shown.
+        has_total: the last row is a sum.
+    """
     right = set(numbers)
     cell_class = [' class="n"' if index in right else "" for index in range(len(columns))]
-    head = "".join(f"<th{cell_class[i]}>{escape(name)}</th>" for i, name in enumerate(columns))
+    head = "".join(f'<th scope="col"{cell_class[i]}>{html_of(name)}</th>' for i, name in enumerate(columns))
+    rows = list(rows)
     body = "".join(
-        "<tr>" + "".join(f"<td{cell_class[i]}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
-        for row in rows
+        f"<tr{' class=total' if has_total and number == len(rows) - 1 else ''}>"
+        + f'<th scope="row">{html_of(row[0])}</th>'
+        + "".join(f"<td{cell_class[i]}>{html_of(cell)}</td>" for i, cell in enumerate(row) if i)
+        + "</tr>"
+        for number, row in enumerate(rows)
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    hidden = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f'<div class="wide"><table>{hidden}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def folded(title: str, remark: str, right: str, body: str) -> str:
-    """A line that opens; `body` is HTML."""
+    """A line that opens."""
     return (
-        f"<details><summary><b>{escape(title)}</b><span>{escape(remark)}</span>"
-        f'<span class="right">{escape(right)}</span></summary>{body}</details>'
+        f"<details><summary><b>{html_of(title)}</b><span>{html_of(remark)}</span>"
+        f'<span class="right">{html_of(right)}</span></summary>{body}</details>'
     )
 
 
 def source(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
+    return f'<pre tabindex="0">{escape(text)}</pre>'
 
 
 def diff(lines: Sequence[str], left_out: int) -> str:
@@ -42,45 +74,91 @@ def diff(lines: Sequence[str], left_out: int) -> str:
         kind = {"+": "a", "-": "c", "@": "h"}.get(line[:1])
         shown.append(f'<span class="{kind}">{escape(line)}</span>' if kind else escape(line) + "\n")
     more = f'<span class="h">… {left_out} more lines: see the graphs folder</span>' if left_out else ""
-    return f"<pre>{''.join(shown)}{more}</pre>"
+    return f'<pre tabindex="0">{"".join(shown)}{more}</pre>'
 
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
-    cells = "".join(f"<div>{escape(value)}<span>{escape(name)}</span></div>" for name, value in pairs)
-    return f'<div class="figures">{cells}</div>'
+    """Large values, each over its name."""
+    cells = "".join(f"<div><dd>{html_of(value)}</dd><dt>{html_of(name)}</dt></div>" for name, value in pairs)
+    return f'<dl class="figures">{cells}</dl>'
 
 
 def chips(texts: Iterable[str]) -> str:
-    return '<div class="chips">' + "".join(f"<span>{escape(text)}</span>" for text in texts) + "</div>"
+    return '<ul class="chips">' + "".join(f"<li>{html_of(text)}</li>" for text in texts) + "</ul>"
 
 
-def stacked_bar(parts: Sequence[tuple[str, float, str]]) -> str:
-    """One bar, its parts to scale.
+def note(text: str) -> str:
+    return f'<p class="note">{html_of(text)}</p>'
+
+
+def code(text: str) -> Html:
+    return Html(f"<code>{escape(text)}</code>")
+
+
+def swatch(colour: str, name: str, detail: str) -> Html:
+    """A name with its colour before it and what it holds below it."""
+    below = f"<small>{escape(detail)}</small>" if detail else ""
+    return Html(f'<i class="swatch" style="background:{colour}"></i>{escape(name)}{below}')
+
+
+def share_bar(share: float, text: str) -> Html:
+    """A share of 0 to 1 as a bar with its text."""
+    width = min(1.0, max(0.0, share)) * 100
+    return Html(f'<span class="share"><span style="width:{width:.1f}%"></span></span>{escape(text)}')
+
+
+def strip(columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], label: str) -> str:
+    """Columns side by side, each of segments side by side, all to one scale.
+
+    Args:
+        columns: (name below it, [(what it says when pointed at, size, colour)]).
+        label: what the whole shows, for whoever cannot see it.
+    """
+    total = sum(size for _, segments in columns for _, size, _ in segments) or 1.0
+    every = -(-len(columns) // _MOST_TICKS)
+    shown = []
+    for index, (name, segments) in enumerate(columns):
+        parts = "".join(
+            f'<b style="flex:{size / total * 1000:.3f} 1 0;background:{colour}" title="{escape(text)}"></b>'
+            for text, size, colour in segments
+        )
+        width = sum(size for _, size, _ in segments) / total * 1000
+        # The first column is too narrow for a tick, and one beside a word would be under it.
+        is_crowded = index == 0 or not columns[index + 1 : index + 2] or not columns[index + 1][0].isdigit()
+        tick = "" if name.isdigit() and (is_crowded or int(name) % every) else escape(name)
+        shown.append(f'<li style="flex:{width:.3f} 1 0"><span class="bar">{parts}</span><em>{tick}</em></li>')
+    return f'<ol class="strip" role="img" aria-label="{escape(label)}">{"".join(shown)}</ol>'
+
+
+def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> str:
+    """One bar, its parts to scale, and what they are.
 
     Args:
         parts: (name, size, size as text).
+        label: what the whole shows, for whoever cannot see it.
     """
     total = sum(size for _, size, _ in parts) or 1.0
-    bars, at = [], 0.0
-    for index, (name, size, text) in enumerate(parts):
-        width = size / total * _WIDTH
-        bars.append(
-            f'<rect x="{at:.1f}" y="0" width="{width:.1f}" height="34" fill="{_colour(index)}">'
-            f"<title>{escape(name)}: {escape(text)}</title></rect>"
-        )
-        at += width
+    bars = "".join(
+        f'<b style="flex:{size / total * 1000:.3f} 1 0;background:{colour(index)}"'
+        f' title="{escape(name)}: {escape(text)}"></b>'
+        for index, (name, size, text) in enumerate(parts)
+    )
     legend = "".join(
-        f'<span><i style="background:{_colour(index)}"></i>{escape(name)} {escape(text)}</span>'
+        f'<li><i class="swatch" style="background:{colour(index)}"></i>{escape(name)} <b>{escape(text)}</b></li>'
         for index, (name, _, text) in enumerate(parts)
     )
-    return f'<svg viewBox="0 0 {_WIDTH} 34" role="img">{"".join(bars)}</svg><div class="legend">{legend}</div>'
+    return (
+        f'<div class="strip stacked" role="img" aria-label="{escape(label)}"><span class="bar">{bars}</span></div>'
+        f'<ul class="legend">{legend}</ul>'
+    )
 
 
-def gantt(spans: Sequence[tuple[str, float, float, int]]) -> str:
+def gantt(spans: Sequence[tuple[str, float, float, int]], label: str) -> str:
     """A row a stage over one axis of seconds.
 
     Args:
         spans: (name, start in s, end in s, depth).
+        label: what the whole shows, for whoever cannot see it.
     """
     total = max((end for _, _, end, _ in spans), default=0.0) or 1.0
     scale = (_WIDTH - _LABEL - 70) / total
@@ -90,12 +168,15 @@ def gantt(spans: Sequence[tuple[str, float, float, int]]) -> str:
         x, width = _LABEL + start * scale, max(2.0, (end - start) * scale)
         rows.append(
             f'<text x="{4 + depth * 14}" y="{y + 15}">{escape(name)}</text>'
-            f'<rect x="{x:.1f}" y="{y + 4}" width="{width:.1f}" height="14" rx="3" fill="{_colour(depth)}">'
+            f'<rect x="{x:.1f}" y="{y + 4}" width="{width:.1f}" height="14" rx="3" fill="{colour(depth)}">'
             f"<title>{escape(name)}: {start:.2f} s to {end:.2f} s</title></rect>"
             f'<text class="soft" x="{x + width + 6:.1f}" y="{y + 15}">{end - start:.2f} s</text>'
         )
-    return f'<svg viewBox="0 0 {_WIDTH} {len(spans) * _ROW + 4}" role="img">{"".join(rows)}</svg>'
+    return (
+        f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {len(spans) * _ROW + 4}" role="img"'
+        f' aria-label="{escape(label)}">{"".join(rows)}</svg></div>'
+    )
 
 
-def _colour(index: int) -> str:
+def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]

@@ -1,12 +1,14 @@
 """Puts the page together: what is in a runtime's folder and what was measured with it, nothing is run.
 
-The page is one file with no script and nothing from elsewhere: it can be mailed, and opened in ten years.
+The page is one file with no script and nothing from elsewhere: it can be mailed, and opened in ten years. It says first
+what limits a decode step, then where its time goes in the model, then what the config takes of memory; how the runtime
+was made is folded below.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -17,10 +19,15 @@ from typing import Any
 from mllm_compile.artifact import GRAPHS, PIECES, Artifact
 from mllm_compile.byte_sizes import format_bytes
 from mllm_compile.cache_key import key_of
-from mllm_compile.measured import DeviceKey, read_all_measured
+from mllm_compile.explain import grouped, shortened
+from mllm_compile.measured import start_with
 from mllm_compile.report import html_parts as parts
+from mllm_compile.report import speed
+from mllm_compile.report.decode_section import model_section, verdict
+from mllm_compile.report.figures import format_seconds
+from mllm_compile.report.part_names import all_names
+from mllm_compile.resolved import ResolvedConfig
 from mllm_compile.runtime.pieces import SOURCE_SUFFIX
-from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MAX_DIFF_LINES = 3000
@@ -28,60 +35,144 @@ _MAX_STEPS = 2000
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What the page is about: a runtime, served with a config, on a device."""
+
+    artifact: Artifact
+    config: ResolvedConfig
+    device: speed.Device | None
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """What the last start with this config left on this device; {}: there was none."""
+        return start_with(self.device.values, self.config) if self.device is not None else {}
+
+
+@dataclass(frozen=True)
 class _Section:
     name: str
     title: str
-    note: str
-    body: Callable[[Artifact], str]
+    body: Callable[[Subject], str]
+    remark: Callable[[Subject], str] | None = None  # what a folded one says beside its title; None: it is not folded
 
 
-def write_page(artifact: Artifact, path: Path) -> None:
-    """Writes the page about a runtime."""
-    config = artifact.manifest.config
-    shown = [(section, section.body(artifact)) for section in _SECTIONS]
+def write_page(artifact: Artifact, config: ResolvedConfig, path: Path) -> None:
+    """Writes the page about a runtime.
+
+    Args:
+        config: what an engine would serve it with; memory and loads are of this one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    subject = Subject(artifact, config, speed.page_device(artifact, config))
+    compiled = artifact.manifest.about.get("compiled", "")
     html = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(f"Runtime of {Path(config['model']['source']).name}"),
-        subtitle=escape(f"{artifact.folder} · compiled {artifact.manifest.about.get('compiled', '')}"),
-        nav="".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section, _ in shown),
-        sections="".join(
-            f'<section id="{section.name}"><h2>{escape(section.title)}</h2>'
-            f'<p class="note">{escape(section.note)}</p>{body}</section>'
-            for section, body in shown
-        ),
+        title=escape(Path(config.model.source).name),
+        path=escape(str(artifact.folder)),
+        facts=parts.chips(_facts(subject)),
+        nav="".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in _SECTIONS),
+        sections="".join(_shown(section, subject) for section in _SECTIONS),
+        footer=escape(f"mllm_compile {artifact.factors.get('mllm_compile', '')} · compiled {compiled}"),
     )
     path.write_text(html, encoding="utf-8")
 
 
-def _overview(artifact: Artifact) -> str:
-    program, manifest = artifact.program, artifact.manifest
-    num_pieces = sum(isinstance(step, PieceStep) for step in program.steps)
-    compile_s = sum(seconds for _, seconds in manifest.about.get("stages", ()))
-    return parts.figures(
-        [
-            ("attention layers", str(len(program.layers))),
-            ("steps that are pieces", str(num_pieces)),
-            ("distinct pieces", str(len(program.step_pieces()))),
-            ("weights", format_bytes(sum(spec.num_bytes for spec in artifact.weights))),
-            ("dtype", str(manifest.config["model"]["dtype"])),
-            ("device", str(manifest.config["runtime"]["device"])),
-            ("to compile", f"{compile_s:.1f} s"),
-        ]
+def _shown(section: _Section, subject: Subject) -> str:
+    body, title = section.body(subject), escape(section.title)
+    if section.remark is None:
+        style = ' class="verdict"' if section.name == "verdict" else ""
+        return f'<section id="{section.name}"{style}><h2>{title}</h2>{body}</section>'
+    remark = parts.html_of(section.remark(subject))
+    return (
+        f'<details class="section" id="{section.name}"><summary><h2>{title}</h2><span>{remark}</span></summary>'
+        f"{body}</details>"
     )
 
 
-def _pipeline(artifact: Artifact) -> str:
-    """A folded line a pass, with the diff of the graph before and after it."""
+def _facts(subject: Subject) -> list[str]:
+    """What was compiled, in a few words each."""
+    artifact, config = subject.artifact, subject.config
+    device = config.runtime.device if subject.device is None else subject.device.name
+    return [
+        f"{len(artifact.program.layers)} layers",
+        f"{format_bytes(_weight_bytes(artifact))} of weights",
+        config.model.dtype,
+        str(artifact.manifest.config["compile"]["backend"]),
+        f"attention by {config.runtime.attention_backend}",
+        device,
+    ]
+
+
+def _weight_bytes(artifact: Artifact) -> int:
+    return sum(spec.num_bytes for spec in artifact.weights)
+
+
+def _verdict(subject: Subject) -> str:
+    return verdict(subject.artifact, subject.config, subject.device)
+
+
+def _model(subject: Subject) -> str:
+    return model_section(subject.artifact, subject.config, subject.device)
+
+
+def _memory(subject: Subject) -> str:
+    """Of this config: as its last start on this device measured it, else as the config asks for it."""
+    config, start = subject.config.runtime, subject.start
+    asked = config.max_running_requests * config.max_model_len
+    if start:
+        tokens, sizes = start["kv_tokens"], start["memory"]
+        told = "Measured by the last start with this config on this device."
+    else:
+        page_tokens = -(-config.max_model_len // config.page_size) * config.page_size
+        tokens = config.max_running_requests * page_tokens
+        # And the page that padding writes to.
+        per_token = sum(part.num_bytes for part in _kv_of_one_token(subject))
+        sizes = {"weights": _weight_bytes(subject.artifact), "KV cache": (tokens + config.page_size) * per_token}
+        told = "No engine was started with this config here: what it asks for. A device with less room holds less KV."
+    bar = parts.stacked_bar(
+        [(name, size, format_bytes(size)) for name, size in sizes.items() if size],
+        "memory: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size),
+    )
+    requests, length = f"{config.max_running_requests:,}", f"{config.max_model_len:,}"
+    fits = "all of them at full length" if tokens >= asked else f"{tokens / asked:.0%} of what all of them could use"
+    return (
+        bar
+        + f"<p>The KV cache holds <b>{tokens:,} tokens</b> in {escape(config.kv_cache_dtype)}: for {requests} requests "
+        f"of up to {length} tokens, {fits}.</p>" + parts.note(told)
+    )
+
+
+def _kv_of_one_token(subject: Subject) -> list[Any]:
+    """The attentions of a step of one request that has one token."""
+    return [part for part in speed.parts_of(subject.artifact, subject.config, 1, 1) if part.piece is None]
+
+
+def _passes(subject: Subject) -> str:
+    """A folded line a pass that changed something, with the diff of the graph; the others in one line."""
+    artifact = subject.artifact
     names = sorted(name for name in artifact.manifest.files if name.startswith(GRAPHS + "/"))
     texts = {name: (artifact.folder / name).read_text(encoding="utf-8").splitlines() for name in names}
     reports = {report["name"]: report for report in artifact.manifest.about.get("passes", ())}
-    lines = []
+    lines, idle = [], []
     for before, after in pairwise(names):
         name = Path(after).stem.partition("_")[2]
         report = reports.get(name, {"matches": 0, "nodes_before": 0, "nodes_after": 0, "ms": 0.0})
-        remark = f"{report['matches']} matches, {report['nodes_before']} → {report['nodes_after']} nodes"
-        lines.append(parts.folded(name, remark, f"{report['ms']:.1f} ms", _diff(texts[before], texts[after])))
-    trace = [parts.folded("trace", "as captured", names[0], parts.source(_head(texts[names[0]])))] if names else []
-    return "".join(trace + lines)
+        changed = texts[before][1:] != texts[after][1:]
+        if not report["matches"] and not changed:
+            idle.append(name)
+            continue
+        matches = f"{report['matches']:,} match{'es' * (report['matches'] != 1)}"
+        remark = f"{matches}, {report['nodes_before']:,} → {report['nodes_after']:,} nodes"
+        lines.append(parts.folded(name, remark, f"{report['ms']:.0f} ms", _diff(texts[before], texts[after])))
+    trace = [parts.folded("trace", "the model as captured", "", parts.source(_head(texts[names[0]])))] if names else []
+    nothing = [parts.note(f"Found nothing to do: {', '.join(idle)}.")] if idle else []
+    return "".join(trace + lines + nothing)
+
+
+def _passes_remark(subject: Subject) -> str:
+    reports = subject.artifact.manifest.about.get("passes", ())
+    return f"{sum(bool(report['matches']) for report in reports)} of {len(reports)} changed the graph"
 
 
 def _diff(before: Sequence[str], after: Sequence[str]) -> str:
@@ -96,18 +187,27 @@ def _head(lines: Sequence[str]) -> str:
     return "\n".join([*lines[:_MAX_DIFF_LINES], *more])
 
 
-def _pieces(artifact: Artifact) -> str:
-    """A folded line a piece: where it runs, how large it is, its source."""
-    places = _places(artifact)
+def _pieces(subject: Subject) -> str:
+    """A folded line a piece: what it is, how large it is, its source."""
+    artifact = subject.artifact
+    program = artifact.program
+    names = all_names(program, {spec.name: spec.shape for spec in artifact.weights})
+    calls = [getattr(step, "piece", None) for step in program.steps]
     lines = []
-    for piece in artifact.program.piece_ids():
+    for piece in program.piece_ids():
         text = (artifact.folder / PIECES / (piece + SOURCE_SUFFIX)).read_text(encoding="utf-8")
-        used = places.get(piece, [])
-        remark = f"{len(used)} × : {', '.join(_runs(used))}" if used else _role(artifact.program, piece)
-        size = format_bytes(len(artifact.pieces[piece]))
-        lines.append(parts.folded(piece.removeprefix("piece_"), remark, size, parts.source(text)))
+        count = f"{calls.count(piece)} ×" if piece in calls else ""
+        body = parts.note(f"File {piece}{artifact.manifest.piece_suffix}") + parts.source(text)
+        lines.append(parts.folded(names[piece], count, format_bytes(len(artifact.pieces[piece])), body))
     lines += _cuda_kernels(artifact)
-    return "".join(lines) + parts.folded("program", "every step", "", parts.source("\n".join(_steps(artifact))))
+    steps = parts.source("\n".join(_steps(artifact)))
+    return "".join(lines) + parts.folded("the program", f"{len(program.steps)} steps", "", steps)
+
+
+def _pieces_remark(subject: Subject) -> str:
+    program = subject.artifact.program
+    calls = sum(hasattr(step, "piece") for step in program.steps)
+    return f"{len(program.step_pieces())} distinct ones, called {calls} times a step"
 
 
 def _cuda_kernels(artifact: Artifact) -> list[str]:
@@ -123,130 +223,99 @@ def _cuda_kernels(artifact: Artifact) -> list[str]:
     ]
 
 
-def _role(program: Program, piece: str) -> str:
-    """What a piece is for that no step calls."""
-    for form in program.all_small_forms():
-        if form.piece == piece:
-            return f"in place of another for {'one token' if form.max_size == 1 else f'up to {form.max_size} tokens'}"
-    if program.sampling is not None and piece in program.sampling.piece_ids():
-        return "takes the most probable tokens" if piece == program.sampling.greedy else "draws tokens"
-    if program.decode_loop is not None and piece in program.decode_loop.piece_ids():
-        is_first = piece == program.decode_loop.begin
-        return "makes a captured decode's inputs ready" if is_first else "chooses a captured decode's tokens"
-    layers = [forms for forms in program.decode_attention.values() if piece in {form.piece for form in forms}]
-    return f"decode attention of {len(layers)} layer{'s' * (len(layers) != 1)}"
-
-
-def _places(artifact: Artifact) -> dict[str, list[str]]:
-    """Piece → where it stands, as "before layer 0", "after layer 0", ….
-
-    Layers are counted by their attention: a piece after one holds the rest of that layer and the start of the next.
-    """
-    places: dict[str, list[str]] = {}
-    seen = 0
-    for step in artifact.program.steps:
-        if isinstance(step, AttentionStep):
-            seen += 1
-        else:
-            places.setdefault(step.piece, []).append(f"after layer {seen - 1}" if seen else "before layer 0")
-    return places
-
-
-def _runs(places: Iterable[str]) -> list[str]:
-    """["after layer 0", "after layer 1", "after layer 2"] → ["after layers 0–2"]."""
-    runs: list[list[Any]] = []
-    for place in places:
-        text, _, number = place.rpartition(" ")
-        if runs and runs[-1][0] == text and runs[-1][2] + 1 == int(number):
-            runs[-1][2] += 1
-        else:
-            runs.append([text, int(number), int(number)])
-    return [f"{text} {first}" if first == last else f"{text}s {first}–{last}" for text, first, last in runs]
-
-
 def _steps(artifact: Artifact) -> list[str]:
-    from mllm_compile.inspect_model import step_line
+    from mllm_compile.inspect_model import program_lines
 
-    lines = [step_line(step) for step in artifact.program.to_json()["steps"][:_MAX_STEPS]]
-    left_out = len(artifact.program.steps) - len(lines)
-    return [*lines, f"… {left_out} more steps: see program.json"] if left_out else lines
-
-
-def _memory(artifact: Artifact) -> str:
-    def bar(values: dict[str, Any]) -> str:
-        sizes = [(name, size, format_bytes(size)) for name, size in values["memory"].items() if size]
-        return parts.stacked_bar(sizes) + f"<p>KV cache of {values['kv_tokens']:,} tokens.</p>"
-
-    return _by_device(artifact, bar)
+    lines = program_lines(artifact.program, {spec.name: spec.shape for spec in artifact.weights}, _MAX_STEPS)
+    left_out = len(artifact.program.steps) - _MAX_STEPS
+    return [*lines, f"… {left_out} more steps: see program.json"] if left_out > 0 else lines
 
 
-def _captured(artifact: Artifact) -> str:
-    def shapes(values: dict[str, Any]) -> str:
-        if not values["captured"]:
-            return "<p>No CUDA graphs.</p>"
-        modes = dict.fromkeys(mode for mode, *_ in values["captured"])
-        return "".join(
-            f"<p><b>{escape(mode)}</b></p>"
-            + parts.chips(
-                f"{tokens} tokens · {seconds * 1e3:.0f} ms · {mib:.1f} MiB"
-                for captured_mode, tokens, seconds, mib in values["captured"]
-                if captured_mode == mode
-            )
-            for mode in modes
-        )
-
-    return _by_device(artifact, shapes)
-
-
-def _start(artifact: Artifact) -> str:
-    def timeline(values: dict[str, Any]) -> str:
-        begin = min(start for _, start, _, _ in values["start"])
-        return parts.gantt([(name, start - begin, end - begin, depth) for name, start, end, depth in values["start"]])
-
-    return _by_device(artifact, timeline)
-
-
-def _by_device(artifact: Artifact, show: Callable[[dict[str, Any]], str]) -> str:
-    measured: list[tuple[DeviceKey, dict[str, Any]]] = read_all_measured(artifact.measured_folder)
-    if not measured:
-        return "<p>Nothing was measured yet: start an engine from this runtime once.</p>"
+def _graphs(subject: Subject) -> str:
+    captured = subject.start.get("captured", ())
+    if not captured:
+        return parts.note(_no_graphs(subject))
+    modes = dict.fromkeys(mode for mode, *_ in captured)
     return "".join(
-        f"<p><b>{escape(key.name)}</b>{f', {format_bytes(key.memory_bytes)}' if key.memory_bytes else ''}</p>"
-        + show(values)
-        for key, values in measured
+        f"<h3>{escape(mode)}</h3>"
+        + parts.chips(
+            f"{tokens} tokens · {seconds * 1e3:.0f} ms · {mib:.1f} MiB"
+            for captured_mode, tokens, seconds, mib in captured
+            if captured_mode == mode
+        )
+        for mode in modes
     )
 
 
-def _compile_times(artifact: Artifact) -> str:
+def _no_graphs(subject: Subject) -> str:
+    if subject.config.cudagraph.mode == "none":
+        return "This config captures none."
+    return "No engine was started with this config here."
+
+
+def _graphs_remark(subject: Subject) -> str:
+    captured = subject.start.get("captured", ())
+    return f"{len(captured)} batch sizes are replayed" if captured else _no_graphs(subject)
+
+
+def _start(subject: Subject) -> str:
+    spans = subject.start.get("start", ())
+    if not spans:
+        return parts.note("No engine was started with this config here: start one once.")
+    begin = min(start for _, start, _, _ in spans)
+    shown = [(name, start - begin, end - begin, depth) for name, start, end, depth in spans]
+    return parts.gantt(shown, "stages of the last start, in seconds")
+
+
+def _start_remark(subject: Subject) -> str:
+    spans = subject.start.get("start", ())
+    if not spans:
+        return "none with this config here"
+    seconds = max(end for _, _, end, _ in spans) - min(start for _, start, _, _ in spans)
+    return f"the last one took {format_seconds(seconds)}"
+
+
+def _compile_times(subject: Subject) -> str:
     spans, now = [], 0.0
-    for name, seconds in artifact.manifest.about.get("stages", ()):
+    for name, seconds in subject.artifact.manifest.about.get("stages", ()):
         spans.append((name, now, now + seconds, 0))
         now += seconds
-    return parts.gantt(spans)
+    return parts.gantt(spans, "stages of compiling, in seconds")
 
 
-def _key(artifact: Artifact) -> str:
-    rows = [("key", key_of(artifact.factors)), *artifact.factors.items()]
+def _compile_remark(subject: Subject) -> str:
+    return format_seconds(sum(seconds for _, seconds in subject.artifact.manifest.about.get("stages", ())))
+
+
+def _key(subject: Subject) -> str:
+    artifact = subject.artifact
+    shown = []
+    for group, factors in grouped(artifact.factors).items():
+        rows = [(name, shortened(value)) for name, value in factors.items()]
+        shown.append(f"<h3>{escape(group)}</h3>" + parts.table(("factor", "value"), rows, caption=f"key: {group}"))
+    long = [(name, value) for name, value in artifact.factors.items() if shortened(value) != value]
+    whole = parts.table(("factor", "value"), [(name, value.replace(", ", ",\n")) for name, value in long])
     files = [(name, format_bytes(facts.num_bytes), facts.sha256) for name, facts in artifact.manifest.files.items()]
-    return parts.table(("factor", "value"), rows) + parts.folded(
-        "files", f"{len(files)}, each with its hash", "", parts.table(("file", "size", "sha256"), files, numbers=[1])
+    table = parts.table(("file", "size", "sha256"), files, numbers=[1])
+    return (
+        "".join(shown)
+        + parts.folded("whole values", f"{len(long)} that are shortened above", "", f'<div class="lines">{whole}</div>')
+        + parts.folded("files", f"{len(files)}, each with its hash", "", table)
     )
+
+
+def _key_remark(subject: Subject) -> str:
+    return f"{key_of(subject.artifact.factors)}: a change in any of it is another runtime"
 
 
 _SECTIONS = (
-    _Section("overview", "Overview", "What was compiled.", _overview),
-    _Section(
-        "pipeline", "Pipeline", "What each pass did. Open one for the graph before and after it, as a diff.", _pipeline
-    ),
-    _Section(
-        "pieces",
-        "Pieces",
-        "What runs between two attentions, equal stretches as one piece; decodes' attention, and the choice of tokens.",
-        _pieces,
-    ),
-    _Section("memory", "Memory", "What the device holds while an engine serves.", _memory),
-    _Section("captured", "Captured shapes", "Batch sizes that are replayed as CUDA graphs.", _captured),
-    _Section("start", "Start", "The last start of an engine.", _start),
-    _Section("compile", "Compile", "Where the time of compiling went.", _compile_times),
-    _Section("key", "Key and files", "What this runtime was made for. A change in any of it is another runtime.", _key),
+    _Section("verdict", "What limits you", _verdict),
+    _Section("model", "A decode step, part by part", _model),
+    _Section("memory", "Memory", _memory),
+    _Section("passes", "Passes", _passes, _passes_remark),
+    _Section("pieces", "Pieces and program", _pieces, _pieces_remark),
+    _Section("graphs", "CUDA graphs", _graphs, _graphs_remark),
+    _Section("start", "Start", _start, _start_remark),
+    _Section("compile", "Compiling", _compile_times, _compile_remark),
+    _Section("key", "Key and files", _key, _key_remark),
 )

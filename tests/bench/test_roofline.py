@@ -167,7 +167,7 @@ def test_the_printed_map_is_at_most_120_columns_wide():
         [*assign_jobs(STEP, FACTS), assign_jobs(STEP, FACTS)[3]],
         CEILINGS,
     )
-    step = StepMap(batch=4, wall_us=300.0, span_us=200.0, rows=tuple(rows))
+    step = StepMap(batch=4, wall_us=300.0, span_us=200.0, rows=tuple(rows), parts=(), other_us=0.0)
     roofline = map_of(step)
     stream = io.StringIO()
     print_roofline(roofline, top=5, stream=stream)
@@ -188,8 +188,22 @@ def test_several_steps_stand_side_by_side():
     def row(label: str, name: str, count: int, us: float) -> RooflineRow:
         return RooflineRow(label, name, count, us, num_bytes=10, flops=0, limit_us=1.0)
 
-    one = StepMap(batch=1, wall_us=9.0, span_us=9.0, rows=(row("up", "gemv", 2, 6.0), row("argmax", "max", 1, 1.0)))
-    eight = StepMap(batch=8, wall_us=9.0, span_us=9.0, rows=(row("up", "gemm", 2, 8.0), row("up", "sum", 2, 4.0)))
+    one = StepMap(
+        batch=1,
+        wall_us=9.0,
+        span_us=9.0,
+        rows=(row("up", "gemv", 2, 6.0), row("argmax", "max", 1, 1.0)),
+        parts=(),
+        other_us=0.0,
+    )
+    eight = StepMap(
+        batch=8,
+        wall_us=9.0,
+        span_us=9.0,
+        rows=(row("up", "gemm", 2, 8.0), row("up", "sum", 2, 4.0)),
+        parts=(),
+        other_us=0.0,
+    )
     stream = io.StringIO()
     print_roofline(map_of(one, eight), top=5, stream=stream)
     *_, table = stream.getvalue().split("µs of all kernels of a job")

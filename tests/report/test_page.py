@@ -5,38 +5,65 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mllm_compile import Engine
 from mllm_compile.artifact import open_artifact
+from mllm_compile.bench.model_figures import model_figures
+from mllm_compile.bench.runtime_place import RuntimePlace
 from mllm_compile.cli import run
-from mllm_compile.compile import load_or_compile
+from mllm_compile.compile import CompiledRuntime, load_or_compile
+from mllm_compile.measured import device_key, read_measured
 from mllm_compile.report import html_parts
-from mllm_compile.report.page import _role, _runs, write_page
-from mllm_compile.runtime.program import DecodeForm, Program, SamplingForms, SmallForm
+from mllm_compile.report.figures import format_seconds
+from mllm_compile.report.page import write_page
+from mllm_compile.report.speed import decode_step, loads
 from tests.report.chromium import Chromium, find_chromium
-from tests.tiny_model import tiny_config
+from tests.tiny_model import TINY, tiny_config
 
 
 @pytest.fixture(scope="module")
-def page(eager_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runtime(eager_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> CompiledRuntime:
+    """Of the embedded model; an engine was started from it, and the device's ceilings are known."""
     folder = tmp_path_factory.mktemp("page")
     shutil.copytree(eager_cache, folder / "cache")
     config = tiny_config(folder / "cache", compile={"backend": "eager"})
-    Engine(config).close()  # so that there are measurements
-    write_page(load_or_compile(config).artifact, folder / "report.html")
-    return folder / "report.html"
+    Engine(config).close()
+    runtime = load_or_compile(config)
+    remember(runtime, ceilings={"read_bytes_s": 1e10, "flops_s": 1e11, "device": "a <CPU>", "date": "today"})
+    return runtime
+
+
+@pytest.fixture(scope="module")
+def page(runtime: CompiledRuntime, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("html") / "report.html"
+    write_page(runtime.artifact, runtime.config, path)
+    return path
+
+
+def remember(runtime: CompiledRuntime, **values: object) -> None:
+    """As a benchmark leaves it beside the runtime."""
+    RuntimePlace(str(runtime.folder), device_key("cpu")).remember(values)
+
+
+def page_of(of: CompiledRuntime, path: Path, **sections: dict) -> str:
+    """The page when the runtime is served with other keys."""
+    config = tiny_config(Path(of.config.cache.dir), compile={"backend": "eager"}, **sections)
+    served = load_or_compile(config)
+    assert served.folder == of.folder
+    write_page(served.artifact, served.config, path)
+    return path.read_text()
 
 
 def test_every_section_is_there_and_none_is_empty(page):
     html = page.read_text()
-    sections = re.findall(r'<section id="(\w+)">(.*?)</section>', html, re.DOTALL)
-    names = [name for name, _ in sections]
-    assert names == ["overview", "pipeline", "pieces", "memory", "captured", "start", "compile", "key"]
+    shown = re.findall(r'<(?:section|details class="section") id="(\w+)".*?>(.*?)</h2>', html, re.DOTALL)
+    names = [name for name, _ in shown]
+    assert names == ["verdict", "model", "memory", "passes", "pieces", "graphs", "start", "compile", "key"]
     assert all(f'href="#{name}"' in html for name in names)
-    assert all(len(body) > 100 for _, body in sections)
 
 
 def test_it_shows_passes_pieces_memory_and_times(page):
@@ -44,37 +71,89 @@ def test_it_shows_passes_pieces_memory_and_times(page):
     for text in (
         "pack_projections",
         "matches",
-        "after layer",
+        "layers 0–2: after attention",
+        "o_proj, mlp, qkv",
         "KV cache",
         "import torch",
         "self-check",
         "model config",
+        "a &lt;CPU&gt;",
     ):
         assert text in html, text
 
 
-def test_pieces_that_no_step_calls_have_a_role():
-    few, many = DecodeForm(64, "few"), DecodeForm(None, "many")
-    program = Program(
-        steps=(),
-        layers=(),
-        weights=(),
-        output="logits",
-        small_forms={"p": (SmallForm("p_one", 0, 1, 1), SmallForm("p_few", 0, 1, 16))},
-        decode_attention={"a": (few, many), "b": (few, many), "c": (DecodeForm(None, "d"),)},
-        sampling=SamplingForms("bfloat16", "greedy", "logits", "scores"),
-    )
-    roles = {piece: _role(program, piece) for piece in program.piece_ids()}
-    assert roles == {
-        "p_one": "in place of another for one token",
-        "p_few": "in place of another for up to 16 tokens",
-        "few": "decode attention of 2 layers",
-        "many": "decode attention of 2 layers",
-        "d": "decode attention of 1 layer",
-        "greedy": "takes the most probable tokens",
-        "logits": "draws tokens",
-        "scores": "draws tokens",
-    }
+def test_passes_that_found_nothing_are_told_in_one_line(page, runtime):
+    html = page.read_text()
+    idle = [report["name"] for report in runtime.artifact.manifest.about["passes"] if not report["matches"]]
+    assert idle and f"Found nothing to do: {', '.join(idle)}." in html
+    assert not [name for name in idle if f"<b>{name}</b>" in html]
+
+
+def test_no_line_of_a_graph_is_a_signature_of_hundreds_of_characters(runtime):
+    for path in (runtime.folder / "graphs").iterdir():
+        signatures = [line for line in path.read_text().splitlines() if line.startswith("def forward")]
+        assert signatures and set(signatures) == {"def forward("}
+
+
+def test_the_memory_is_that_of_the_config_and_not_of_the_last_start(runtime, tmp_path):
+    length, requests = runtime.config.runtime.max_model_len, runtime.config.runtime.max_running_requests
+    other = {"max_model_len": 256, "max_running_requests": 3}
+    Engine(tiny_config(Path(runtime.config.cache.dir), compile={"backend": "eager"}, runtime=other)).close()
+    write_page(runtime.artifact, runtime.config, tmp_path / "mine.html")
+    mine = (tmp_path / "mine.html").read_text()
+    assert f"<b>{length * requests:,} tokens</b>" in mine and "Measured by the last start with this config" in mine
+    html = page_of(runtime, tmp_path / "other.html", runtime=other)
+    assert f"<b>{256 * 3:,} tokens</b>" in html and "Measured by the last start with this config" in html
+
+
+def test_a_config_that_was_never_started_says_what_it_asks_for(runtime, tmp_path):
+    measured = memory_of(write(runtime, tmp_path / "m.html"))
+    asked = page_of(runtime, tmp_path / "r.html", runtime={"max_running_requests": 5})
+    assert f"<b>{512 * 5:,} tokens</b>" in asked and "No engine was started with this config here" in asked
+    shutil.copytree(runtime.folder, tmp_path / "runtime")
+    shutil.rmtree(tmp_path / "runtime" / "measured")
+    write_page(open_artifact(tmp_path / "runtime"), runtime.config, tmp_path / "u.html")
+    unmeasured = (tmp_path / "u.html").read_text()
+    assert "No engine was started with this config here" in unmeasured
+    assert "How fast the device reads was not measured" in unmeasured
+    assert memory_of(unmeasured) == measured, "the model of the memory is right where there is enough of it"
+
+
+def write(runtime: CompiledRuntime, path: Path) -> str:
+    write_page(runtime.artifact, runtime.config, path)
+    return path.read_text()
+
+
+def memory_of(html: str) -> list[str]:
+    """weights …, KV cache …: the bar's own description."""
+    return re.findall(r'aria-label="memory: ([^"]+)"', html)
+
+
+def test_the_parts_bytes_are_those_of_the_models_step(runtime):
+    figures = model_figures(TINY, "float32")
+    step = decode_step(runtime.artifact, runtime.config, None)
+    assert step.weight_bytes == figures.weight_bytes
+    assert step.num_bytes == figures.weight_bytes + step.context * figures.kv_bytes_per_token
+    load = next(load for load in loads(runtime.artifact, runtime.config, None) if load.batch == 4)
+    assert load.num_bytes == figures.weight_bytes + 4 * load.context * figures.kv_bytes_per_token
+
+
+def test_a_measured_step_is_shown_as_measured_and_another_as_modelled(runtime, tmp_path):
+    shutil.copytree(runtime.folder, tmp_path / "runtime")
+    copy = replace(runtime, artifact=open_artifact(tmp_path / "runtime"))
+    modelled = write(copy, tmp_path / "r.html")
+    assert "modelled, the least time" in modelled and "measured, a step" not in modelled
+    parts = [[index, 100.0] for index in range(len(copy.artifact.program.steps))]
+    step = {"batch": 2, "context": 100, "wall_us": 4000.0, "parts": parts, "other_us": 50.0, "with_graphs": False}
+    remember(copy, **{"decode steps": [{**step, "date": "yesterday"}]})
+    remember(copy, latency={"input_len": 64, "output_len": 8, "date": "today", "tpot_ms": [[1, 2.5]]})
+    html = write(copy, tmp_path / "m.html")
+    assert "A decode step of 2 requests at 100 tokens takes 4.00 ms" in html
+    assert "times measured by bench roofline (yesterday)" in html and "modelled, the least time" not in html
+    assert "2.50 ms" in html and "68 tokens each" in html
+    outside = 4000 - 100 * len(parts)
+    assert "outside the model<small>inputs, choice of tokens, host</small>" in html
+    assert format_seconds(outside / 1e6) in html
 
 
 def test_it_needs_nothing_from_elsewhere(page):
@@ -93,32 +172,28 @@ def test_what_comes_from_a_runtime_is_escaped():
         html_parts.diff([f"+{evil}", f"-{evil}", f"@{evil}", evil], 1),
         html_parts.chips([evil]),
         html_parts.figures([(evil, evil)]),
-        html_parts.stacked_bar([(evil, 1.0, evil)]),
-        html_parts.gantt([(evil, 0.0, 1.0, 0)]),
+        html_parts.stacked_bar([(evil, 1.0, evil)], evil),
+        html_parts.gantt([(evil, 0.0, 1.0, 0)], evil),
+        html_parts.strip([(evil, [(evil, 1.0, "red")])], evil),
+        html_parts.swatch("red", evil, evil),
+        html_parts.share_bar(0.5, evil),
+        html_parts.code(evil),
+        html_parts.note(evil),
     ]
     assert not [text for text in shown if "<img" in text]
 
 
-def test_layers_in_a_row_are_shown_as_a_range():
-    places = ["before layer 0", "after layer 0", "after layer 1", "after layer 2", "after layer 5"]
-    assert _runs(places) == ["before layer 0", "after layers 0–2", "after layer 5"]
-
-
-def test_the_command_writes_the_page_from_a_folder(page, tmp_path, capsys):
-    (folder,) = (page.parent / "cache" / "runtimes").iterdir()
-    assert run(["inspect", str(folder), "--html", str(tmp_path / "r.html")]) == 0
-    assert capsys.readouterr().out == f"page: {tmp_path / 'r.html'}\n"
-    assert (tmp_path / "r.html").read_text() == page.read_text()
-    assert run(["inspect", str(folder)]) == 2
-    assert "Add --html FILE for a page" in capsys.readouterr().err
-
-
-def test_a_runtime_that_nothing_was_measured_with_says_so(page, tmp_path):
-    (folder,) = (page.parent / "cache" / "runtimes").iterdir()
-    shutil.copytree(folder, tmp_path / "runtime")
+def test_the_command_writes_the_page_from_a_folder_and_measures_the_device_once(runtime, tmp_path, capsys):
+    shutil.copytree(runtime.folder, tmp_path / "runtime")
     shutil.rmtree(tmp_path / "runtime" / "measured")
-    write_page(open_artifact(tmp_path / "runtime"), tmp_path / "r.html")
-    assert "Nothing was measured yet: start an engine" in (tmp_path / "r.html").read_text()
+    assert run(["inspect", str(tmp_path / "runtime"), "--html", str(tmp_path / "r.html")]) == 0
+    assert capsys.readouterr().out == f"page: {tmp_path / 'r.html'}\n"
+    ceilings = read_measured(tmp_path / "runtime" / "measured", device_key("cpu"))["ceilings"]
+    assert ceilings["read_bytes_s"] > 0 and ceilings["device"] in (tmp_path / "r.html").read_text()
+    assert run(["inspect", str(tmp_path / "runtime"), "--html", str(tmp_path / "r.html")]) == 0
+    assert read_measured(tmp_path / "runtime" / "measured", device_key("cpu"))["ceilings"] == ceilings
+    assert run(["inspect", str(runtime.folder)]) == 2
+    assert "Add --html FILE for a page" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
@@ -133,16 +208,20 @@ def test_a_click_opens_and_closes_every_line(page, tmp_path):
         assert count > 8
         for index in range(count):
             is_open = f"document.querySelectorAll('details')[{index}].open"
+            line = is_open.removesuffix(".open")
+            browser.evaluate(f"{line}.parentElement.closest('details')?.setAttribute('open', '')")
             assert not browser.evaluate(is_open)
             browser.click("summary", index)
             assert browser.evaluate(is_open), index
-            if index == 2:
-                browser.screenshot(pictures / "diff.png")
             browser.click("summary", index)
             assert not browser.evaluate(is_open), index
-        browser.click("nav a", 5)
+        browser.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+        browser.screenshot(pictures / "open.png")
+        browser.click("nav a", 6)
         assert browser.evaluate("location.hash") == "#start"
-        width = browser.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-        assert width[0] <= width[1], "nothing is wider than the window"
+        for width in (1240, 390):
+            browser.resize(width)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width, "wider than the window"
+            browser.screenshot(pictures / f"{width}.png")
         assert browser.errors == []
     assert (pictures / "closed.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,100 @@
+"""What each part of a decode step has to read and to multiply, from a runtime's program alone: no device, no model.
+
+A part is a step of the program: a piece, or an attention. The parts' bytes add up to those of limits.ModelFigures, and
+like there activations and the rows that token ids look up are left out (under 1 %).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mllm_compile.bench.results import Ceilings
+from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """One step of the program in a decode step.
+
+    Attributes:
+        index: its place in program.steps.
+        piece: the piece's id; None for an attention.
+        layer: how many attentions come before it.
+        weight_bytes: of the weights that it reads, whole.
+        kv_bytes: of the KV cache that it reads.
+        flops: of its matrix products.
+    """
+
+    index: int
+    piece: str | None
+    layer: int
+    weight_bytes: int
+    kv_bytes: int
+    flops: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    def limit_s(self, ceilings: Ceilings) -> float:
+        """The least seconds that the ceilings allow: reading or multiplying, whichever takes longer."""
+        return max(self.num_bytes / ceilings.read_bytes_s, self.flops / ceilings.flops_s)
+
+
+@dataclass(frozen=True)
+class WeightSize:
+    """A weight's shape, and the bytes of one of its numbers."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+def step_parts(
+    program: Program, weights: Mapping[str, WeightSize], kv_itemsize: int, batch: int, context: int
+) -> list[StepPart]:
+    """The parts of a decode step of `batch` requests with `context` tokens each, in the program's order.
+
+    A mixture of experts counts all its experts, as if the batch were large.
+    """
+    layers = {layer.name: layer for layer in program.layers}
+    parts, seen = [], 0
+    for index, step in enumerate(program.steps):
+        if isinstance(step, AttentionStep):
+            kv_bytes = batch * _seen_tokens(layers[step.layer], context) * _kv_values(layers[step.layer]) * kv_itemsize
+            parts.append(StepPart(index, None, seen, 0, kv_bytes, 0))
+            seen += 1
+        else:
+            read = [weights[name] for name in read_weights(step, weights)]
+            matrices = [weight for weight in read if len(weight.shape) > 1]
+            flops = 2 * batch * sum(math.prod(matrix.shape) for matrix in matrices)
+            parts.append(StepPart(index, step.piece, seen, sum(weight.num_bytes for weight in read), 0, flops))
+    return parts
+
+
+def read_weights(step: PieceStep, weights: Mapping[str, WeightSize]) -> list[str]:
+    """Weights that a piece reads whole, in order of use: not the table that token ids look up, which comes first."""
+    names = [name for name in step.inputs if name in weights]
+    if "input_ids" in step.inputs:
+        table = next((name for name in names if len(weights[name].shape) > 1), None)
+        names = [name for name in names if name != table]
+    return names
+
+
+def limit_s(parts: Sequence[StepPart], ceilings: Ceilings) -> float:
+    """The least seconds of a step made of these parts, one after another."""
+    return sum(part.limit_s(ceilings) for part in parts)
+
+
+def _seen_tokens(layer: LayerSpec, context: int) -> int:
+    return context if layer.window_left < 0 else min(context, layer.window_left + 1)
+
+
+def _kv_values(layer: LayerSpec) -> int:
+    """Numbers that one token's keys and values are."""
+    return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)

@@ -1,0 +1,144 @@
+"""What the steps of a program are called for people: by where they stand and what they hold, never by a hash.
+
+    before layer 0 (embed_tokens, qkv)
+    layers 0–26: after attention (o_proj, mlp, qkv)
+    layer 27: after attention (o_proj, mlp)
+    logits (lm_head)
+
+Layers are counted by their attention; a piece after one holds the rest of that layer and the start of the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
+
+_ATTENTION = "attention"
+
+
+@dataclass(frozen=True)
+class PartName:
+    """A piece, or all attentions, by name.
+
+    Attributes:
+        where: `before layer 0`, `layers 0–26: after attention`, `logits`; `layers 0–27` of attention.
+        holds: the modules whose matrices it multiplies with, in order of use: `o_proj, mlp, qkv`.
+        count: steps of the program that call it.
+    """
+
+    where: str
+    holds: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.holds})" if self.holds else self.where
+
+
+def part_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, PartName]:
+    """Every piece that steps call → its name, in order of first use.
+
+    Args:
+        shapes: of the program's weights; what has one dimension (a norm, a bias) names nothing.
+    """
+    places: dict[str, list[tuple[str, int]]] = {}
+    first: dict[str, PieceStep] = {}
+    seen = 0
+    last = next((step for step in reversed(program.steps) if isinstance(step, PieceStep)), None)
+    for index, step in enumerate(program.steps):
+        if isinstance(step, AttentionStep):
+            seen += 1
+            continue
+        follows = index > 0 and isinstance(program.steps[index - 1], PieceStep)
+        place = "logits" if follows and step is last else "between" if follows else "after" if seen else "before"
+        places.setdefault(step.piece, []).append((place, max(0, seen - 1)))
+        first.setdefault(step.piece, step)
+    attentions = tuple(layer.name + "." for layer in program.layers)
+    return {
+        piece: PartName(_where(found), _holds(first[piece].inputs, shapes, attentions), len(found))
+        for piece, found in places.items()
+    }
+
+
+def attention_name(program: Program) -> PartName:
+    """The name of all the program's attentions together."""
+    count = sum(isinstance(step, AttentionStep) for step in program.steps)
+    return PartName(f"{_layers(range(count))}: {_ATTENTION}", "reads the KV cache", count)
+
+
+def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Every piece that is compiled → its name: those of part_names, their forms for few tokens, and what no step calls
+    (decodes' attention, the choice of tokens)."""
+    names = {piece: str(name) for piece, name in part_names(program, shapes).items()}
+    for piece, forms in program.small_forms.items():
+        for form in forms:
+            tokens = "1 token" if form.max_size == 1 else f"up to {form.max_size} tokens"
+            names[form.piece] = f"{names.get(piece, piece)}, for {tokens}"
+    positions = {layer.name: position for position, layer in enumerate(program.layers)}
+    decodes: dict[str, list[int]] = {}
+    for layer, decode_forms in program.decode_attention.items():
+        for piece in dict.fromkeys(form.piece for form in decode_forms if form.piece is not None):
+            decodes.setdefault(piece, []).append(positions[layer])
+    names |= {piece: f"{_layers(sorted(found))}: attention of decodes" for piece, found in decodes.items()}
+    if program.sampling is not None:
+        greedy, from_logits, from_scores = program.sampling.piece_ids()
+        names |= {
+            greedy: "choice of the most probable tokens",
+            from_logits: "draw of tokens from logits",
+            from_scores: "draw of tokens from scores",
+        }
+    if program.decode_loop is not None:
+        names |= {
+            program.decode_loop.begin: "captured decode: makes the inputs ready",
+            program.decode_loop.end: "captured decode: chooses the tokens",
+        }
+    return names
+
+
+def _where(places: Sequence[tuple[str, int]]) -> str:
+    kind = places[0][0]
+    if kind == "logits":
+        return "logits"
+    layers = _layers([layer for _, layer in places])
+    return f"before {layers}" if kind == "before" else f"{layers}: {'after attention' if kind == 'after' else kind}"
+
+
+def _layers(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] → `layers 0–2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
+    return f"layer{'s' * (len(runs) > 1 or any(first != last for first, last in runs))} {text}"
+
+
+def _holds(inputs: Sequence[str], shapes: Mapping[str, Sequence[int]], attentions: tuple[str, ...]) -> str:
+    matrices = [name for name in inputs if len(shapes.get(name, ())) > 1]
+    names = matrices or [name for name in inputs if name in shapes]
+    return ", ".join(dict.fromkeys(_module(name, attentions) for name in names))
+
+
+def _module(weight: str, attentions: tuple[str, ...]) -> str:
+    """`model.layers.3.mlp.down_proj.weight` → `mlp`; of an attention its projection, `o_proj` or `qkv`."""
+    modules = re.sub(r"\.(weight|bias)$", "", weight)
+    in_layer = re.search(r"\.\d+\.(.+)", modules)
+    if weight.startswith(attentions) or in_layer is None:
+        return _joined(modules.rpartition(".")[2])
+    return _joined(in_layer[1].partition(".")[0])
+
+
+def _joined(name: str) -> str:
+    """`q_proj+k_proj+v_proj` (weights packed into one) → `qkv`."""
+    parts = name.split("+")
+    if len(parts) == 1:
+        return name
+    common = 0
+    while len({part[-common - 1 :] for part in parts}) == 1:
+        common += 1
+    stems = [part[: len(part) - common] for part in parts]
+    return ("" if all(len(stem) == 1 for stem in stems) else "_").join(stems)
