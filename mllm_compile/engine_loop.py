@@ -330,20 +330,25 @@ class EngineCore:
                 self._add_first(submission)
 
     def _add_first(self, submission: Submission) -> None:
-        """Queues the completions of a new submission, siblings later where they can share the first one's prompt."""
+        """Queues the completions of a new submission, siblings later where they can share the first one's prompt.
+
+        No more of them at once than can run: who comes after waits for those, not for all that were asked for.
+        """
         config = self._scheduler.config
-        first, *siblings = submission.sequences
         shares = config.enable_prefix_cache and len(submission.prompt_token_ids) > config.page_size
-        if siblings and shares:
-            self._leaders[first.request] = submission
-            self._add(first)
+        if len(submission.sequences) > 1 and shares:
+            self._leaders[submission.sequences[0].request] = submission
+            self._queue(submission, 1)
         else:
-            for sequence in submission.sequences:
-                self._add(sequence)
+            self._queue(submission, config.max_running_requests)
+
+    def _queue(self, submission: Submission, count: int) -> None:
+        """Queues up to `count` more of its completions."""
+        for _ in range(min(count, len(submission.unqueued))):
+            if submission.unqueued:  # else it failed with one of them
+                self._add(submission.unqueued.popleft())
 
     def _add(self, sequence: Sequence) -> None:
-        if sequence.finish_reason is not None:  # the submission failed with an earlier one of its completions
-            return
         request = sequence.request
         try:
             self._scheduler.add(request)
@@ -371,6 +376,7 @@ class EngineCore:
 
     def _end_submission(self, submission: Submission, reason: FinishReason) -> None:
         """Ends every completion that still runs."""
+        submission.unqueued.clear()
         for sequence in submission.sequences:
             if sequence.finish_reason is None:
                 if sequence.request in self._live:  # else it was not queued yet
@@ -385,6 +391,7 @@ class EngineCore:
         self._watched.pop(request, None)
         self._leaders.pop(request, None)
         self._recorder.completion_ended(sequence.finish_reason or "error")
+        self._queue(submission, 1)
         if submission.is_finished:
             self._unanswered.discard(submission)
             if self._submissions.get(submission.request_id) is submission:
@@ -459,8 +466,7 @@ class EngineCore:
         for row in accepted:
             submission = self._leaders.pop(batch.requests[row], None)
             if submission is not None:
-                for sequence in submission.sequences[1:]:
-                    self._add(sequence)
+                self._queue(submission, self._scheduler.config.max_running_requests - 1)
 
     def _advance(self, sequence: Sequence) -> None:
         """Looks at a watched sequence's new tokens."""

@@ -7,6 +7,7 @@ strings, log-probability dictionaries, metrics) is left to it: see answers.py.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,6 +91,7 @@ class Submission:
             )
             for index in range(params.n)
         ]
+        self.unqueued = deque(self.sequences)  # those that the scheduler does not have yet
         self._num_unfinished = params.n
 
     @property

@@ -108,3 +108,24 @@ def test_an_engine_that_ends_on_its_own_thread_gives_back_after_its_last_step():
     engine.core._thread.join(5)
     engine.close()
     assert len(events) == 1
+
+
+@pytest.mark.parametrize("prompt", [[5], PROMPT], ids=["queued at once", "after the first"])
+def test_who_comes_after_many_answers_to_one_prompt_waits_for_those_that_run_alone(prompt):
+    runner = FakeStepRunner(delay_s=0.001)
+    with fake_engine(runner) as engine:  # runs four at once
+        many = engine.stream(prompt, params(n=60, temperature=1.0, max_tokens=8))
+        until(lambda: len(runner.batches) >= 6)  # the siblings of the first have come too
+        runner.gate.clear()
+        num_before = len({r for batch in list(runner.batches) for r in batch.admitted})
+        after = engine.stream([9], params())
+        runner.gate.set()
+        assert [token for output in after for token in output.token_ids] == expected_tokens([9], 8)
+        taken = [[] for _ in range(60)]
+        for output in many:
+            for completion in output.outputs:
+                taken[completion.index] += completion.token_ids
+    assert taken == [expected_tokens(prompt, 8)] * 60
+    first = next(i for i, batch in enumerate(runner.batches) if any(r.prompt_token_ids == [9] for r in batch.requests))
+    num_earlier = len({r for batch in runner.batches[:first] for r in batch.admitted})
+    assert num_earlier - num_before <= 8, "those that were queued when it came, and a round while it was on its way"
