@@ -48,7 +48,7 @@ class AsyncEngine:
         Leaving the loop early or cancelling the task aborts the request.
 
         Args:
-            prompt: a text or a list of token ids.
+            prompt: a text, a list of token ids, or a dict of either as in Engine.generate.
             sampling_params: None takes the model's own defaults.
             request_id: a name for `abort`; None makes one.
             priority: lower is served first.

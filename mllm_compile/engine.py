@@ -27,6 +27,7 @@ from mllm_compile.request_builder import (
     RequestBuilder,
     as_request_ids,
     is_single_prompt,
+    warn_of_refused,
 )
 from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.sequences import Submission
@@ -153,11 +154,13 @@ class Engine:
         """Answers prompts, all of them at once as far as there is room.
 
         Of several prompts, one that is refused or whose step failed does not hurt the others: its output has
-        `finish_reason` "error" and says why in `error`. A single prompt raises that error instead. An interruption
+        `finish_reason` "error" and says why in `error`; one warning in the log says how many were refused and why. A
+        single prompt raises that error instead. An interruption
         (Ctrl-C) aborts the prompts of this call, and the engine can be used on.
 
         Args:
-            prompts: a text, a list of texts, a list of token ids (one prompt), or a list of such lists.
+            prompts: a text, a list of token ids, vLLM's dict of either (`{"prompt": …}`, `{"prompt_token_ids": …}`,
+                `"cache_salt"` beside: prompts share cached KV within one salt only), or a list of such.
             sampling_params: for all prompts, or one for each; None takes the model's own defaults.
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.
@@ -208,6 +211,7 @@ class Engine:
         answers = [build_answer(submission, self.tokenizer) for submission in submissions]
         if is_single and submissions[0].failure is not None:
             raise submissions[0].failure.with_traceback(None)
+        warn_of_refused(submissions)
         return answers
 
     # --- streams ------------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ class Engine:
         Each output holds what is new: `print(output.text, end="")`. Leaving the iterator early aborts the request.
 
         Args:
-            prompt: a text or a list of token ids.
+            prompt: a text, a list of token ids, or a dict of either as in generate.
             sampling_params: None takes the model's own defaults.
             request_id: a name for `abort`; None makes one.
             priority: lower is served first.

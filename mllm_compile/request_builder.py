@@ -1,14 +1,17 @@
 """What a caller passes in becomes Submissions, or a refusal that says what is wrong; runs on the caller's thread.
 
-A list of prompts is taken apart here, texts become token ids, and each prompt is checked against the vocabulary. What
-depends on the KV cache (too long to ever fit) is the scheduler's to refuse, also before the request is queued.
+A prompt is a text, token ids, or vLLM's dict of either. A list of prompts is taken apart here, texts become token ids,
+and each prompt is checked against the vocabulary. What depends on the KV cache (too long to ever fit) is the
+scheduler's to refuse, also before the request is queued.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import numbers
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -17,13 +20,19 @@ from typing import Any, Protocol
 from mllm_compile.chat_template import as_conversations
 from mllm_compile.detokenizer import Decoder
 from mllm_compile.errors import MllmError, RequestError
-from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.runtime.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.sequences import Submission
 
-Prompt = str | Seq[int]
-Prompts = Prompt | Seq[str] | Seq[Seq[int]]
+Prompt = str | Seq[int] | Mapping[str, Any]
+Prompts = Prompt | Seq[Prompt]
 Message = Mapping[str, Any]
+Phrases = tuple[tuple[int, ...], ...]
+
+logger = logging.getLogger("mllm_compile.engine")
+
+_REASONS_SHOWN = 3
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class PromptTokenizer(Decoder, Protocol):
@@ -43,6 +52,7 @@ class _Prepared:
     text: str | None = None
     token_ids: list[int] | None = None
     error: RequestError | None = None
+    cache_salt: str | None = None
 
 
 class RequestBuilder:
@@ -67,6 +77,7 @@ class RequestBuilder:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
+        self._last_phrases: tuple[tuple[str, ...], Phrases] = ((), ())  # the last bad_words that came
         # Of ids that are made up: nobody's own id is like them.
         self._prefix, self._numbers = f"req-{secrets.token_hex(4)}", itertools.count()
 
@@ -108,7 +119,7 @@ class RequestBuilder:
             RequestError: it is refused.
         """
         if not is_single_prompt(prompt):
-            raise RequestError(f"prompt: expected one text or one list of token ids, got {brief(prompt)}")
+            raise RequestError(f"prompt: expected one text, list of token ids or dict of such, got {brief(prompt)}")
         return self._one(self._prepare([prompt])[0], params, request_id, priority)
 
     def build_chat(
@@ -171,9 +182,12 @@ class RequestBuilder:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 decoder=decoder,
+                bad_phrases=phrases,
+                cache_salt=prepared.cache_salt,
             )
 
-        error: MllmError | None = prepared.error or self._fault(prepared.token_ids or [], params)
+        phrases, fault_of_words = self._bad_phrases(params)
+        error: MllmError | None = prepared.error or fault_of_words or self._fault(prepared.token_ids or [], params)
         try:
             submission = make(self._tokenizer if error is None else None)
         except MllmError as fault:  # of the tokenizer, at the prompt's last tokens
@@ -192,12 +206,34 @@ class RequestBuilder:
             params.check_vocab(self._vocab_size)
         except RequestError as error:
             return error
+        stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
+            return RequestError(
+                "allowed_token_ids: expected a token that does not end the answer beside min_tokens, got "
+                f"{shown(params.allowed_token_ids)}. Allow others, or set min_tokens to 0."
+            )
         return None
+
+    def _bad_phrases(self, params: SamplingParams) -> tuple[Phrases, RequestError | None]:
+        """The tokens of params.bad_words, or why there are none; kept for the next prompt with the same."""
+        words = tuple(params.bad_words or ())
+        if not words:
+            return (), None
+        if self._tokenizer is None:
+            return (), RequestError("bad_words: the model has no tokenizer. Use logit_bias or allowed_token_ids.")
+        last_words, phrases = self._last_phrases
+        if words != last_words:
+            try:
+                phrases = bad_phrases(self._tokenizer, words, self._vocab_size)
+            except RequestError as error:
+                return (), error
+            self._last_phrases = (words, phrases)
+        return phrases, None
 
     def _prepare(self, items: Seq[Any]) -> list[_Prepared]:
         """Token ids of every prompt; texts are tokenized together, on several threads."""
-        prepared = [self._prepare_text(item) if isinstance(item, str) else self._prepare_ids(item) for item in items]
-        texts = [p for p in prepared if p.text is not None and p.error is None]
+        prepared = [self._prepare_one(item) for item in items]
+        texts = [p for p in prepared if p.text is not None and p.token_ids is None and p.error is None]
         if texts and self._tokenizer is not None:
             self._encode(self._tokenizer, texts)
         return prepared
@@ -215,6 +251,30 @@ class RequestBuilder:
         for p, token_ids in zip(texts, encoded, strict=True):
             p.token_ids = token_ids
             p.error = self._vocab_fault(token_ids)
+
+    def _prepare_one(self, item: Any) -> _Prepared:
+        if isinstance(item, Mapping):
+            return self._prepare_dict(item)
+        return self._prepare_text(item) if isinstance(item, str) else self._prepare_ids(item)
+
+    def _prepare_dict(self, item: Mapping[str, Any]) -> _Prepared:
+        """vLLM's TextPrompt or TokensPrompt; of one with both the model sees the token ids."""
+        given = {key: value for key, value in item.items() if value is not None}
+        text, token_ids, salt = (given.get(key) for key in _PROMPT_KEYS)
+        unknown = next((key for key in given if key not in _PROMPT_KEYS), None)
+        if unknown is not None:
+            fault = f"a prompt's keys are {', '.join(_PROMPT_KEYS)}, got {shown(unknown)}. Only text is served."
+        elif text is None and token_ids is None:
+            fault = f"a prompt's dict has prompt or prompt_token_ids, got {brief(item)}"
+        elif text is not None and not isinstance(text, str):
+            fault = f"the prompt of a prompt's dict is a text, got {brief(text)}"
+        elif salt is not None and (not isinstance(salt, str) or not salt):
+            fault = f"a prompt's cache_salt is a text that is not empty, got {brief(salt)}"
+        else:
+            prepared = self._prepare_text(str(text)) if token_ids is None else self._prepare_ids(token_ids)
+            prepared.text, prepared.cache_salt = text, salt
+            return prepared
+        return _Prepared(error=RequestError(fault))
 
     def _prepare_text(self, text: str) -> _Prepared:
         if self._tokenizer is None:
@@ -273,6 +333,29 @@ def _unicode_fault(text: str) -> RequestError | None:
     return None
 
 
+def bad_phrases(tokenizer: PromptTokenizer, words: Seq[str], vocab_size: int) -> Phrases:
+    """The token sequences that bad_words forbid, as vLLM has them: of each text, and of it behind a space.
+
+    The latter where it begins with another token and is as long, as for tokenizers that put the space into the word.
+    One with an id that the model does not have cannot occur, and is left out.
+
+    Raises:
+        RequestError: a text has more tokens than a step compares, or none.
+    """
+    phrases: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not 1 <= len(plain) <= MAX_BAD_WORD_TOKENS:
+            expected = f"bad_words: expected texts of 1 to {MAX_BAD_WORD_TOKENS} tokens"
+            raise RequestError(f"{expected}, got {len(plain)} of {shown(word)}.")
+        phrases[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            phrases[spaced] = None
+    return tuple(phrase for phrase in phrases if max(phrase) < vocab_size)
+
+
 def as_request_ids(request_id: Any) -> list[str]:
     """One id, or several.
 
@@ -287,14 +370,29 @@ def as_request_ids(request_id: Any) -> list[str]:
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """One text, or one list of token ids."""
-    if isinstance(prompts, str):
+    """One text, one list of token ids, or one dict of either."""
+    if isinstance(prompts, (str, Mapping)):
         return True
     return isinstance(prompts, Seq) and bool(prompts) and isinstance(prompts[0], numbers.Integral)
 
 
+def warn_of_refused(submissions: Seq[Submission]) -> None:
+    """Say once how many prompts of a call were refused, and why: their answers look like empty texts."""
+    reasons = Counter(str(s.failure) for s in submissions if isinstance(s.failure, RequestError))
+    if reasons:
+        shown_reasons = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS_SHOWN))
+        others = f"; and {len(reasons) - _REASONS_SHOWN} other reasons" if len(reasons) > _REASONS_SHOWN else ""
+        logger.warning(
+            "%d of %d prompts were refused (finish_reason 'error', see error): %s%s",
+            reasons.total(),
+            len(submissions),
+            shown_reasons,
+            others,
+        )
+
+
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """The prompts one by one: a text or a list of token ids is one prompt.
+    """The prompts one by one: a text, a list of token ids or a dict of either is one prompt.
 
     Raises:
         RequestError: neither a prompt nor a list.
@@ -305,5 +403,6 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         return list(prompts)
     hint = " Call its tolist()." if hasattr(prompts, "tolist") else ""
     raise RequestError(
-        f"prompts: expected a text, a list of texts or a list of token-id lists, got {brief(prompts)}.{hint}"
+        f"prompts: expected a text, a list of token ids, a dict of either, or a list of such, "
+        f"got {brief(prompts)}.{hint}"
     )

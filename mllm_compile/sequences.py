@@ -56,6 +56,8 @@ class Submission:
         eos_token_ids: ids that end a completion.
         priority: lower is served first.
         decoder: the tokenizer; None when there is none (then params ask for no text).
+        bad_phrases: the tokens of params.bad_words.
+        cache_salt: prompts share KV within one salt only; None: with all that have none.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Submission:
         eos_token_ids: frozenset[int],
         priority: int,
         decoder: Decoder | None,
+        bad_phrases: tuple[tuple[int, ...], ...] = (),
+        cache_salt: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -86,6 +90,8 @@ class Submission:
                     params=params.of_answer(index),
                     eos_token_ids=eos_token_ids,
                     priority=priority,
+                    bad_phrases=bad_phrases,
+                    cache_salt=() if cache_salt is None else (cache_salt,),
                 ),
                 decoder,
             )

@@ -29,7 +29,7 @@ class RequestStatus(Enum):
 # Not compared by value: two requests are never the same one, and lists of requests are searched by identity.
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """A request; the first seven fields are the caller's, the rest is state.
+    """A request; the first eight fields are the caller's, the rest is state.
 
     Times are time.monotonic() seconds; None until the thing has happened.
     """
@@ -40,6 +40,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0  # lower is more urgent, as in vLLM
     arrival_time: float = field(default_factory=time.monotonic)
+    bad_phrases: tuple[tuple[int, ...], ...] = ()  # the tokens of params.bad_words
     cache_salt: tuple[Hashable, ...] = ()  # whatever else changes the KV: requests share pages within one salt only
 
     status: RequestStatus = RequestStatus.WAITING

@@ -1,6 +1,6 @@
 """From logits to the next token of each row: batched, on the device, with no host sync and no per-request Python.
 
-The way of a row's logits: bias, penalties, min_tokens; then argmax for a greedy row, or temperature, filters
+The way of a row's logits: bias, penalties, forbidden tokens; then argmax for a greedy row, or temperature, filters
 (logit_filters) and a draw that depends on the request's seed and position alone (counter_rng). Every operation leaves a
 row that does not use it bit for bit as it was, so a row's token is the same in any batch that gives it these logits.
 
@@ -79,9 +79,9 @@ class Sampler:
         flags: SamplingFlags,
         positions: torch.Tensor,
     ) -> SamplerOutput:
-        """Sample each row once, and count the tokens for penalties.
+        """Sample each row once, and count the tokens for penalties and bad_words.
 
-        Greedy and plain temperature steps (no penalties, filters, bias, min_tokens) can be captured in a CUDA graph:
+        Greedy and plain temperature steps (no filters, nothing that changes logits) can be captured in a CUDA graph:
         call state.flush() before the capture and before each replay. A greedy step does nothing but _most_probable.
 
         Args:
@@ -127,6 +127,8 @@ class Sampler:
                 token_ids = torch.where(params.is_greedy != 0, _most_probable(self._pieces, logits), token_ids)
         if flags.needs_penalties:
             state.counts.record(params.count_row, token_ids.clamp(min=0))
+        if flags.needs_bad_words:
+            state.phrases.record(params.slots, token_ids.clamp(min=0))
         return token_ids
 
 
@@ -179,7 +181,7 @@ def sample_tokens(
 def _adjust(
     logits: torch.Tensor, state: SamplingState, params: RowParams, flags: SamplingFlags, positions: torch.Tensor
 ) -> torch.Tensor:
-    """A float32 copy of the logits with bias, penalties and min_tokens applied. [S, V] → [S, V]."""
+    """A float32 copy of the logits with bias and penalties, -inf for what is forbidden. [S, V] → [S, V]."""
     adjusted = logits.to(torch.float32, copy=True)
     if flags.needs_bias:
         state.biases.add_to(adjusted, params.slots)
@@ -189,6 +191,10 @@ def _adjust(
             _penalise(adjusted, state, params, slice(start, start + num_rows))
     if flags.needs_min_tokens:
         state.forbidden.add_to(adjusted, params.slots, positions < params.min_tokens_end)
+    if flags.needs_allowed:
+        state.allowed.forbid_others(adjusted, params.slots)
+    if flags.needs_bad_words:
+        state.phrases.forbid(adjusted, params.slots)
     return adjusted
 
 

@@ -24,6 +24,10 @@ MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per
 # Looked for in every answer; bound what a request costs whoever makes it, and what the engine keeps of it.
 MAX_STOP_TEXTS = 64
 MAX_STOP_CHARACTERS = 4096  # of all of them together
+MAX_BAD_WORDS = 512  # texts; each is up to two phrases, which every step compares with the output
+MAX_BAD_WORD_TOKENS = 32
+_BAD_WORD_CHARACTERS = 1024
+_MOST_ALLOWED = 2**20  # more than any vocabulary has
 MAX_N = 1024
 MAX_BIAS = 100.0  # OpenAI's range
 # Of a vocabulary or a context: a larger number asks for no more than this, and would not fit the device's tables.
@@ -117,8 +121,8 @@ def _unknown(name: str, known: Sequence[str]) -> RequestError:
 class SamplingParams:
     """How the tokens of one request are chosen, when it ends, and what is returned of it. Immutable; safe to share.
 
-    Order of the logits' way: logit_bias, penalties, min_tokens, then the greedy choice, or temperature, top_k, top_p,
-    min_p (Transformers' order) and the draw.
+    Order of the logits' way: logit_bias, penalties, what is forbidden (min_tokens, allowed_token_ids, bad_words), then
+    the greedy choice, or temperature, top_k, top_p, min_p (Transformers' order) and the draw.
 
     Attributes:
         n: Number of answers to the prompt, at most 1024; more than one needs temperature > 0, or all would be equal.
@@ -133,6 +137,11 @@ class SamplingParams:
             output; in [0.01, 100], above 1 discourages.
         logit_bias: Added to the logits of these token ids, which may be JSON's texts ("15"); each is clamped to
             [-100, 100] as vLLM does; at most 1024 entries. Kept as a mapping that cannot be changed, or None.
+        allowed_token_ids: The only tokens that the output may have; end-of-sequence and stop_token_ids too only where
+            they are listed. Kept as a tuple, None: all.
+        bad_words: Texts whose tokens the output may not have one after another, at its beginning or in it: the last
+            token of each, with and without a space before the text, is forbidden where the output ends in those before.
+            At most 512. Kept as a tuple, empty when there are none.
         seed: From 0 to 2**63 - 1: the same seed gives the same tokens whatever else is in the batch. None (or vLLM's
             -1, kept as None): the engine gives the request a seed of its own.
         stop: A text, or texts, that end the output; at most 64, of 4096 characters together. Kept as a tuple, empty
@@ -163,6 +172,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -204,6 +215,8 @@ class SamplingParams:
         self._number("frequency_penalty", -2, 2, hint="Use 0 to turn it off.")
         self._number("repetition_penalty", 0.01, 100, hint="Use 1 to turn it off.")
         self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("allowed_token_ids", _allowed(self.allowed_token_ids))
+        self._set("bad_words", _bad_words(self.bad_words))
         self._integer("seed", -1, 2**63 - 1, optional=True, hint="Use None to be given one.")
         if self.seed == -1:
             self._set("seed", None)
@@ -259,9 +272,9 @@ class SamplingParams:
         """Refuse token ids that the model does not have; called at the door, where the model is known.
 
         Raises:
-            RequestError: An id of logit_bias or stop_token_ids is `vocab_size` or more.
+            RequestError: An id of logit_bias, stop_token_ids or allowed_token_ids is `vocab_size` or more.
         """
-        for field in ("logit_bias", "stop_token_ids"):
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             largest = max(getattr(self, field) or (), default=0)
             if largest >= vocab_size:
                 expected = f"token ids under {vocab_size}, the model's vocabulary size"
@@ -303,13 +316,37 @@ def _integer(
     return number
 
 
-def _token_ids(field: str, value: object) -> tuple[int, ...]:
+def _allowed(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    token_ids = _token_ids("allowed_token_ids", value, _MOST_ALLOWED)
+    if not token_ids:
+        raise _refused("allowed_token_ids", "at least one token id", value, "Use None to allow all.")
+    return tuple(sorted(set(token_ids)))
+
+
+def _bad_words(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
+        raise _refused("bad_words", "a list of texts or None", value)
+    if len(value) > MAX_BAD_WORDS:
+        raise _refused("bad_words", f"at most {MAX_BAD_WORDS} texts", len(value))
+    for word in value:
+        if not isinstance(word, str) or not word.strip():
+            raise _refused("bad_words", "texts that are not blank", word)
+        if len(word) > _BAD_WORD_CHARACTERS:
+            raise _refused("bad_words", f"texts of at most {_BAD_WORD_CHARACTERS} characters", word)
+    return tuple(value)
+
+
+def _token_ids(field: str, value: object, most: int = MAX_TOKEN_LIST) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise _refused(field, "a list of token ids or None", value)
-    if len(value) > MAX_TOKEN_LIST:
-        raise _refused(field, f"at most {MAX_TOKEN_LIST} token ids", len(value))
+    if len(value) > most:
+        raise _refused(field, f"at most {most} token ids", len(value))
     return tuple(_integer(f"{field}[{i}]", token_id, 0) for i, token_id in enumerate(value))
 
 

@@ -19,6 +19,7 @@ import torch
 from mllm_compile.runtime.penalties import TokenCounts
 from mllm_compile.runtime.sampling_params import SamplingParams
 from mllm_compile.runtime.slot_additions import SlotAdditions
+from mllm_compile.runtime.token_rules import AllowedTokens, ForbiddenPhrases
 from mllm_compile.runtime.upload import upload
 
 # Parameters in two tables, and what those hold for a slot without a request: greedy, everything off. Temperature and
@@ -51,6 +52,8 @@ class SamplingFlags:
     needs_bias: bool = False
     needs_penalties: bool = False
     needs_min_tokens: bool = False
+    needs_allowed: bool = False
+    needs_bad_words: bool = False
     needs_top_k: bool = False
     needs_top_p: bool = False
     needs_min_p: bool = False
@@ -69,7 +72,8 @@ class SamplingFlags:
     @property
     def changes_logits(self) -> bool:
         """Some row's largest logit may become another one."""
-        return self.needs_bias or self.needs_penalties or self.needs_min_tokens
+        is_restricted = self.needs_min_tokens or self.needs_allowed or self.needs_bad_words
+        return self.needs_bias or self.needs_penalties or is_restricted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +111,7 @@ class SamplingState:
     Attributes:
         flags: SamplingFlags of the active slots; replaced when a request comes or goes.
         biases, forbidden: logit_bias, and the ids that min_tokens forbids, by slot.
+        allowed, phrases: allowed_token_ids, and the tokens of bad_words, by slot.
         counts: Token counts of the requests with penalties, by count row.
     """
 
@@ -115,6 +120,8 @@ class SamplingState:
         self.flags = SamplingFlags()
         self.biases = SlotAdditions(max_reqs, self.device)
         self.forbidden = SlotAdditions(max_reqs, self.device)
+        self.allowed = AllowedTokens(max_reqs, vocab_size, self.device)
+        self.phrases = ForbiddenPhrases(max_reqs, self.device)
         self.counts = TokenCounts(vocab_size, self.device)
         self._host_floats = np.tile(np.array(list(_NEUTRAL_FLOATS.values()), np.float32), (max_reqs, 1))
         self._host_ints = np.tile(np.array(list(_NEUTRAL_INTS.values()), np.int64), (max_reqs, 1))
@@ -135,6 +142,7 @@ class SamplingState:
         *,
         output_token_ids: Sequence[int] = (),
         stop_ids: Collection[int] = (),
+        bad_phrases: Sequence[Sequence[int]] = (),
     ) -> None:
         """Take over the parameters of a request that was admitted, or re-admitted after a preemption.
 
@@ -146,8 +154,9 @@ class SamplingState:
             prompt_token_ids: The prompt alone, however much of it is recomputed.
             default_seed: Used when params.seed is None; the same at a re-admission, or the request's draws change:
                 counter_rng.derive_seed(the engine's seed, a number that stays the request's own).
-            output_token_ids: Already generated, when it was preempted; penalties count them.
+            output_token_ids: Already generated, when it was preempted; penalties and bad_words look at them.
             stop_ids: What min_tokens forbids: stop_token_ids, and end-of-sequence unless it is ignored.
+            bad_phrases: The tokens of params.bad_words, none of them empty.
         """
         if slot in self._active:
             self._release(slot)
@@ -172,6 +181,10 @@ class SamplingState:
             self.biases.set(slot, params.logit_bias)
         if params.min_tokens > 0:
             self.forbidden.set(slot, dict.fromkeys(sorted(stop_ids), -math.inf))
+        if params.allowed_token_ids is not None:
+            self.allowed.set(slot, params.allowed_token_ids)
+        if params.bad_words:
+            self.phrases.set(slot, bad_phrases, output_token_ids)
 
     def clear(self, slot: int) -> None:
         """The slot's request is over or preempted. A step of it that still runs, or is still queued, is harmless."""
@@ -222,6 +235,10 @@ class SamplingState:
             self.biases.set(slot, {})
         if params.min_tokens > 0:
             self.forbidden.set(slot, {})
+        if params.allowed_token_ids is not None:
+            self.allowed.clear(slot)
+        if params.bad_words:
+            self.phrases.set(slot, ())
         self._host_floats[slot] = list(_NEUTRAL_FLOATS.values())
         self._host_ints[slot] = list(_NEUTRAL_INTS.values())
 
@@ -234,6 +251,8 @@ class SamplingState:
             needs_bias=uses["bias"] > 0,
             needs_penalties=uses["penalties"] > 0,
             needs_min_tokens=uses["min_tokens"] > 0,
+            needs_allowed=uses["allowed"] > 0,
+            needs_bad_words=uses["bad_words"] > 0,
             needs_top_k=uses["top_k"] > 0,
             needs_top_p=uses["top_p"] > 0,
             needs_min_p=uses["min_p"] > 0,
@@ -254,6 +273,8 @@ def _features(params: SamplingParams) -> list[str]:
         "bias": params.logit_bias is not None,
         "penalties": params.has_penalties,
         "min_tokens": params.min_tokens > 0,
+        "allowed": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
         "top_k": is_random and params.top_k > 0,
         "top_p": is_random and params.top_p < 1,
         "min_p": is_random and params.min_p > 0,

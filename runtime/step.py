@@ -250,6 +250,7 @@ class StepRunner:
                 derive_seed(self._runner.config.seed, request.sequence),
                 output_token_ids=request.output_token_ids,
                 stop_ids=request.stop_ids,
+                bad_phrases=request.bad_phrases,
             )
             self._slot_owners[request.slot] = request
 

@@ -17,6 +17,7 @@ from mllm_compile.runtime.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.scheduler import Scheduler
 from mllm_compile.runtime.scheduler_config import SchedulerConfig
 from mllm_compile.runtime.step_output import ScoreTable, StepOutput
+from tests.hang_guard import HANG_S
 
 _TEMPLATE = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ suffix | default('assistant=') }}"
 EOS = 256
@@ -182,12 +183,12 @@ def fake_engine(runner: FakeStepRunner | None = None, **changes: Any) -> Engine:
     return Engine.from_parts(EngineParts(**parts))
 
 
-def all_pages_are_back(engine: Engine, timeout_s: float = 10.0) -> bool:
+def all_pages_are_back(engine: Engine) -> bool:
     """No request holds a page, and flushing the prefix cache frees the rest.
 
     Not at once: a step that was launched before the last request was known to have ended may still run.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + HANG_S
     while True:
         engine.flush_prefix_cache()
         stats = engine.stats()

@@ -37,6 +37,7 @@ from mllm_compile.compile import load_or_compile
 from mllm_compile.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError
 from mllm_compile.tensor_file import save_tensors
+from tests.hang_guard import HANG_S
 from tests.tiny_model import tiny_config
 
 
@@ -82,9 +83,9 @@ def test_a_second_compile_of_a_key_waits_for_the_first_and_leaves_no_lock(tmp_pa
     with compile_lock(tmp_path / "key", lambda: order.append("nobody waits")):
         thread = threading.Thread(target=second)
         thread.start()
-        assert is_waiting.wait(10)
+        assert is_waiting.wait(HANG_S)
         order.append("first")
-    thread.join(10)
+    thread.join(HANG_S)
     assert order == ["first", "second"]
     assert list(tmp_path.iterdir()) == []
 

@@ -13,6 +13,7 @@ from mllm_compile import bytecode
 from mllm_compile.bytecode import compiled_ahead, kept_bytecode
 from mllm_compile.cache_folders import auto_cache_dir
 from mllm_compile.errors import ConfigError
+from tests.hang_guard import HANG_S
 
 # Imports a package that stands for torch, and says where its bytecode is, and where the next module's would be.
 IMPORTS = """
@@ -152,7 +153,7 @@ packages = ("stands_for_torch", "no_such_package")
 with bytecode.kept_bytecode(), bytecode.compiled_ahead(packages):
     names = ("__init__", "part", "tests/part")
     *wanted, other = (importlib.util.cache_from_source(f"{folder}/{name}.py") for name in names)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + float(sys.argv[2])
     while not all(map(os.path.exists, wanted)) and time.monotonic() < deadline:
         time.sleep(0.05)
     print(all(map(os.path.exists, wanted)), os.path.exists(other), bytecode._start_compiling(packages))
@@ -164,7 +165,7 @@ def test_a_compile_has_other_processes_make_what_it_will_import(package, tmp_pat
     (package / "tests" / "part.py").write_text("")
     paths = os.pathsep.join([str(package.parent), str(Path(__file__).parent.parent)])
     added = {"PYTHONPATH": paths, "MLLM_COMPILE_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", AHEAD, str(package)]
+    command = [sys.executable, "-c", AHEAD, str(package), str(HANG_S)]
     done = subprocess.run(command, env=os.environ | added, capture_output=True, text=True, check=True)
     assert done.stdout == "True False None\n"
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from mllm_compile import piece_workers
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.piece_compiler import PieceInput
 from mllm_compile.piece_workers import PieceJob, PieceWorkers
+from tests.hang_guard import HANG_S, until
 
 SIZES = {"T": 8192, "S": 8192}
 
@@ -94,7 +94,7 @@ def test_when_the_process_has_ended_every_job_says_so(tmp_path):
         workers._compiler.kill()
         for future in (asked_before, workers.submit(job_of(tmp_path, "piece_1"))):
             with pytest.raises(CompileError, match=r"piece_. does not compile: .* process ended \(exit code -9\)"):
-                future.result(timeout=10)
+                future.result(timeout=HANG_S)
         with pytest.raises(CompileError, match=r"its source: .*/compilers/failed/piece_0\.py\)"):
             asked_before.result()
     assert (tmp_path / "compilers" / "failed" / "piece_0.py").read_text() == "# its source"
@@ -133,10 +133,12 @@ def answers_to(server: subprocess.Popen[str], *codes: str) -> dict[int, str]:
     for job, code in enumerate(codes):
         print(json.dumps({"job": job, "code": code}), file=server.stdin)
     server.stdin.flush()
-    watchdog = threading.Timer(20, server.kill)
+    watchdog = threading.Timer(HANG_S, server.kill)
     watchdog.start()
-    answers = [json.loads(server.stdout.readline()) for _ in codes]
+    lines = [server.stdout.readline() for _ in codes]
     watchdog.cancel()
+    assert all(lines), f"{lines.count('')} of {len(codes)} jobs were never answered"
+    answers = [json.loads(line) for line in lines]
     return {answer["job"]: answer.get("error", "") for answer in answers}
 
 
@@ -187,7 +189,7 @@ def test_forks_run_side_by_side(server, tmp_path):
     waits = f"""
 import os, time
 open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
-end = time.monotonic() + 10
+end = time.monotonic() + {HANG_S}
 while len(os.listdir({str(tmp_path)!r})) < 3:
     assert time.monotonic() < end
 """
@@ -276,23 +278,17 @@ assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads do not surv
 
 # What is left when somebody goes. ------------------------------------------------------------------------------------
 
-SLEEPS = "import os, time; open({folder!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(60)"
+SLEEPS = "import os, time; open({folder!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(3600)"
 
 
 def running_forks(folder: Path, count: int) -> list[int]:
     """The processes that have begun to sleep, once they are so many."""
-    deadline = time.monotonic() + 20
-    while len(os.listdir(folder)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(os.listdir(folder)) >= count, f"{count} forks run")
     return [int(name) for name in os.listdir(folder)]
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not any(map(is_running, pids)), "the forks' end")
 
 
 def is_running(pid: int) -> bool:
@@ -307,7 +303,7 @@ def test_forks_end_with_whoever_asked(server, tmp_path):
     print(json.dumps({"job": 0, "code": SLEEPS.format(folder=str(tmp_path))}), file=server.stdin, flush=True)
     forks = running_forks(tmp_path, 1)
     server.stdin.close()
-    assert server.wait(10) == -signal.SIGKILL
+    assert server.wait(HANG_S) == -signal.SIGKILL
     assert_gone(forks)
     server.stdin = None  # communicate() would write to it
 
@@ -317,7 +313,7 @@ def test_forks_end_when_answers_cannot_be_told_any_more(server, tmp_path):
         print(json.dumps({"job": job, "code": code}), file=server.stdin, flush=True)
     forks = running_forks(tmp_path, 1)
     server.stdout.close()
-    assert server.wait(10) == -signal.SIGKILL
+    assert server.wait(HANG_S) == -signal.SIGKILL
     assert_gone(forks)
 
 
@@ -332,6 +328,6 @@ def test_leaving_ends_the_forks_also_when_the_process_was_killed_alone(tmp_path,
         if is_killed:
             workers._compiler._process.kill()
             with pytest.raises(CompileError, match=r"process ended \(exit code -9\)"):
-                future.result(timeout=10)
+                future.result(timeout=HANG_S)
     assert future.done()
     assert_gone(forks)

@@ -1,4 +1,4 @@
-"""On a GPU: decode steps and prefills by graph mode and batch, and a mixed batch from end to end."""
+"""On a GPU: decode steps and prefills by graph mode and batch, a mixed batch from end to end, weights from a file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.workloads import Call, ThroughputWork, random_prompts
+from mllm_compile.runtime.safetensors_header import read_header
+from mllm_compile.runtime.weight_stream import TensorRead, stream_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -65,3 +68,13 @@ def test_33_tokens_of_short_prompts(measure, engine, mode, batch):
 def test_end_to_end_mixed_batch(measure, engine, mode):
     call = ThroughputWork(mixed_requests=64, mixed_range=(20, 200)).mixed_call(VOCAB)
     measure(lambda: generate(engine, call), rounds=3, reference=of_steps(mode))
+
+
+def test_weights_stream_from_the_page_cache(measure, tmp_path):
+    """4 GiB; the warm-up round fills the page cache."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"w{index}": torch.empty(1 << 28, dtype=torch.uint8) for index in range(16)}, path)
+    tensors = read_header(path).tensors
+    places = {name: torch.empty(1 << 28, dtype=torch.uint8, device="cuda") for name in tensors}
+    reads = [TensorRead(path, tensors[name], place) for name, place in places.items()]
+    measure(lambda: stream_tensors(reads), rounds=5, reference="host")

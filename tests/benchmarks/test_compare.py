@@ -1,9 +1,8 @@
-"""The comparer, on runs made up and on a step that is really slowed."""
+"""The comparer, on runs made up."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,29 +65,18 @@ def test_a_kind_of_machine_without_a_baseline_fails_nobody(tmp_path, capsys):
     assert "no baseline for machines of the kind cpu-test" in capsys.readouterr().out
 
 
-def test_a_step_that_is_slowed_is_noticed():
-    """The whole way but for pytest: real times of a step, its reference, and the step made three times as long."""
-
-    def best(step) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    def step() -> None:
-        time.sleep(0.002)
-
-    def slowed_step() -> None:
-        for _ in range(3):
-            step()
-
-    reference_s = best(step)
-    baseline = {"step": Timing(best(step), reference_s).ratio}
+@pytest.mark.parametrize("machine", [1.0, 20.0], ids=["idle", "busy"])
+def test_a_step_that_is_slowed_is_noticed_on_an_idle_and_on_a_busy_machine(machine):
+    """`machine`: how many times as long as at the baseline everything takes, the reference too."""
     threshold = comparer.THRESHOLDS["cpu"]
-    assert not has_regressed(compare({"step": Timing(best(step), reference_s)}, baseline, threshold))
-    assert has_regressed(compare({"step": Timing(best(slowed_step), reference_s)}, baseline, threshold))
+    baseline = {"step": Timing(seconds=0.002, reference_s=0.001).ratio}
+
+    def slowed(times: float) -> bool:
+        timing = Timing(seconds=0.002 * machine * times, reference_s=0.001 * machine)
+        return has_regressed(compare({"step": timing}, baseline, threshold))
+
+    assert not slowed(1.0) and not slowed(0.99 * threshold)
+    assert slowed(1.01 * threshold) and slowed(3.0)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.56e-6, "4.56 µs")])

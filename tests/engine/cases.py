@@ -1,20 +1,13 @@
 """What tests of the engine ask for, and how they wait for it."""
 
 import threading
-import time
 
 from mllm_compile.runtime.sampling_params import SamplingParams
+from tests.hang_guard import until as until
 
 
 def params(**changes):
     return SamplingParams(**({"temperature": 0, "max_tokens": 8} | changes))
-
-
-def until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
 
 
 def start(function, *args):

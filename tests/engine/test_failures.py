@@ -14,6 +14,7 @@ from tests.fakes import (
     fake_engine,
     hashed_token,
 )
+from tests.hang_guard import HANG_S
 
 
 @pytest.mark.parametrize("where", ["fail_submit", "fail_wait"])
@@ -102,7 +103,7 @@ def test_a_fault_in_the_scheduler_kills_the_engine_and_nobody_waits_for_ever(run
         engine.core._scheduler.update = None
         runner.gate.set()
         for thread, results in running:
-            thread.join(5)
+            thread.join(HANG_S)
             assert isinstance(results[0], EngineDeadError) and "internal error" in str(results[0])
 
 

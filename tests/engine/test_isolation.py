@@ -9,6 +9,7 @@ import pytest
 from mllm_compile.errors import EngineDeadError
 from tests.engine.cases import params, until
 from tests.fakes import FakeStepRunner, expected_tokens, fake_engine
+from tests.hang_guard import HANG_S
 
 PROMPT = list(range(1, 40))  # more than a page
 
@@ -64,14 +65,14 @@ def test_a_fork_is_told_that_the_engine_is_not_here(engine, runner):
     def hold() -> None:
         with engine.core._condition:
             holds.set()
-            may_go.wait(20)
+            may_go.wait(HANG_S)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    holds.wait(5)
+    holds.wait(HANG_S)
     child = os.fork()  # while a thread that will not be there holds the lock
     if child == 0:
-        signal.alarm(20)  # who waits for the thread would wait for ever
+        signal.alarm(int(HANG_S))  # who waits for the thread would wait for ever
         try:
             with pytest.raises(EngineDeadError, match="Make an Engine here"):
                 list(stream)
@@ -105,7 +106,7 @@ def test_an_engine_that_ends_on_its_own_thread_gives_back_after_its_last_step():
     until(lambda: events)
     assert events == [("mllm-engine", False)], "no step runs any more"
     assert list(stream)[-1].finish_reason == "abort"
-    engine.core._thread.join(5)
+    engine.core._thread.join(HANG_S)
     engine.close()
     assert len(events) == 1
 

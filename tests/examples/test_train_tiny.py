@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hang_guard import HANG_S
+
 SCRIPT = Path(__file__).parents[2] / "examples/train_tiny.py"
 
 
@@ -16,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "examples/train_tiny.py"
 def test_two_steps_on_a_cpu_leave_a_whole_model_folder_with_its_card(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--steps", "2", "--evaluations", "1", "--context", "64", "--batch-tokens", "64"]
     command = [sys.executable, str(SCRIPT), *arguments, "--weight-decay", "0.1", "--out", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert (tmp_path / "model.safetensors").stat().st_size <= 6_000_000

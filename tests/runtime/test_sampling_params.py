@@ -32,6 +32,8 @@ REFUSED = [
     *[("logit_bias", value) for value in ([1], {"5.0": 1.0}, {"²": 1.0}, {-1: 1.0}, {1: NAN}, {1: "x"}, {True: 1.0})],
     *[("logit_bias", value) for value in ({"-1": 1.0}, {"9" * 5000: 1.0}, {5: 1.0, "5": 2.0}, {1: 10**400})],
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    *[("allowed_token_ids", value) for value in ([], [-1], ["2"], [True], "5", 5, {5: 1})],
+    *[("bad_words", value) for value in ("abc", [""], ["  "], [5], 5, b"a", ["x"] * 513, ["x" * 1025])],
     *[("include_stop_str_in_output", value) for value in (1, None, "yes")],
     *[("ignore_eos", value) for value in (0, None)],
     *[("skip_special_tokens", value) for value in (1, "no")],
@@ -130,6 +132,12 @@ def test_nothing_that_params_hold_can_be_changed():
             exec(change)
     with pytest.raises(AttributeError):
         params.stop_token_ids.append(-1)
+
+
+def test_allowed_tokens_and_bad_words_are_kept_in_one_form():
+    params = SamplingParams(allowed_token_ids=[5, np.int64(3), 5], bad_words=["a", " b"])
+    assert (params.allowed_token_ids, params.bad_words) == ((3, 5), ("a", " b"))
+    assert (SamplingParams().allowed_token_ids, SamplingParams(bad_words=[]).bad_words) == (None, ())
 
 
 def test_a_bias_past_100_counts_as_100_and_jsons_texts_are_ids():

@@ -1,0 +1,128 @@
+"""What a prompt may be, and how a list with bad ones among it is answered."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from mllm_compile.engine import Engine
+from mllm_compile.errors import RequestError
+from mllm_compile.request_builder import bad_phrases
+from tests.engine.cases import params
+from tests.fakes import EOS, VOCAB_SIZE, ByteTokenizer, expected_tokens, fake_engine
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "abc"},
+        {"prompt_token_ids": list(b"abc")},
+        {"prompt_token_ids": list(b"abc"), "prompt": "what it was", "multi_modal_data": None},
+        {"prompt": "abc", "cache_salt": "mine"},
+    ],
+)
+def test_vllms_dicts_are_prompts_alone_in_lists_and_in_streams(engine, prompt):
+    expected = expected_tokens(b"abc", 8)
+    alone, listed = engine.generate(prompt, params())[0], engine.generate(["x", prompt], params())[1]
+    assert alone.token_ids == listed.token_ids == expected
+    assert [token for output in engine.stream(prompt, params()) for token in output.token_ids] == expected
+    assert alone.prompt_token_ids == list(b"abc")
+    assert alone.prompt == prompt.get("prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ({}, "has prompt or prompt_token_ids"),
+        ({"prompt": None}, "has prompt or prompt_token_ids"),
+        ({"text": "abc"}, "got 'text'. Only text is served"),
+        ({"prompt": "abc", "multi_modal_data": {"image": 1}}, "got 'multi_modal_data'"),
+        ({"prompt": 5}, "is a text, got int 5"),
+        ({"prompt": ""}, "empty text"),
+        ({"prompt_token_ids": "abc"}, "token ids are integers, got str"),
+        ({"prompt_token_ids": [1, -2]}, "token 1 is -2"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        ({"prompt": "abc", "cache_salt": 5}, "cache_salt is a text"),
+        ({"prompt": "abc", 5: 5}, "got 5"),
+    ],
+)
+def test_a_dict_that_is_no_prompt_is_refused(engine, prompt, said):
+    with pytest.raises(RequestError, match=said):
+        engine.generate(prompt, params())
+    assert said.replace("\\", "") in engine.generate([prompt, "abc"], params())[0].error
+
+
+def test_prompts_of_different_salts_share_no_kv(engine):
+    def cached(**salt):
+        return engine.generate({"prompt": "the same beginning", **salt}, params())[0].num_cached_tokens
+
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b"), cached(cache_salt="a")] == [0, 0, 0, 16]
+
+
+def test_refused_prompts_of_a_list_are_told_once(engine, caplog):
+    prompts = ["", "abc", {"prompt_token_ids": [-1]}, 5, "", [1] * 300, {"x": 1}]
+    with caplog.at_level(logging.WARNING, "mllm_compile"):
+        outputs = engine.generate(prompts, params())
+    assert [output.finish_reason for output in outputs] == ["error", "length", *["error"] * 5]
+    assert len(caplog.records) == 1
+    said = caplog.records[0].message
+    assert "6 of 7 prompts were refused" in said
+    assert "2 × the prompt is an empty text" in said
+    assert "and 2 other reasons" in said
+    caplog.clear()
+    engine.generate(["abc", "abd"], params())
+    assert not caplog.records
+
+
+class SpacedTokenizer(ByteTokenizer):
+    """A word behind a space is one token, as byte-pair tokenizers have it."""
+
+    def encode(self, text, add_special_tokens=True):
+        ids = list(text.encode())
+        return [ids[1] + 100, *ids[2:]] if text.startswith(" ") else ids
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ab"], ((97, 98), (197, 98))),
+        ([" ab"], ((97, 98), (197, 98))),
+        (["a", "a"], ((97,), (197,))),
+        (["\x9f"], ((0xC2, 0x9F),)),  # behind a space past this vocabulary
+    ],
+)
+def test_bad_words_are_vllms_token_sequences(words, expected):
+    assert bad_phrases(SpacedTokenizer(), words, VOCAB_SIZE) == expected
+    plain = bad_phrases(ByteTokenizer(), ["ab"], VOCAB_SIZE)
+    assert plain == ((97, 98),), "a space that is a token of its own makes no other word"
+
+
+def test_bad_words_reach_the_sampler_with_each_request(runner):
+    with fake_engine(runner) as engine:
+        engine.generate(["abc", "abd"], params(bad_words=["no", "never"]))
+        requests = {request for batch in runner.batches for request in batch.requests}
+        assert {request.bad_phrases for request in requests} == {(tuple(b"no"), tuple(b"never"))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bad_words": ["x" * 33]}, "bad_words: expected texts of 1 to 32 tokens, got 33"),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids: expected token ids under"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids: expected a token that does not end"),
+    ],
+)
+def test_rules_that_cannot_be_kept_are_refused_at_the_door(engine: Engine, changes, said):
+    wanted = replace(params(), **changes)
+    with pytest.raises(RequestError, match=said):
+        engine.generate("abc", wanted)
+    with pytest.raises(RequestError, match=said):
+        engine.stream("abc", wanted)
+
+
+def test_bad_words_need_a_tokenizer(runner):
+    with (
+        fake_engine(runner, tokenizer=None) as engine,
+        pytest.raises(RequestError, match="bad_words: the model has no"),
+    ):
+        engine.generate([1, 2], params(bad_words=["no"], detokenize=False))
