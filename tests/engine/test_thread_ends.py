@@ -13,6 +13,7 @@ from mllm_compile.async_engine import AsyncEngine
 from mllm_compile.errors import EngineDeadError
 from tests.engine.cases import params, start, until
 from tests.fakes import FakeStepRunner, fake_engine
+from tests.hang_guard import HANG_S
 
 
 class Panic(BaseException):
@@ -24,7 +25,6 @@ PLACES = [
     *((place, error) for place in ("schedule", "update", "submit", "wait", "call") for error in ENDS),
     *((place, MemoryError) for place in ("schedule", "update")),  # elsewhere an error like any other
 ]
-WAIT_S = 10
 
 
 def raises(error):
@@ -55,7 +55,7 @@ class Callers:
     def results(self):
         self._gate.set()
         for thread, _ in self.calls:
-            thread.join(WAIT_S)
+            thread.join(HANG_S)
             assert not thread.is_alive(), "somebody waits for ever"
         (several,), *others = [results for _, results in self.calls]
         assert [output.finish_reason for output in several] == ["error"] * 2
@@ -90,7 +90,7 @@ def test_whatever_ends_the_thread_everybody_is_told(where, error):
                 call("abc", params())
         assert engine.stats().finished["error"] == 6
         thread = engine.core._thread
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
 
 
@@ -103,7 +103,7 @@ def test_an_interruption_thrown_into_the_thread_ends_it_as_told():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(engine.core._thread.ident), ctypes.py_object(KeyboardInterrupt)
         )
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
         assert isinstance(results[0], EngineDeadError) and "KeyboardInterrupt" in str(results[0])
 
 
@@ -159,7 +159,7 @@ def test_a_thread_that_is_gone_without_a_word_takes_no_request():
     with fake_engine() as engine:
         engine.core._surely_end = lambda error: None
         engine.core._post_if_alive(raises(SystemExit))
-        engine.core._thread.join(WAIT_S)
+        engine.core._thread.join(HANG_S)
         assert not engine.is_alive
         with pytest.raises(EngineDeadError, match="its reason could not be told"):
             engine.generate("abc", params())
@@ -177,7 +177,7 @@ def test_a_command_behind_the_one_that_ended_the_thread_is_answered():
         until(lambda: len(engine.core._inbox) == 3)
         runner.gate.set()
         for thread, results in [(busy, _), *late]:
-            thread.join(WAIT_S)
+            thread.join(HANG_S)
             assert results
         assert isinstance(late[0][1][0], EngineDeadError)
 
@@ -198,7 +198,7 @@ def test_a_dead_engine_holds_nothing_that_steps_were_made_with():
     with fake_engine(runner) as engine:
         with pytest.raises(EngineDeadError) as raised:
             engine.generate("abc", params())
-        engine.core._thread.join(WAIT_S)
+        engine.core._thread.join(HANG_S)
         whole = weakref.ref(runner)
         del runner, submit
         gc.collect()

@@ -1,0 +1,22 @@
+"""What the two sides of a template process agree on: frames over a socket, and limits. Free of Jinja.
+
+A frame is one letter, eight bytes of length, and so many bytes. The caller sends a model's templates once, then
+requests, both JSON; each request is answered by one frame.
+"""
+
+from __future__ import annotations
+
+import struct
+
+FRAME = struct.Struct(">cQ")
+
+TEMPLATES, REQUEST = b"T", b"Q"
+TEXT = b"X"  # the prompt, UTF-8 with what surrogates the messages hold
+REFUSAL = b"R"  # why there is none, likewise
+TOO_MUCH_MEMORY, TOO_LONG = b"M", b"L"
+
+MAX_REQUEST = 32 << 20  # bytes of JSON
+MAX_CHARACTERS = 16 << 20  # of a prompt
+MAX_MEMORY = 512 << 20  # bytes of address space
+MAX_SECONDS = 2  # of processor time for a request: templates take milliseconds
+MAX_ANSWER = 4 * MAX_CHARACTERS  # bytes

@@ -1,0 +1,282 @@
+"""The process that renders a model's chat templates; template_process.py starts it and talks to it.
+
+Templates are code from a stranger. Jinja's sandbox keeps them from reaching anything; that they end is left to the
+kernel: this process has a limit on its memory, each request a limit on its processor time, and who exceeds that is
+killed here, wherever it is, also in the middle of 10**(10**9). It knows nothing but the templates and the messages.
+
+Behaves as Transformers' `apply_chat_template` (the same names are defined, whitespace is handled alike). Standard input
+is one end of a socket, template_protocol.py is what is said over it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import IO, Any
+
+from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mllm_compile.runtime.shown import brief
+from mllm_compile.template_protocol import (
+    FRAME,
+    MAX_CHARACTERS,
+    MAX_MEMORY,
+    MAX_SECONDS,
+    REFUSAL,
+    TEXT,
+    TOO_LONG,
+    TOO_MUCH_MEMORY,
+)
+
+_MAX_REASON = 1000  # characters
+
+# Names a message's reasoning goes by; templates read the first, gpt-oss's the second.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class Refused(Exception):
+    """Why there is no prompt, in words for who asked."""
+
+
+class TooLong(Exception):
+    """The prompt has more than MAX_CHARACTERS."""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """
+    Attributes:
+        variables: names that it reads of what it is given.
+        takes_parts: it goes through the parts of a message's content itself.
+    """
+
+    template: Template
+    variables: frozenset[str]
+    takes_parts: bool
+
+
+class Templates:
+    """The templates of one model.
+
+    Args:
+        sources: name → Jinja source.
+        special_tokens: bos_token, eos_token, … as templates name them.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._special_tokens = special_tokens
+        self._environment = _make_environment()
+        self._compiled: dict[str, _Compiled] = {}
+
+    def render(
+        self,
+        name: str,
+        *,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        documents: list[Any] | None,
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        """The prompt's text; arguments as `ChatTemplate.render` takes them, plain JSON.
+
+        Raises:
+            Refused: the template fails, refuses, or does not read what is given.
+            TooLong: the text is longer than a prompt may be.
+        """
+        compiled = self._template(name)
+        given = set(variables)
+        if tools and name != "tool_use":  # a template of that name is for tools, whatever it reads
+            given.add("tools")
+        if documents:
+            given.add("documents")
+        self._check_variables(compiled, given)
+        parts: list[str] = []
+        length = 0
+        try:
+            for part in compiled.template.generate(
+                messages=[_normalise(message, compiled.takes_parts) for message in messages],
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special_tokens, **variables},
+            ):
+                length += len(part)
+                if length > MAX_CHARACTERS:
+                    raise TooLong
+                parts.append(part)
+        except (Refused, TooLong, MemoryError):
+            raise
+        except Exception as error:
+            # What a template does with unexpected messages is up to its author: any error is a refusal.
+            raise Refused(f"the model's chat template refuses these messages: {_reason(error)}") from None
+        return "".join(parts)
+
+    def _template(self, name: str) -> _Compiled:
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _compile(self._environment, self._sources[name])
+            except MemoryError:
+                raise
+            except Exception as error:  # Jinja's own, or Python's at what Jinja has made of it
+                raise Refused(f"the model's chat template is no valid Jinja template: {_reason(error)}") from None
+        return self._compiled[name]
+
+    def _check_variables(self, compiled: _Compiled, variables: Set[str]) -> None:
+        """What nobody reads would be ignored: a mistyped name, or what other libraries do beside the template."""
+        unread = sorted(variables - compiled.variables)
+        if unread:
+            given = {"messages", "add_generation_prompt", *self._special_tokens}
+            known = ", ".join(sorted(compiled.variables - given)) or "none"
+            raise Refused(
+                f"{unread[0]}: the model's chat template reads no such variable; beside messages and "
+                f"add_generation_prompt it may read: {known}."
+            )
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
+
+
+def _compile(environment: Environment, source: str) -> _Compiled:
+    tree = environment.parse(source)
+    takes_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    return _Compiled(environment.from_string(source), frozenset(find_undeclared_variables(tree)), takes_parts)
+
+
+def _is_content(node: nodes.Node | None) -> bool:
+    """Whether it is `message.content` or `message['content']`, filters behind it or not."""
+    while isinstance(node, nodes.Filter):
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+def _joined(content: list[Any]) -> str:
+    """The texts of parts, `{"type": "text", "text": …}` as OpenAI's interface has them, a line each."""
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise Refused(
+                f"messages: a part of a content is {brief(part)}; expected {{'type': 'text', 'text': …}}, as this "
+                "model's chat template takes texts alone."
+            )
+    return "\n".join(part["text"] for part in content)
+
+
+def _normalise(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
+    message = {key: value for key, value in message.items() if value is not None}
+    if isinstance(message.get("content"), list) and not takes_parts:
+        message["content"] = _joined(message["content"])
+    reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own protocol
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _make_environment() -> Environment:
+    """Jinja as Transformers sets it up."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters, which no model has seen in training."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answers requests until there is nobody who could ask."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open(0, "rb", closefd=False) as requests:
+        first = _read(requests)
+        if first is None:
+            return
+        templates = Templates(**json.loads(first))
+        while (request := _read(requests)) is not None:
+            with _limited():
+                kind, answer = _answer(templates, request)
+            del request
+            _write(kind, answer)
+
+
+def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:
+    try:
+        return TEXT, templates.render(**json.loads(request)).encode("utf-8", "surrogatepass")
+    except Refused as refusal:
+        return REFUSAL, str(refusal).encode("utf-8", "surrogatepass")
+    except TooLong:
+        return TOO_LONG, b""
+    except MemoryError:
+        return TOO_MUCH_MEMORY, b""
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """The kernel ends this process when it takes too long, or when its caller ends meanwhile."""
+    flags = fcntl.fcntl(0, fcntl.F_GETFL)
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF, which nobody handles
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, as the other end is closed
+    yield
+    fcntl.fcntl(0, fcntl.F_SETFL, flags)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _read(requests: IO[bytes]) -> bytes | None:
+    header = requests.read(FRAME.size)
+    if len(header) < FRAME.size:
+        return None
+    size = FRAME.unpack(header)[1]
+    body = requests.read(size)
+    return body if len(body) == size else None
+
+
+def _write(kind: bytes, body: bytes) -> None:
+    rest = memoryview(FRAME.pack(kind, len(body)) + body)
+    while rest:
+        rest = rest[os.write(0, rest) :]

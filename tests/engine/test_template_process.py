@@ -1,0 +1,266 @@
+"""Chat templates that do not end, or eat what there is, and what may happen to the process that renders them."""
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mllm_compile.chat_template import ChatTemplate
+from mllm_compile.errors import MllmError, RequestError
+from tests.engine.cases import params, start, until
+from tests.fakes import ByteTokenizer, fake_engine
+from tests.hang_guard import HANG_S
+
+CHAT = [{"role": "user", "content": "hi"}]
+SPIN = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# What a message says is done, so that one model has good and bad ones. By its length: Jinja computes what is constant.
+OBEDIENT = (
+    "{% set c = messages[0].content %}{% set n = c | length %}"
+    "{% if c == 'spin' %}" + SPIN + "{% elif c == 'power' %}{{ (10 ** (10 ** (n + 4))) % 7 }}"
+    "{% elif c == 'double' %}{% set ns = namespace(s='x') %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}"
+    "{% endfor %}{% elif c == 'repeat' %}{{ 'a' * 10 ** (n + 4) }}"
+    "{% elif c == 'endless' %}{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}"
+    "{% elif c == 'recursion' %}{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
+    "{% elif c == 'long error' %}{{ raise_exception('a' * 10 ** (n - 3)) }}"
+    "{% else %}{{ c }}!{% endif %}"
+)
+
+
+def chat(content):
+    return [{"role": "user", "content": content}]
+
+
+def processes(template):
+    return [process._process.pid for process in tuple(template._processes._processes) if process._process is not None]
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def template():
+    return ChatTemplate({"default": OBEDIENT}, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("double", r"template needs more than 512 MiB of memory for these messages, the most it may\. Shorten"),
+        ("repeat", "template needs more than 512 MiB of memory"),
+        ("endless", "template makes more than 16777216 characters of these messages, the most it may"),
+        ("recursion", "refuses these messages: maximum recursion depth"),
+    ],
+)
+def test_a_template_s_memory_and_its_prompt_have_a_limit(template, content, said):
+    with pytest.raises(RequestError, match=said):
+        template.render(chat(content))
+    assert template.render(CHAT) == "hi!"
+
+
+def test_a_template_that_does_not_end_is_ended_and_hurts_nobody(template):
+    class ChatTokenizer(ByteTokenizer):
+        def apply_chat_template(self, messages, **options):
+            return template.render(messages, **options)
+
+    with fake_engine(tokenizer=ChatTokenizer()) as engine:
+        spinning = [start(engine.chat, chat(content), params()) for content in ("spin", "power")]
+        until(lambda: len(processes(template)) == 2)
+        stuck = processes(template)
+        for pid in stuck:
+            os.kill(pid, signal.SIGSTOP)  # that the good ones do not wait for them is so at any speed
+        good = engine.chat([chat("a"), chat("b")], params())
+        assert [output.prompt for output in good] == ["a!", "b!"]
+        for pid in stuck:
+            os.kill(pid, signal.SIGCONT)
+        for thread, results in spinning:
+            thread.join(HANG_S)
+            assert isinstance(results[0], RequestError), results
+        said = "the model's chat template takes more than 2 s of processor time for these messages, the most it may. "
+        assert str(spinning[0][1][0]).startswith(said)
+        assert engine.chat(CHAT, params())[0].prompt == "hi!"
+    assert len(processes(template)) == 1
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' * 10 ** 10 }}", "{{ " + "(" * 20_000])
+def test_what_is_computed_while_a_template_is_compiled_has_the_same_limits(source):
+    """Jinja computes what is constant when it reads a template."""
+    with pytest.raises(RequestError, match=r"template (needs more than 512 MiB|is no valid Jinja)"):
+        ChatTemplate({"default": source}, {}).render(CHAT)
+
+
+def test_what_is_said_of_a_refusal_has_an_end_too(template):
+    with pytest.raises(RequestError, match=r"a{1000}…$"):
+        template.render(chat("long error"))
+
+
+def test_a_chat_that_is_too_large_is_refused_before_it_is_sent(template):
+    with pytest.raises(RequestError, match=r"the chat is 3355\d{4} bytes as JSON; expected at most 33554432\. Shorten"):
+        template.render(chat("x" * (32 << 20)))
+    assert processes(template) == []
+
+
+def test_a_process_starts_with_the_first_chat_and_is_kept(template):
+    assert processes(template) == []
+    template.render(CHAT)
+    (pid,) = processes(template)
+    template.render(CHAT)
+    assert processes(template) == [pid] and is_running(pid)
+
+
+def test_a_template_that_nobody_holds_ends_its_processes():
+    template = ChatTemplate({"default": OBEDIENT}, {})
+    template.render(CHAT)
+    (pid,) = processes(template)
+    del template
+    gc.collect()
+    assert not is_running(pid)
+
+
+def test_a_process_that_somebody_killed_is_replaced(template):
+    template.render(CHAT)
+    (first,) = processes(template)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: not is_running(first))
+    assert template.render(CHAT) == "hi!"
+    thread, results = start(template.render, chat("spin"))
+    until(lambda: template._processes._idle == [] and processes(template))
+    os.kill(processes(template)[0], signal.SIGKILL)
+    thread.join(HANG_S)
+    assert "its process ended (signal 9). Ask again." in str(results[0])
+    assert template.render(CHAT) == "hi!"
+    assert first not in processes(template)
+
+
+def test_ctrl_c_ends_a_render_and_the_next_one_gets_its_own_answer(template):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        template.render(CHAT)
+
+        def interrupt():
+            until(lambda: template._processes._idle == [])
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        start(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            template.render(chat("spin"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert processes(template) == []
+    assert template.render(chat("next")) == "next!"
+
+
+def test_threads_get_their_own_prompts_by_a_few_processes(template):
+    def render(number):
+        return [template.render(chat(f"{number} {i}")) for i in range(20)]
+
+    with ThreadPoolExecutor(12) as threads:
+        for number, prompts in enumerate(threads.map(render, range(12))):
+            assert prompts == [f"{number} {i}!" for i in range(20)]
+    assert 1 <= len(processes(template)) <= 4
+    assert len(template._processes._idle) == len(processes(template))
+
+
+def test_a_fork_has_processes_of_its_own(template):
+    template.render(CHAT)
+    (pid,) = processes(template)
+    places = [template._processes._places.acquire() for _ in range(4)]  # as by threads that the fork has not
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(HANG_S))
+        try:
+            assert template.render(chat("fork")) == "fork!"
+            assert pid not in processes(template)
+            template._processes._processes.clear()
+            del template
+            gc.collect()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for _ in places:
+        template._processes._places.release()
+    assert template.render(CHAT) == "hi!"
+    assert processes(template) == [pid]
+
+
+DIES = """
+import sys, threading, time
+from mllm_compile.chat_template import ChatTemplate
+templates = [ChatTemplate({"default": source}, {}) for source in sys.argv[1:]]
+chats = [[{"role": "user", "content": text}] for text in ("hi", "spin")]
+for template in templates:
+    template.render(chats[0])
+threading.Thread(target=templates[1].render, args=(chats[1],), daemon=True).start()
+pids = [process._process.pid for template in templates for process in template._processes._processes]
+ticks = lambda: sum(map(int, open(f"/proc/{pids[1]}/stat").read().rsplit(")", 1)[1].split()[11:13]))
+begun = ticks()
+while ticks() < begun + 20:  # it renders for 0.2 s of its 2
+    time.sleep(0.01)
+print(*pids, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def adopts_orphans():
+    """Who is left by its parent becomes a child of this process, which so hears how it ended."""
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(set_child_subreaper, 1, 0, 0, 0)
+    yield
+    prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
+def test_processes_end_with_the_one_that_started_them(adopts_orphans):
+    """Killed, it can tell them nothing; one of them waits for a chat, one is amid a render."""
+    parent = subprocess.Popen([sys.executable, "-c", DIES, OBEDIENT, OBEDIENT], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(is_running, pids))
+    parent.kill()
+    parent.wait()
+    waiting, spinning = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert waiting == 0
+    assert spinning == -signal.SIGIO, "not by its own limit, which comes later"
+    parent.stdout.close()
+
+
+def test_where_no_process_can_be_started_the_reason_is_told(template, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(MllmError, match=r"no process can be started that renders chat templates: .*/nowhere/python"):
+        template.render(CHAT)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RequestError, match=r"its process ended \(exit code 1\)"):
+        template.render(CHAT)
+    monkeypatch.undo()
+    assert template.render(CHAT) == "hi!"
+
+
+def test_what_asks_has_no_jinja_itself():
+    code = (
+        "import sys; from mllm_compile.chat_template import ChatTemplate;"
+        "print(ChatTemplate({'default': 'x'}, {}).render([{'role': 'user', 'content': ''}]), 'jinja2' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["x", "False"]
+
+
+def test_chats_leave_no_descriptor_and_no_thread_behind(template):
+    template.render(CHAT)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        with pytest.raises(RequestError):
+            template.render(chat("repeat"))
+        template.render(CHAT)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
