@@ -4,10 +4,11 @@
 
 Needs an NVIDIA GPU and the `cuda` extra. Which of the program's own kernels decodes for how many requests stands on
 this table: the Triton kernel in its form for few requests or for many, and on Hopper clusters and shares
-(runtime/hopper_decode/). Each graph runs several layers with KV of their own, more than the L2 cache holds, over random
-page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of these
-kernels alone is taken off. XQA splits as FlashInfer does by default. The last columns are the fastest of our own and
-the rate at which it reads, and the Triton kernel's form and split that would be the fastest in place of what is chosen.
+(runtime/attention/hopper/). Each graph runs several layers with KV of their own, more than the L2 cache holds, over
+random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of
+these kernels alone is taken off. XQA splits as FlashInfer does by default. The last columns are the fastest of our own
+and the rate at which it reads, and the Triton kernel's form and split that would be the fastest in place of what is
+chosen.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
-from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.attention.split_decode import DecodePiece
-from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
-from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.hopper_decode.shares import ShareKernel
-from mllm_compile.runtime.split_decode_shapes import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
+from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.process.progress import NullReporter
+from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
+from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece
+from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
 HEADS = ((16, 8), (32, 8))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -142,7 +143,7 @@ def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
 
 
 def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], None]:
-    import mllm_compile.runtime.split_decode_ops  # noqa: F401  (defines the op)
+    import mllm_compile.runtime.ops.split_decode  # noqa: F401  (defines the op)
 
     case = layers.case
     table, lengths = layers.page_table(), layers.lengths.cuda()

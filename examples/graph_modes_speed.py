@@ -20,18 +20,18 @@ from pathlib import Path
 import torch
 from mistakes import positive, told_in_one_line
 
-from mllm_compile.artifact_source import ArtifactSource
-from mllm_compile.assemble import runner_config
-from mllm_compile.compile import load_or_compile
-from mllm_compile.config import EngineConfig
-from mllm_compile.progress import NullReporter
-from mllm_compile.runtime import executor
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.engine.assemble import runner_config
+from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
 from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.forward_batch import ForwardBatch, TokenInputs
 from mllm_compile.runtime.forward_context import override_forward_context, set_forward_context
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.program import executor
+from mllm_compile.store.source import ArtifactSource
 
 WARM_UP_STEPS, STEPS, REPEATS = 5, 40, 5
 

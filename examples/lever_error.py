@@ -28,8 +28,8 @@ from fp8_kv_error import prompt_scores
 from mistakes import positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
-from mllm_compile.console import print_table
 from mllm_compile.passes.pipeline import optional_pass_names
+from mllm_compile.process.console import print_table
 
 MODULES = (pathlib.Path, shutil, textwrap, json, inspect, str, list, dict, argparse)
 MIN_CHARACTERS, MAX_CHARACTERS = 60, 600

@@ -22,8 +22,8 @@ import torch
 from mistakes import positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.console import print_table
-from mllm_compile.device_info import is_hopper
+from mllm_compile.config.device import is_hopper
+from mllm_compile.process.console import print_table
 
 PROMPTS = ((1, 32), (1, 128), (1, 256), (1, 512), (4, 64), (4, 128))  # prompts at once, tokens of each
 PREFIXES = (1000, 3500)

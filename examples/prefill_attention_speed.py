@@ -2,9 +2,9 @@
 
     python examples/prefill_attention_speed.py
 
-Needs an NVIDIA GPU and the `cuda` extra. The estimates (runtime/attention/prefill_cost.py) choose a batch's kernel; the
-last column is how much longer the chosen one took than the fastest. Run it on a GPU that is no H200: where it finds
-more than a few per cent, the constants are worth fitting anew.
+Needs an NVIDIA GPU and the `cuda` extra. The estimates (runtime/attention/flashinfer/prefill_cost.py) choose a batch's
+kernel; the last column is how much longer the chosen one took than the fastest. Run it on a GPU that is no H200: where
+it finds more than a few per cent, the constants are worth fitting anew.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mllm_compile.console import print_table
+from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.base import PerLayerParameters
-from mllm_compile.runtime.attention.flashinfer_kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
+from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
 
 HEADS = ((16, 8), (32, 8), (32, 32), (14, 2))
 SHAPES = (  # requests, new tokens of each, tokens before them

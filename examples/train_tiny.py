@@ -104,7 +104,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the embedded model.")
-    default_out = Path(__file__).resolve().parent.parent / "mllm_compile/models/tiny"
+    default_out = Path(__file__).resolve().parent.parent / "mllm_compile/model/tiny"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=float, nargs="+", default=[32, 64], help="passes over the text to try")

@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mllm_compile.async_engine import AsyncEngine
-    from mllm_compile.config import EngineConfig
-    from mllm_compile.engine import Engine
+    from mllm_compile.config.schema import EngineConfig
+    from mllm_compile.engine.async_engine import AsyncEngine
+    from mllm_compile.engine.engine import Engine
+    from mllm_compile.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from mllm_compile.engine.stats import EngineStats
     from mllm_compile.errors import ConfigError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
-    from mllm_compile.outputs import CompletionOutput, Logprob, RequestOutput
-    from mllm_compile.runtime.sampling_params import SamplingParams
-    from mllm_compile.stats import EngineStats
+    from mllm_compile.runtime.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,20 +39,20 @@ __all__ = [
 _ERRORS = ("ConfigError", "DeviceMemoryError", "EngineDeadError", "MllmError", "RequestError")
 _HOMES = {
     **dict.fromkeys(_ERRORS, "mllm_compile.errors"),
-    "AsyncEngine": "mllm_compile.async_engine",
-    "CompletionOutput": "mllm_compile.outputs",
-    "Engine": "mllm_compile.engine",
-    "EngineConfig": "mllm_compile.config",
-    "EngineStats": "mllm_compile.stats",
-    "Logprob": "mllm_compile.outputs",
-    "RequestOutput": "mllm_compile.outputs",
-    "SamplingParams": "mllm_compile.runtime.sampling_params",
+    "AsyncEngine": "mllm_compile.engine.async_engine",
+    "CompletionOutput": "mllm_compile.engine.outputs",
+    "Engine": "mllm_compile.engine.engine",
+    "EngineConfig": "mllm_compile.config.schema",
+    "EngineStats": "mllm_compile.engine.stats",
+    "Logprob": "mllm_compile.engine.outputs",
+    "RequestOutput": "mllm_compile.engine.outputs",
+    "SamplingParams": "mllm_compile.runtime.sampling.params",
 }
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        from mllm_compile.bytecode import kept_bytecode
+        from mllm_compile.process.bytecode import kept_bytecode
 
         with kept_bytecode():
             return getattr(import_module(_HOMES[name]), name)

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mllm_compile import bytecode
 from mllm_compile.errors import MllmError, RequestError
+from mllm_compile.process import bytecode
 from mllm_compile.template_protocol import (
     FRAME,
     MAX_ANSWER,

@@ -1,7 +1,7 @@
 """What a pass is: graph in, graph out, with a count of what it matched. The manager does everything else.
 
 A pass rewrites `gm` in place and may add to `gm.meta` (keys below). It keeps `meta["val"]` (a fake tensor or SymInt) on
-every node that it makes; fx_match.py has helpers. Timing, linting, recompiling, dumping and verifying are done by
+every node that it makes; match/nodes.py has helpers. Timing, linting, recompiling, dumping and verifying are done by
 pipeline.py.
 """
 

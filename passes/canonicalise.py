@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import call, drop_dead_nodes, identifier, input_node, is_symbolic, is_weight
+from mllm_compile.passes.match.nodes import call, drop_dead_nodes, identifier, input_node, is_symbolic, is_weight
 
 
 class Canonicalise:
@@ -29,7 +29,7 @@ class Canonicalise:
             sym_size = aten.sym_size.int(input_ids, 0)
             x = embedding.view(1, sym_size, -1)
 
-    Requires: a graph of mllm_compile.trace. The gate has looked at the size checks before they are dropped here.
+    Requires: a graph of mllm_compile.model.trace. The gate has looked at the size checks before they are dropped here.
     Preserves: every value bitwise.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import is_symbolic
+from mllm_compile.passes.match.nodes import is_symbolic
 from mllm_compile.passes.split_at_attention import PIECE_PREFIX
 
 

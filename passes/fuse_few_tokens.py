@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.linear_match import Linear, match_linear, match_residual, match_silu_mul
-from mllm_compile.passes.rms_norm_match import RMSNorm, match_rms_norm
-from mllm_compile.passes.small_forms import add_forms, copy_of
-from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
+from mllm_compile.passes.forms import add_forms, copy_of
+from mllm_compile.passes.match.linear import Linear, match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
+from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
 
 
 class FuseFewTokens:
@@ -84,7 +84,7 @@ class LinearOps:
         return is_dtype and self.is_taken(*linear.shape)
 
 
-FEW = LinearOps("few", "mllm_compile.runtime.few_token_ops", is_taken, num_norm_blocks, takes_float16=True)
+FEW = LinearOps("few", "mllm_compile.runtime.ops.few_tokens", is_taken, num_norm_blocks, takes_float16=True)
 
 
 @dataclass(frozen=True)

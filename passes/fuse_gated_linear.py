@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-import mllm_compile.runtime.gated_linear.ops  # noqa: F401  (defines the op)
+import mllm_compile.runtime.ops.gated_linear.ops  # noqa: F401  (defines the op)
 from mllm_compile.passes.base import SMALL_FORMS, PassResult
-from mllm_compile.passes.fx_match import replace_by_op, rewrite_pieces
-from mllm_compile.passes.linear_match import match_linear, match_silu_mul
-from mllm_compile.runtime.gated_linear.shapes import is_taken
-from mllm_compile.runtime.stream_linear.shapes import MAX_LARGE_TOKENS
+from mllm_compile.passes.match.linear import match_linear, match_silu_mul
+from mllm_compile.passes.match.nodes import replace_by_op, rewrite_pieces
+from mllm_compile.runtime.ops.gated_linear.shapes import is_taken
+from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
 
 
 class FuseGatedLinear:

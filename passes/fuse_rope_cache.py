@@ -10,14 +10,14 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, AttentionSpec, PassResult
-from mllm_compile.passes.fx_match import (
+from mllm_compile.passes.match.nodes import (
     drop_dead_nodes,
     is_attention_with_output,
     is_call,
     is_method_call,
     takes_kernels,
 )
-from mllm_compile.passes.rms_norm_match import RMSNorm, match_rms_norm
+from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 
 
 class FuseRopeCache:
@@ -25,7 +25,7 @@ class FuseRopeCache:
 
     Why: a decode step has few tokens, so each of these kernels costs its launch: norm and rotation of q and of k, and
         an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token; one kernel takes 1.5 (other
-        shapes: runtime/rope_cache_ops.py).
+        shapes: runtime/ops/rope_cache.py).
 
     Before::
 
@@ -118,7 +118,7 @@ def _call_op(
     cache: list[fx.Node],
 ) -> tuple[fx.Node, fx.Node]:
     if not hasattr(torch.ops.mllm, "rope_and_cache"):
-        import mllm_compile.runtime.rope_cache_ops  # noqa: F401  (defines the op; needs Triton)
+        import mllm_compile.runtime.ops.rope_cache  # noqa: F401  (defines the op; needs Triton)
     q_norm, k_norm = q_rotation.norm, k_rotation.norm
     weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
     eps = 0.0 if q_norm is None else q_norm.eps

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import called_pieces, replace_by_op, rewrite_pieces, takes_kernels
-from mllm_compile.passes.linear_match import match_silu_mul
+from mllm_compile.passes.match.linear import match_silu_mul
+from mllm_compile.passes.match.nodes import called_pieces, replace_by_op, rewrite_pieces, takes_kernels
 
 _COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the columns; smaller ones would not pay
 
@@ -18,7 +18,7 @@ class FuseSiluMul:
     """The activation between the two linears of a feed-forward, by a kernel as fast as the memory.
 
     Why: Inductor's kernel takes 61 µs for 8192 tokens of Qwen3-0.6B and 243 for those of 8B, where the bytes take 34
-        and 134 (figures in runtime/silu_mul_ops.py).
+        and 134 (figures in runtime/ops/silu_mul.py).
 
     Before::
 
@@ -45,6 +45,6 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     if source is None or not takes_kernels(source) or source.meta["val"].shape[-1] % (2 * _COLUMNS_UNIT):
         return False
     if not hasattr(torch.ops.mllm, "silu_mul"):
-        import mllm_compile.runtime.silu_mul_ops  # noqa: F401  (defines the op; needs Triton)
+        import mllm_compile.runtime.ops.silu_mul  # noqa: F401  (defines the op; needs Triton)
     replace_by_op(graph, node, torch.ops.mllm.silu_mul.default, source)
     return True

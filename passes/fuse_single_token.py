@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import replace_by_op
-from mllm_compile.passes.linear_match import match_linear, match_residual, match_silu_mul
-from mllm_compile.passes.rms_norm_match import match_rms_norm
-from mllm_compile.passes.small_forms import add_forms, copy_of
-from mllm_compile.runtime.single_token_shapes import is_taken
+from mllm_compile.passes.forms import add_forms, copy_of
+from mllm_compile.passes.match.linear import match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.match.nodes import replace_by_op
+from mllm_compile.passes.match.rms_norm import match_rms_norm
+from mllm_compile.runtime.ops.single_token_shapes import is_taken
 
 
 class FuseSingleToken:
@@ -20,7 +20,7 @@ class FuseSingleToken:
 
     Why: at one token a decode step is launches and reads of weights. cuBLAS' matrix-vector kernels run at a third of
         the memory's speed for small weights, and norm, activation and residual cost a launch each (figures in
-        runtime/single_token_ops.py).
+        runtime/ops/single_token.py).
 
     Before::
 
@@ -85,5 +85,5 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _replace(graph: fx.Graph, node: fx.Node, op_name: str, *args: Any) -> None:
     if not hasattr(torch.ops.mllm, op_name):
-        import mllm_compile.runtime.single_token_ops  # noqa: F401  (defines the ops; needs Triton)
+        import mllm_compile.runtime.ops.single_token  # noqa: F401  (defines the ops; needs Triton)
     replace_by_op(graph, node, getattr(torch.ops.mllm, op_name), *args)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import HEAD_INPUT, PassResult
-from mllm_compile.passes.fx_match import (
+from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
     drop_dead_nodes,

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
-from mllm_compile.passes.fx_match import call, drop_dead_nodes, is_attention
+from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_attention
 
 
 class LowerAttention:

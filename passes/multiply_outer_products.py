@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
-from mllm_compile.passes.fx_match import call, drop_dead_nodes, is_call
+from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_call
 
 _PRODUCTS = (operator.matmul, torch.matmul, torch.bmm)
 _METHODS = ("matmul", "bmm")

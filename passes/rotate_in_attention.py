@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
-from mllm_compile.passes.fx_match import is_attention_with_output, is_call
-from mllm_compile.runtime.hopper_decode.shapes import rotates_heads
+from mllm_compile.passes.match.nodes import is_attention_with_output, is_call
+from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 
 
 class RotateInAttention:
@@ -31,10 +31,10 @@ class RotateInAttention:
         q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys, values)
         attention_with_output(q, k, v, out, "l0", False, [q0, k0, cos, sin, q_norm, k_norm], eps)
 
-    Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/hopper_decode/ take. There
-        may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
-        nothing then (runtime/ops.py). The compiler's driver leaves this pass out where no such kernel can be compiled
-        or compile.hopper_decode is off.
+    Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/attention/hopper/ take.
+        There may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
+        nothing then (runtime/ops/attention.py). The compiler's driver leaves this pass out where no such kernel can be
+        compiled or compile.hopper_decode is off.
     Preserves: the meaning of both; a kernel rounds where the op does.
     """
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, PassResult
-from mllm_compile.passes.fx_match import input_node, is_attention_with_output, is_call, is_symbolic
+from mllm_compile.passes.match.nodes import input_node, is_attention_with_output, is_call, is_symbolic
 
 PIECE_PREFIX = "piece_"
 

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import SMALL_FORMS, PassResult
+from mllm_compile.passes.forms import add_forms
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
-from mllm_compile.passes.fx_match import LINEAR, is_call
-from mllm_compile.passes.linear_match import match_linear
-from mllm_compile.passes.small_forms import add_forms
-from mllm_compile.runtime.stream_linear.shapes import (
+from mllm_compile.passes.match.linear import match_linear
+from mllm_compile.passes.match.nodes import LINEAR, is_call
+from mllm_compile.runtime.ops.stream_linear.shapes import (
     FORM_TOKENS,
     is_held,
     is_read_in_rows,
@@ -83,7 +83,7 @@ def streamed(tokens: int) -> LinearOps:
     """The ops for steps of up to `tokens` tokens."""
     return LinearOps(
         prefix="stream",
-        module="mllm_compile.runtime.stream_linear.ops",
+        module="mllm_compile.runtime.ops.stream_linear.ops",
         is_taken=partial(is_streamed, tokens=tokens),
         num_norm_blocks=num_streamed_norm_blocks,
         takes_float16=False,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from mllm_compile.passes.fx_match import is_attention, is_attention_with_output, is_symbolic
+from mllm_compile.passes.match.nodes import is_attention, is_attention_with_output, is_symbolic
 
 Check = Callable[[fx.GraphModule], Iterator[str]]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mllm_compile.runtime.page_allocator import TokenToKVPoolAllocator
+from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
 
 __all__ = ["KVPool", "ReqToTokenPool", "TokenToKVPoolAllocator"]
 

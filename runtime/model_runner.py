@@ -1,6 +1,7 @@
 """Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
 
-Steps of an engine are made by step.py, which turns a ScheduledBatch into a ForwardBatch and its logits into tokens.
+Steps of an engine are made by step/runner.py, which turns a ScheduledBatch into a ForwardBatch and its logits into
+tokens.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab.
 """
@@ -23,26 +24,26 @@ from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
-from mllm_compile.runtime.device import open_device, prefer_cublaslt
-from mllm_compile.runtime.device_memory import (
+from mllm_compile.runtime.device.memory import (
     check_table_fits,
     check_weights_fit,
     cpu_kv_budget,
     cuda_kv_budget,
     give_back_unused,
 )
+from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, TokenInputs
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
-from mllm_compile.runtime.model_source import Executor, LoadedModel, ModelSource
+from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
-from mllm_compile.runtime.sampler import sample_tokens
-from mllm_compile.runtime.slot_state import SlotState
+from mllm_compile.runtime.sampling.sampler import sample_tokens
+from mllm_compile.runtime.sampling.slot_state import SlotState
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner
-    from mllm_compile.runtime.penalties import PenaltyParams
+    from mllm_compile.runtime.sampling.penalties import PenaltyParams
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ class RunnerConfig:
     max_running_requests: int
     max_num_batched_tokens: int  # budget of one step, prompt chunks included
     enable_prefix_cache: bool = True
-    deterministic: bool = False  # every step is max_num_batched_tokens rows of one token each; see step_plan.py
+    deterministic: bool = False  # every step is max_num_batched_tokens rows of one token each; see step/plan.py
     seed: int = 0
     cudagraph_mode: str = "none"  # none | piecewise | full | full_decode_only | full_and_piecewise
     piecewise_tokens: tuple[int, ...] = ()  # captured token counts, ascending

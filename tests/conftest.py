@@ -22,7 +22,7 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     MLLM_TEST_CACHE names a folder that keeps it for the next session.
     """
-    from mllm_compile.compile import load_or_compile
+    from mllm_compile.compiler.load_or_compile import load_or_compile
     from tests.tiny_model import tiny_config
 
     kept = os.environ.get("MLLM_TEST_CACHE")
@@ -34,7 +34,7 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the embedded model's runtime in it, its pieces run as traced: seconds, once a session."""
-    from mllm_compile.compile import load_or_compile
+    from mllm_compile.compiler.load_or_compile import load_or_compile
     from tests.tiny_model import tiny_config
 
     cache = tmp_path_factory.mktemp("eager_cache")
@@ -45,7 +45,7 @@ def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(eager_cache: Path, tmp_path: Path) -> Path:
     """With two runtimes, `old` used before `new`, and a broken one."""
-    from mllm_compile.artifact_store import runtimes_folder
+    from mllm_compile.store.publish import runtimes_folder
 
     (whole,) = runtimes_folder(eager_cache).iterdir()
     for age, name in enumerate(("new", "old", "broken")):

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from mllm_compile.chat_template import ChatTemplate
-from mllm_compile.engine import Engine, EngineParts
-from mllm_compile.runtime.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.scheduler import Scheduler
-from mllm_compile.runtime.scheduler_config import SchedulerConfig
-from mllm_compile.runtime.step_output import ScoreTable, StepOutput
+from mllm_compile.engine.engine import Engine, EngineParts
+from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.step.output import ScoreTable, StepOutput
+from mllm_compile.text.chat_template import ChatTemplate
 from tests.hang_guard import HANG_S
 
 _TEMPLATE = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ suffix | default('assistant=') }}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.readers import TokenStream
+from mllm_compile.engine.streams import TokenStream
 from tests.fakes import all_pages_are_back
 
 _SHARED_PREFIX_SHARE = 0.3

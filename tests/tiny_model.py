@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import mllm_compile.models
-from mllm_compile.config import EngineConfig
+import mllm_compile.model
+from mllm_compile.config.schema import EngineConfig
 
-TINY = Path(mllm_compile.models.__file__).parent / "tiny"
+TINY = Path(mllm_compile.model.__file__).parent / "tiny"
 
 
 def tiny_config(cache: Path, **sections: dict[str, Any]) -> EngineConfig:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from mllm_compile.measured import MEASURED, DeviceKey, device_key, read_measured, write_measured
+from mllm_compile.store.measurements import MEASURED, DeviceKey, device_key, read_measured, write_measured
 
 if TYPE_CHECKING:
-    from mllm_compile.bench.setting import Setting
+    from mllm_compile.bench.measure.setting import Setting
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RuntimePlace:
 
 def runtime_place(setting: Setting) -> RuntimePlace:
     """Of the runtime that a setting's config serves from; it was compiled. Asks the device for its name."""
-    from mllm_compile.target import find_target
+    from mllm_compile.compiler.target import find_target
 
     target = find_target(setting.engine_config())
     return RuntimePlace(str(target.folder), device_key(target.config.runtime.device))

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mllm_compile.bench.results import Ceilings
-from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program
+from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.runtime.program.spec import AttentionStep, LayerSpec, PieceStep, Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from mllm_compile import __version__
-from mllm_compile.bytecode import kept_bytecode
 from mllm_compile.cli.bench import make_bench_app
 from mllm_compile.cli.cache import make_cache_app
 from mllm_compile.cli.compile import compile_command
@@ -25,6 +24,7 @@ from mllm_compile.cli.explain import explain_command
 from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
 from mllm_compile.errors import MllmError
+from mllm_compile.process.bytecode import kept_bytecode
 
 PROGRAM = "mllm-compile"
 EXIT_MISTAKE = 2
@@ -93,7 +93,7 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # read when torch is imported; see runtime/device.py
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # read when torch is imported; see runtime/device/open.py
     with kept_bytecode():
         code = run(sys.argv[1:])
     sys.exit(code)

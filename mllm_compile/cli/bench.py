@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mllm_compile.bench import workloads
+from mllm_compile.bench.measure import workloads
 from mllm_compile.cli.arguments import ConfigArgument
 from mllm_compile.cli.output_paths import check_output_file
 from mllm_compile.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mllm_compile.bench.results import BenchResult
-    from mllm_compile.bench.roofline_report import Roofline
+    from mllm_compile.bench.limits.roofline_report import Roofline
+    from mllm_compile.bench.measure.results import BenchResult
 
 EnginesOption = Annotated[
     str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
@@ -57,9 +57,9 @@ def latency_command(
     check_output_file("--json", json_path)
     check_output_file("--plot", plot)
 
-    from mllm_compile.bench.harness import run_latency
-    from mllm_compile.bench.plot import check_picture, plot_latency
-    from mllm_compile.bench.report import print_result
+    from mllm_compile.bench.measure.harness import run_latency
+    from mllm_compile.bench.show.plot import check_picture, plot_latency
+    from mllm_compile.bench.show.report import print_result
 
     if plot is not None:
         check_picture(plot)
@@ -90,8 +90,8 @@ def throughput_command(
     )
     check_output_file("--json", json_path)
 
-    from mllm_compile.bench.harness import run_throughput
-    from mllm_compile.bench.report import print_result
+    from mllm_compile.bench.measure.harness import run_throughput
+    from mllm_compile.bench.show.report import print_result
 
     result = run_throughput(config, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
@@ -107,8 +107,8 @@ def startup_command(
     work = workloads.StartupWork(repeats=repeats)
     check_output_file("--json", json_path)
 
-    from mllm_compile.bench.harness import run_startup
-    from mllm_compile.bench.report import print_result
+    from mllm_compile.bench.measure.harness import run_startup
+    from mllm_compile.bench.show.report import print_result
 
     result = run_startup(config, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
@@ -129,7 +129,7 @@ def ablation_command(
     )
     check_output_file("--json", json_path)
 
-    from mllm_compile.bench.ablation import lever_names, print_ablation, run_ablation
+    from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation
 
     result = run_ablation(config, _names(lever) if lever else lever_names(), work)
     _save_and_show(result, json_path, lambda: print_ablation(result, sys.stdout))
@@ -149,7 +149,7 @@ def roofline_command(
     work = workloads.StepWork(batches=_numbers("--batch", batch), context=context, steps=steps)
     check_output_file("--json", json_path)
 
-    from mllm_compile.bench.roofline_report import print_roofline, run_roofline
+    from mllm_compile.bench.limits.roofline_report import print_roofline, run_roofline
 
     result = run_roofline(config, work)
     _save_and_show(result, json_path, lambda: print_roofline(result, top, sys.stdout))
@@ -168,9 +168,9 @@ def table_command(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT.json…", help="Files that --json wrote.")],
 ) -> None:
     """Print results as Markdown tables, engines side by side."""
-    from mllm_compile.bench.ablation import COMMAND, ablation_markdown
-    from mllm_compile.bench.report import markdown
-    from mllm_compile.bench.results import BenchResult
+    from mllm_compile.bench.measure.results import BenchResult
+    from mllm_compile.bench.show.ablation import COMMAND, ablation_markdown
+    from mllm_compile.bench.show.report import markdown
 
     results = [BenchResult.read(path) for path in files]
     ablations = [result for result in results if result.command == COMMAND]

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from mllm_compile.byte_sizes import format_bytes, parse_bytes
-from mllm_compile.cache_folders import auto_cache_dir, bytecode_cache, compiler_cache
-from mllm_compile.console import print_table
 from mllm_compile.errors import ArtifactError, ConfigError, NewFormatError, OldFormatError, OtherFormatError
+from mllm_compile.files.byte_sizes import format_bytes, parse_bytes
+from mllm_compile.files.cache_folders import auto_cache_dir, bytecode_cache, compiler_cache
+from mllm_compile.process.console import print_table
 
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="The cache folder (cache.dir of a config); by default the user's.")
@@ -30,8 +30,8 @@ def make_cache_app() -> typer.Typer:
 
 def list_command(cache_dir: DirOption = None) -> None:
     """List the runtimes, the last used first."""
-    from mllm_compile.artifact_store import folder_bytes
-    from mllm_compile.cache_contents import stored_runtimes
+    from mllm_compile.store.contents import stored_runtimes
+    from mllm_compile.store.publish import folder_bytes
 
     folder = _folder(cache_dir)
     runtimes = stored_runtimes(folder)
@@ -71,7 +71,7 @@ def prune_command(
     """
     limit = None if max_size is None else parse_bytes(max_size)
 
-    from mllm_compile.cache_contents import prune
+    from mllm_compile.store.contents import prune
 
     folder = _folder(cache_dir)
     pruned = prune(folder, limit)
@@ -93,8 +93,8 @@ def prune_command(
 
 def verify_command(cache_dir: DirOption = None) -> None:
     """Check every file of every runtime; exit code 1 when one is unusable, but not when another version wrote it."""
-    from mllm_compile.artifact import open_artifact
-    from mllm_compile.cache_contents import stored_runtimes
+    from mllm_compile.store.artifact import open_artifact
+    from mllm_compile.store.contents import stored_runtimes
 
     num_bad, folder = 0, _folder(cache_dir)
     runtimes = stored_runtimes(folder)

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from mllm_compile.bytecode import OF_TORCH, compiled_ahead
 from mllm_compile.cli.arguments import ConfigArgument
 from mllm_compile.cli.output_paths import check_output_folder
-from mllm_compile.compile_options import CompileOptions
-from mllm_compile.config import EngineConfig
-from mllm_compile.console import print_table
-from mllm_compile.progress import reporter_for
-from mllm_compile.uncollected import uncollected
+from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead
+from mllm_compile.process.console import print_table
+from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.progress import reporter_for
 
 
 def compile_command(
@@ -38,7 +38,7 @@ def compile_command(
 
     with compiled_ahead(OF_TORCH):
         with uncollected():
-            from mllm_compile.compile import load_or_compile
+            from mllm_compile.compiler.load_or_compile import load_or_compile
 
         options = CompileOptions(output, pack_weights, verify_weights)
         runtime = load_or_compile(engine_config, reporter_for(plain_lines=True), options)

@@ -6,19 +6,19 @@ import sys
 from typing import TYPE_CHECKING
 
 from mllm_compile.cli.arguments import ConfigArgument
-from mllm_compile.config import EngineConfig
-from mllm_compile.console import print_table
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.process.console import print_table
 
 if TYPE_CHECKING:
-    from mllm_compile.target import Target
+    from mllm_compile.compiler.target import Target
 
 
 def explain_command(config: ConfigArgument) -> None:
     """Say whether a config has a compiled runtime; if not, what changed since the nearest one."""
     engine_config = EngineConfig.from_yaml(config)
 
-    from mllm_compile.cache_key import key_of
-    from mllm_compile.target import find_target
+    from mllm_compile.compiler.target import find_target
+    from mllm_compile.store.key import key_of
 
     target = find_target(engine_config)
     _say_whether_it_is_compiled(target)
@@ -26,9 +26,9 @@ def explain_command(config: ConfigArgument) -> None:
 
 
 def _say_whether_it_is_compiled(target: Target) -> None:
-    from mllm_compile.artifact import open_artifact
     from mllm_compile.errors import ArtifactError
-    from mllm_compile.explain import changes, nearest_runtime
+    from mllm_compile.store.artifact import open_artifact
+    from mllm_compile.store.explain import changes, nearest_runtime
 
     try:
         open_artifact(target.folder)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mllm_compile.cli.arguments import EngineArgument
-from mllm_compile.config import EngineConfig, config_or_runtime
+from mllm_compile.config.model_folder import CONFIG_FILE
+from mllm_compile.config.schema import EngineConfig, config_or_runtime
 from mllm_compile.errors import RequestError
-from mllm_compile.model_folder import CONFIG_FILE
-from mllm_compile.progress import reporter_for
-from mllm_compile.timeline import Timeline, print_timeline, seconds_since_start
-from mllm_compile.tokenizer import has_tokenizer
+from mllm_compile.process.progress import reporter_for
+from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
+from mllm_compile.text.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
-    from mllm_compile.outputs import RequestOutput
+    from mllm_compile.engine.outputs import RequestOutput
 
 
 def generate_command(
@@ -64,8 +64,8 @@ def generate_command(
         raise _no_tokenizer(config)
 
     with timeline.stage("import"):
-        from mllm_compile.engine import Engine
-        from mllm_compile.runtime.sampling_params import SamplingParams
+        from mllm_compile.engine.engine import Engine
+        from mllm_compile.runtime.sampling.params import SamplingParams
 
     asked = {
         "max_tokens": max_tokens,

@@ -10,13 +10,13 @@ import typer
 
 from mllm_compile.cli.arguments import EngineArgument
 from mllm_compile.cli.output_paths import check_output_file, check_output_folder
-from mllm_compile.config import config_or_runtime
-from mllm_compile.console import print_table
+from mllm_compile.config.schema import config_or_runtime
 from mllm_compile.errors import ConfigError
-from mllm_compile.progress import reporter_for
+from mllm_compile.process.console import print_table
+from mllm_compile.process.progress import reporter_for
 
 if TYPE_CHECKING:
-    from mllm_compile.config import EngineConfig
+    from mllm_compile.config.schema import EngineConfig
 
 
 def inspect_command(
@@ -44,7 +44,7 @@ def inspect_command(
 def _write_graphs(config: EngineConfig, folder: Path) -> None:
     check_output_folder("--out", folder)
 
-    from mllm_compile.inspect_model import inspect_model
+    from mllm_compile.report.inspect import inspect_model
 
     inspected = inspect_model(config, folder, reporter_for(plain_lines=True))
     rows = [
@@ -60,11 +60,11 @@ def _write_graphs(config: EngineConfig, folder: Path) -> None:
 def _write_page(source: EngineConfig | Path, path: Path) -> None:
     check_output_file("--html", path)
 
-    from mllm_compile.artifact import open_artifact
-    from mllm_compile.compile import load_or_compile
+    from mllm_compile.compiler.load_or_compile import load_or_compile
+    from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.report.page import write_page
     from mllm_compile.report.speed import ensure_ceilings
-    from mllm_compile.resolved import ResolvedConfig
+    from mllm_compile.store.artifact import open_artifact
 
     if isinstance(source, Path):
         artifact = open_artifact(source)

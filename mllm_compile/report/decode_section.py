@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mllm_compile.bench.results import Ceilings
+from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.step_parts import StepPart, limit_s
-from mllm_compile.byte_sizes import format_bytes
+from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.report import html_parts as parts
 from mllm_compile.report.figures import format_rate, format_seconds, three_digits
 from mllm_compile.report.part_names import PartName, attention_name, part_names
 from mllm_compile.report.speed import DecodeStep, Device, Load, decode_step, loads
 
 if TYPE_CHECKING:
-    from mllm_compile.artifact import Artifact
-    from mllm_compile.resolved import ResolvedConfig
+    from mllm_compile.config.resolved import ResolvedConfig
+    from mllm_compile.store.artifact import Artifact
 
 # A step that reaches this share of the limit is held up by the hardware; one below it by what runs on it.
 _NEAR_LIMIT = 0.6

@@ -16,18 +16,18 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from mllm_compile.artifact import GRAPHS, PIECES, Artifact
-from mllm_compile.byte_sizes import format_bytes
-from mllm_compile.cache_key import key_of
-from mllm_compile.explain import grouped, shortened
-from mllm_compile.measured import start_with
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.report import html_parts as parts
 from mllm_compile.report import speed
 from mllm_compile.report.decode_section import model_section, verdict
 from mllm_compile.report.figures import format_seconds
 from mllm_compile.report.part_names import all_names
-from mllm_compile.resolved import ResolvedConfig
-from mllm_compile.runtime.pieces import SOURCE_SUFFIX
+from mllm_compile.runtime.program.pieces import SOURCE_SUFFIX
+from mllm_compile.store.artifact import GRAPHS, PIECES, Artifact
+from mllm_compile.store.explain import grouped, shortened
+from mllm_compile.store.key import key_of
+from mllm_compile.store.measurements import start_with
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MAX_DIFF_LINES = 3000
@@ -224,7 +224,7 @@ def _cuda_kernels(artifact: Artifact) -> list[str]:
 
 
 def _steps(artifact: Artifact) -> list[str]:
-    from mllm_compile.inspect_model import program_lines
+    from mllm_compile.report.inspect import program_lines
 
     lines = program_lines(artifact.program, {spec.name: spec.shape for spec in artifact.weights}, _MAX_STEPS)
     left_out = len(artifact.program.steps) - _MAX_STEPS

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
 
 _ATTENTION = "attention"
 

@@ -10,21 +10,21 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mllm_compile.bench.results import Ceilings
+from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.bench.measure.workloads import StepWork
 from mllm_compile.bench.step_parts import StepPart, WeightSize, limit_s, step_parts
-from mllm_compile.bench.workloads import StepWork
-from mllm_compile.measured import DeviceKey, device_key, read_all_measured, read_measured, write_measured
+from mllm_compile.store.measurements import DeviceKey, device_key, read_all_measured, read_measured, write_measured
 
 if TYPE_CHECKING:
-    from mllm_compile.artifact import Artifact
-    from mllm_compile.resolved import ResolvedConfig
+    from mllm_compile.config.resolved import ResolvedConfig
+    from mllm_compile.store.artifact import Artifact
 
 _MOST_LOADS = 6
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device, and what was measured on it beside this runtime (measured.py).
+    """A device, and what was measured on it beside this runtime (store/measurements.py).
 
     Attributes:
         name: for people: a CPU's with the threads that were measured with.
@@ -104,8 +104,8 @@ def ensure_ceilings(artifact: Artifact, config: ResolvedConfig) -> None:
     has no room is left alone."""
     import torch
 
-    from mllm_compile.bench.ceilings import measure_ceilings
-    from mllm_compile.bench.environment import device_name
+    from mllm_compile.bench.limits.ceilings import measure_ceilings
+    from mllm_compile.bench.measure.environment import device_name
 
     key = _key_here(config.runtime.device)
     if key is None or "ceilings" in (values := read_measured(artifact.measured_folder, key)):

@@ -2,7 +2,7 @@
 
 A layer is data (AttentionLayer); a backend holds the plan of the current step and turns q, k, v of that step into the
 attention's output over the paged cache. The metadata of a step is built in metadata.py; the op that calls a backend is
-in ops.py.
+in ops/attention.py.
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D query/key head dim, Dv value head dim.
 """

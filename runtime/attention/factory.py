@@ -8,7 +8,7 @@ from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
-from mllm_compile.runtime.model_source import LoadedModel
+from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig
 
 

@@ -1,11 +1,11 @@
 """Attention by FlashInfer's kernels over the paged cache (CUDA only, imported when the backend is made).
 
 Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the prefills
-(flashinfer_prefill.py), and one for the decodes, which come first in a batch (flashinfer_decode.py), unless the program
+(flashinfer/prefill.py), and one for the decodes, which come first in a batch (flashinfer/decode.py), unless the program
 brings its own kernel for them (split_decode.py). Which of FlashInfer's kernels each gets is decided in
-flashinfer_kernels.py; pages and plan buffers are flashinfer_plan.py's.
-Decodes can be captured in a CUDA graph (decode_steps.py); so can steps with prompts, where fa3 and the program's own
-kernels serve them (mixed_steps.py).
+flashinfer/kernels.py; pages and plan buffers are flashinfer/plan.py's.
+Decodes can be captured in a CUDA graph (captured/decodes.py); so can steps with prompts, where fa3 and the program's
+own kernels serve them (captured/mixed.py).
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters, Unrotated
-from mllm_compile.runtime.attention.decode_steps import DecodeSteps, check_capturable, make_graph_buffers
-from mllm_compile.runtime.attention.flashinfer_decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
-from mllm_compile.runtime.attention.flashinfer_kernels import (
+from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
+from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
+from mllm_compile.runtime.attention.flashinfer.kernels import (
     PlanGroup,
     check_never_split,
     check_supported,
@@ -34,12 +35,11 @@ from mllm_compile.runtime.attention.flashinfer_kernels import (
     should_use_tensor_core,
     workspace_bytes,
 )
-from mllm_compile.runtime.attention.flashinfer_library import float_workspace, import_flashinfer
-from mllm_compile.runtime.attention.flashinfer_plan import PagedView, make_paged_view
-from mllm_compile.runtime.attention.flashinfer_prefill import GroupPrefill, PrefillRows
+from mllm_compile.runtime.attention.flashinfer.library import float_workspace, import_flashinfer
+from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
+from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
-from mllm_compile.runtime.attention.mixed_steps import MixedStep, MixedSteps
-from mllm_compile.runtime.attention.split_decode import Decoders, SplitDecode, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 

@@ -1,2 +1,2 @@
 """What the CUDA C++ kernels of other rooms have in common: how one is described, its source, loading and launching. The
-compiler builds them by NVRTC (mllm_compile/cuda_kernels.py); a runtime holds the binaries."""
+compiler builds them by NVRTC (mllm_compile/kernels/cuda.py); a runtime holds the binaries."""

@@ -23,8 +23,8 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Of another block of the cluster, or of this one. Whoever waits there may overwrite what was read, and nothing was written:
-// no wider release, which would hold the warp for a microsecond until all its writes are seen.
+// Of another block of the cluster, or of this one. Whoever waits there may overwrite what was read, and nothing was
+// written: no wider release, which would hold the warp for a microsecond until all its writes are seen.
 __device__ __forceinline__ void arrive_in_cluster(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -111,8 +111,8 @@ __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {  // of neigh
   for (int other = lanes / 2; other; other >>= 1) v += __shfl_xor_sync(~0u, v, other);
   return v;
 }
-// What some lanes of a warp store before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always bring the
-// lanes of one together before the next shuffle (a sum over four lanes was that of the first one alone).
+// What some lanes of a warp store before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always bring
+// the lanes of one together before the next shuffle (a sum over four lanes was that of the first one alone).
 __device__ __forceinline__ void store_if(bool is_there, float* to, float v) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2; }" ::"r"((u32)is_there), "l"(to), "f"(v)
                : "memory");
@@ -121,6 +121,6 @@ __device__ __forceinline__ float max_of_quad(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
-// See runtime/dependent_launch.py.
+// See runtime/ops/dependent_launch.py.
 __device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -20,15 +20,15 @@ import torch
 
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
-from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS, REQUEST_FIELDS
-from mllm_compile.runtime.slot_state import SlotState
+from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.sampling.slot_state import SlotState
 
 _IN_PLACE = -1  # in place of a row: a step's inputs are in their places already
 
 
 @dataclass(frozen=True)
 class DecodeLoopPieces:
-    """The program's kernels for it; arguments as the ops of decode_loop_ops.py have them.
+    """The program's kernels for it; arguments as the ops of ops/decode_loop.py have them.
 
     Attributes:
         begin: (turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
@@ -106,7 +106,7 @@ class DecodeLoop:
         self._requests_of_device = WeakTensor(self._requests).tensor()
         self._chosen_of_device = WeakTensor(self._chosen).tensor()
         # The turn's number, which the last kernel of a replay advances; and a copy for that kernel, whose programs must
-        # not read what one of them advances (decode_loop_ops.py).
+        # not read what one of them advances (ops/decode_loop.py).
         self._turns_of_device = torch.zeros(2, dtype=torch.int64, device=page_table.device)
         self._turns = [Turn(*part) for part in zip(self._requests.numpy(), self._chosen.numpy(), strict=True)]
         self._turn = 0

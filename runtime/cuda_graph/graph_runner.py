@@ -25,10 +25,10 @@ from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs, TokenPlaces
 from mllm_compile.runtime.errors import ConfigError
-from mllm_compile.runtime.executor import ProgramExecutor
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, TokenInputs
 from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
+from mllm_compile.runtime.program.executor import ProgramExecutor
 
 logger = logging.getLogger(__name__)
 

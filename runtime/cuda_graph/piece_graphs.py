@@ -9,8 +9,8 @@ import torch
 
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
-from mllm_compile.runtime.executor import PieceFunction
 from mllm_compile.runtime.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
+from mllm_compile.runtime.program.executor import PieceFunction
 
 
 @dataclass(slots=True)

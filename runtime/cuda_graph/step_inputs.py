@@ -13,9 +13,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from mllm_compile.runtime.device.packed_fields import FieldLayout, layout_of, upload_fields
+from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.forward_batch import ForwardBatch
-from mllm_compile.runtime.packed_fields import FieldLayout, layout_of, upload_fields
-from mllm_compile.runtime.staging import StagingRing
 
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mllm_compile.bench.report import show_figure, work_name
-from mllm_compile.bench.results import BenchResult, Measurement
+from mllm_compile.bench.measure.results import BenchResult, Measurement
+from mllm_compile.bench.show.report import show_figure, work_name
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "performance.md"

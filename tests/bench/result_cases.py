@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mllm_compile.bench.results import BenchResult, Ceilings, EngineRun, Measurement
+from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun, Measurement
 
 CEILINGS = Ceilings(read_bytes_s=4e12, flops_s=8e14)
 

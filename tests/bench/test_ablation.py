@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench import ablation
-from mllm_compile.bench.ablation import lever_names, print_ablation, run_ablation, without
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.harness import Probe
-from mllm_compile.bench.limits import ModelFigures
-from mllm_compile.bench.setting import Setting
-from mllm_compile.bench.workloads import LatencyWork
-from mllm_compile.config import EngineConfig
+from mllm_compile.bench.limits.limits import ModelFigures
+from mllm_compile.bench.measure.harness import Probe
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import LatencyWork
+from mllm_compile.bench.show import ablation
+from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation, without
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
 from tests.bench.result_cases import CEILINGS, result, run, tpot
 from tests.bench.test_worker import SETTING

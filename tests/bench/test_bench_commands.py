@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mllm_compile.bench import harness
-from mllm_compile.bench.results import BenchResult
+from mllm_compile.bench.measure import harness
+from mllm_compile.bench.measure.results import BenchResult
 from mllm_compile.cli import run as command_line
 from mllm_compile.cli.bench import _save_and_show
 from tests.bench.result_cases import result, run, tpot

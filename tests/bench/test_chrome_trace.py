@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, read_steps, short_name
+from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, read_steps, short_name
 
 
 def event(category: str, name: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:

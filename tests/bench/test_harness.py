@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench import harness
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.harness import WORKER, cache_environment, run_process, run_startup
-from mllm_compile.bench.workloads import StartupWork
+from mllm_compile.bench.measure import harness
+from mllm_compile.bench.measure.harness import WORKER, cache_environment, run_process, run_startup
+from mllm_compile.bench.measure.workloads import StartupWork
 from tests.bench.test_worker import SETTING
 
 

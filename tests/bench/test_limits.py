@@ -2,9 +2,9 @@
 
 import pytest
 
-from mllm_compile.bench.limits import ModelFigures, with_latency_limits, with_throughput_limits
-from mllm_compile.bench.results import Ceilings, Measurement
-from mllm_compile.bench.workloads import LatencyWork, ThroughputWork
+from mllm_compile.bench.limits.limits import ModelFigures, with_latency_limits, with_throughput_limits
+from mllm_compile.bench.measure.results import Ceilings, Measurement
+from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork
 
 H200 = Ceilings(read_bytes_s=4.58e12, flops_s=790e12)
 QWEN3_8B = ModelFigures(

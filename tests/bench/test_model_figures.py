@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from mllm_compile.bench.model_figures import model_figures
-from mllm_compile.models import __file__ as models_file
+from mllm_compile.bench.limits.model_figures import model_figures
+from mllm_compile.model import __file__ as models_file
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 

@@ -1,8 +1,8 @@
 import pytest
 
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.plot import plot_latency
-from mllm_compile.bench.results import Measurement
+from mllm_compile.bench.measure.results import Measurement
+from mllm_compile.bench.show.plot import plot_latency
 from tests.bench.result_cases import result, run, tpot
 
 pytest.importorskip("matplotlib")

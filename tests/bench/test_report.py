@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from mllm_compile.bench.report import markdown, print_result, show_figure
+from mllm_compile.bench.show.report import markdown, print_result, show_figure
 from mllm_compile.errors import ConfigError
 from tests.bench.result_cases import result, run, tpot
 

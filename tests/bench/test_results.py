@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from mllm_compile.bench.results import BenchResult, Measurement
+from mllm_compile.bench.measure.results import BenchResult, Measurement
 from mllm_compile.errors import ConfigError
 from tests.bench.result_cases import result, run, tpot
 

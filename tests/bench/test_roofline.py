@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mllm_compile.bench.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel
-from mllm_compile.bench.results import Ceilings
-from mllm_compile.bench.roofline import (
+from mllm_compile.bench.limits.roofline import (
     _CAPTURED_LABELS,
     PREPARE,
     SAMPLE,
@@ -25,7 +23,9 @@ from mllm_compile.bench.roofline import (
     jobs_by_name,
     roofline_rows,
 )
-from mllm_compile.bench.roofline_report import Roofline, StepMap, print_roofline
+from mllm_compile.bench.limits.roofline_report import Roofline, StepMap, print_roofline
+from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel
 
 CEILINGS = Ceilings(read_bytes_s=1e9, flops_s=1e12)  # 1000 bytes a microsecond
 QKV = MatrixFacts("model.layers.0.attn.qkv.weight", (64, 32), 2)
@@ -125,7 +125,7 @@ def test_kernels_that_a_captured_decode_alone_has_are_known_by_their_names():
 
 
 def test_those_names_are_the_kernels_names():
-    source = Path(find_spec("mllm_compile.runtime.decode_loop_ops").origin).read_text()
+    source = Path(find_spec("mllm_compile.runtime.ops.decode_loop").origin).read_text()
     assert all(f"def {name}(" in source for name in _CAPTURED_LABELS)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mllm_compile.bench.setting import Setting
+from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.errors import ConfigError
 from tests.tiny_model import TINY
 

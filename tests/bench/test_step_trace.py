@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mllm_compile.bench.chrome_trace import TracedKernel
-from mllm_compile.bench.step_trace import _PieceRecorder, typical_step
-from mllm_compile.runtime.program import AttentionStep, LayerSpec, PieceStep, Program, UnrotatedStep
+from mllm_compile.bench.trace.chrome_trace import TracedKernel
+from mllm_compile.bench.trace.step_trace import _PieceRecorder, typical_step
+from mllm_compile.runtime.program.spec import AttentionStep, LayerSpec, PieceStep, Program, UnrotatedStep
 
 
 def step(*kernels: tuple[str, float]) -> list[TracedKernel]:

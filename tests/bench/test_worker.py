@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from mllm_compile.bench import worker
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.results import run_from_json
-from mllm_compile.bench.setting import Setting
-from mllm_compile.bench.workloads import Call, LatencyWork, ThroughputWork
+from mllm_compile.bench.measure import worker
+from mllm_compile.bench.measure.results import run_from_json
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWork
 from tests.tiny_model import tiny_config
 
 SETTING = Setting(

@@ -1,6 +1,6 @@
 import pytest
 
-from mllm_compile.bench.workloads import LatencyWork, ThroughputWork, random_prompts
+from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork, random_prompts
 from mllm_compile.errors import ConfigError
 
 VOCAB = 151936

@@ -1,7 +1,7 @@
 """The compiler's own stages: the passes over a graph as deep as an 8B model's."""
 
 from mllm_compile.passes.pipeline import run_passes
-from tests.passes.graph_builder import GraphBuilder
+from tests.passes.support.graph_builder import GraphBuilder
 
 LAYERS = 36
 

@@ -9,14 +9,14 @@ import torch
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
-from mllm_compile.runtime.request import Request
-from mllm_compile.runtime.sampler import Sampler
-from mllm_compile.runtime.sampling_params import SamplingParams
-from mllm_compile.runtime.scheduler import Scheduler
-from mllm_compile.runtime.scheduler_config import SchedulerConfig
-from tests.runtime.attention_cases import make_case, make_layer
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+from tests.runtime.attention.attention_cases import make_case, make_layer
 from tests.runtime.runner_cases import Loop, make_runner
-from tests.runtime.sampling_cases import make_state, random_logits
+from tests.runtime.sampling.sampling_cases import make_state, random_logits
 
 REQUESTS = 256
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.console import print_table
+from mllm_compile.process.console import print_table
 
 BASELINES = Path(__file__).parent / "baselines"
 # How much a ratio may grow. On two CPU cores with a load of 7, runs of one commit differed by up to 1.4.

@@ -2,7 +2,7 @@
 
 import threading
 
-from mllm_compile.runtime.sampling_params import SamplingParams
+from mllm_compile.runtime.sampling.params import SamplingParams
 from tests.hang_guard import until as until
 
 

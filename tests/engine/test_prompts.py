@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from mllm_compile.engine import Engine
+from mllm_compile.engine.engine import Engine
+from mllm_compile.engine.requests import bad_phrases
 from mllm_compile.errors import RequestError
-from mllm_compile.request_builder import bad_phrases
 from tests.engine.cases import params
 from tests.fakes import EOS, VOCAB_SIZE, ByteTokenizer, expected_tokens, fake_engine
 

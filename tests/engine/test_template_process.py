@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mllm_compile.chat_template import ChatTemplate
 from mllm_compile.errors import MllmError, RequestError
+from mllm_compile.text.chat_template import ChatTemplate
 from tests.engine.cases import params, start, until
 from tests.fakes import ByteTokenizer, fake_engine
 from tests.hang_guard import HANG_S
@@ -198,7 +198,7 @@ def test_a_fork_has_processes_of_its_own(template):
 
 DIES = """
 import sys, threading, time
-from mllm_compile.chat_template import ChatTemplate
+from mllm_compile.text.chat_template import ChatTemplate
 templates = [ChatTemplate({"default": source}, {}) for source in sys.argv[1:]]
 chats = [[{"role": "user", "content": text}] for text in ("hi", "spin")]
 for template in templates:
@@ -249,7 +249,7 @@ def test_where_no_process_can_be_started_the_reason_is_told(template, monkeypatc
 
 def test_what_asks_has_no_jinja_itself():
     code = (
-        "import sys; from mllm_compile.chat_template import ChatTemplate;"
+        "import sys; from mllm_compile.text.chat_template import ChatTemplate;"
         "print(ChatTemplate({'default': 'x'}, {}).render([{'role': 'user', 'content': ''}]), 'jinja2' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

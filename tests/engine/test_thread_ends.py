@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from mllm_compile import engine_errors, engine_loop
-from mllm_compile.async_engine import AsyncEngine
+from mllm_compile.engine import end_errors, loop
+from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.errors import EngineDeadError
 from tests.engine.cases import params, start, until
 from tests.fakes import FakeStepRunner, fake_engine
@@ -108,8 +108,8 @@ def test_an_interruption_thrown_into_the_thread_ends_it_as_told():
 
 
 WAYS_TO_FAIL_WHILE_TELLING = {
-    "the words": (engine_errors, "stopped"),
-    "the log": (engine_loop.logger, "exception"),
+    "the words": (end_errors, "stopped"),
+    "the log": (loop.logger, "exception"),
     "the scheduler": ("core._scheduler", "abort"),
     "the figures": ("core._recorder", "completion_ended"),
     "the ends": ("core", "_fail"),

@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from mllm_compile.async_engine import AsyncEngine
+from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.errors import MllmError, RequestError
-from mllm_compile.tokenizer import Tokenizer, load_tokenizer
+from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.cases import params
 from tests.fakes import FakeStepRunner, fake_engine
 
@@ -85,7 +85,7 @@ def test_a_prompt_whose_last_tokens_cannot_be_decoded_is_refused_before_it_runs(
 
 def test_an_abort_whose_last_text_fails_is_an_error_and_the_engine_goes_on(engine, monkeypatch):
     """What is held back as an open character is decoded once more at the end."""
-    monkeypatch.setattr("mllm_compile.detokenizer.Detokenizer.flush", lambda self: self._decode([PANICS]))
+    monkeypatch.setattr("mllm_compile.text.detokenizer.Detokenizer.flush", lambda self: self._decode([PANICS]))
     stream = engine.stream([3], params(stop="@@", max_tokens=200), request_id="mine")
     next(stream)
     engine.abort("mine")

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mllm_compile.artifact_source import ArtifactSource
-from mllm_compile.assemble import runner_config
-from mllm_compile.compile import load_or_compile
-from mllm_compile.progress import NullReporter
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.engine.assemble import runner_config
+from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.store.source import ArtifactSource
 from tests.runtime.runner_cases import Loop
 from tests.tiny_model import tiny_config
 

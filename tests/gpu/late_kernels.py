@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mllm_compile.nvrtc import compile_cuda
+from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.cuda.driver import Kernel
 
 # Few: where they are, no registers may be left for a block of the next kernel.

@@ -8,21 +8,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mllm_compile.decode_loop_check import check_decode_loop
-from mllm_compile.decode_loop_pieces import decode_loop_pieces
-from mllm_compile.piece_compiler import compile_piece
-from mllm_compile.runtime.cuda_graph.turns import NUM_TURNS
+from mllm_compile.check.decode_loop import check_decode_loop
+from mllm_compile.inductor.compile_piece import compile_piece
+from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.pieces import load_piece
-from mllm_compile.runtime.program import DecodeLoopForms
-from mllm_compile.runtime.sampler import Sampler
-from mllm_compile.runtime.sampling_state import IS_GREEDY, NUM_FLOATS, NUM_INTS
-from mllm_compile.runtime.step import StepRunner
-from mllm_compile.runtime.step_output import NO_TOKEN
+from mllm_compile.runtime.ops.turns import NUM_TURNS
+from mllm_compile.runtime.program.pieces import load_piece
+from mllm_compile.runtime.program.spec import DecodeLoopForms
+from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.sampling.state import IS_GREEDY, NUM_FLOATS, NUM_INTS
+from mllm_compile.runtime.step.output import NO_TOKEN
+from mllm_compile.runtime.step.runner import StepRunner
 from tests.gpu.graph_cases import DECODE_REQUESTS, decode_batch, fill_pages, graphs_of, make_gpu_runner
-from tests.runtime.decode_loop_cases import OTHERS, PLAIN
 from tests.runtime.runner_cases import Loop
-from tests.runtime.sampling_cases import random_logits
+from tests.runtime.sampling.sampling_cases import random_logits
+from tests.runtime.step.decode_loop_cases import OTHERS, PLAIN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams, assemble
+from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
+from mllm_compile.engine import assemble
 from tests.tiny_model import TINY
 
 pytestmark = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from mllm_compile.piece_compiler import PieceInput, compile_piece
-from mllm_compile.runtime.pieces import load_piece
+from mllm_compile.inductor.compile_piece import PieceInput, compile_piece
+from mllm_compile.runtime.program.pieces import load_piece
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -10,7 +10,7 @@ import torch
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, WrapperDispatch
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardMode
-from tests.runtime.attention_cases import AttentionCase, make_batch, make_case, make_layer
+from tests.runtime.attention.attention_cases import AttentionCase, make_batch, make_case, make_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,7 +146,7 @@ def test_prefills_by_any_kernel_equal_the_torch_backend(prefix_lens, new_lens, h
 
 def case_of_long(layer, prefix_lens, new_lens, seed=0) -> AttentionCase:
     """make_case's naive reference takes one query at a time: leave it out."""
-    import tests.runtime.attention_cases as cases
+    import tests.runtime.attention.attention_cases as cases
 
     naive, cases.naive_attention = cases.naive_attention, lambda q, k, v, layer: q.float()
     try:

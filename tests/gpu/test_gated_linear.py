@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
-from mllm_compile.progress import NullReporter
-from mllm_compile.runtime.gated_linear.kernel import choose, gated_kernels
-from mllm_compile.runtime.gated_linear.ops import load_gated_kernels
+from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.process.progress import NullReporter
+from mllm_compile.runtime.ops.gated_linear.kernel import choose, gated_kernels
+from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
 from tests.gpu.test_few_tokens import MARGIN, compiled, off_by, random_inputs
 
 pytestmark = [

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
-from mllm_compile.kernel_check import _rotated
-from mllm_compile.progress import NullReporter
+from mllm_compile.check.kernels import _rotated
+from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
+from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
+from mllm_compile.runtime.attention.hopper.shares import MISSING, ShareKernel
 from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.hopper_decode.clusters import cluster_kernels
-from mllm_compile.runtime.hopper_decode.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.hopper_decode.shares import MISSING, ShareKernel
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32
 
@@ -421,7 +421,7 @@ def test_each_warp_of_shares_that_does_not_wait_is_found_out(tmp_path_factory, m
         assert whole.count(wait) == 1
         return whole.replace(wait, wait.removesuffix("wait_for_prerequisites();"))
 
-    monkeypatch.setattr("mllm_compile.cuda_kernels.kernel_source", source)
+    monkeypatch.setattr("mllm_compile.kernels.cuda.kernel_source", source)
     cache = Cache(LENGTHS, 8, 128, 64, torch.bfloat16)
     decoder = compiled_decoder(tmp_path_factory.mktemp("hasty"), SHARES, 16, 8, 64)
     if late == "projection":
@@ -438,7 +438,7 @@ def test_a_kernel_that_does_not_wait_is_found_out(tmp_path_factory, monkeypatch,
     def source(kernel: CudaKernel) -> str:
         return kernel_source(kernel).replace("griddepcontrol.wait;", "")
 
-    monkeypatch.setattr("mllm_compile.cuda_kernels.kernel_source", source)
+    monkeypatch.setattr("mllm_compile.kernels.cuda.kernel_source", source)
     cache = Cache(LENGTHS, 8, 128, 64, torch.bfloat16)
     q = torch.randn(len(LENGTHS), 16, 128, device="cuda").bfloat16()
     decoder = compiled_decoder(tmp_path_factory.mktemp("hasty"), kind, 16, 8, 64)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mllm_compile import EngineConfig
-from mllm_compile.artifact import hash_files, open_artifact, read_manifest, write_manifest
-from mllm_compile.compile import load_or_compile
-from mllm_compile.compile_options import CompileOptions
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ArtifactError
+from mllm_compile.store.artifact import hash_files, open_artifact, read_manifest, write_manifest
 from tests.gpu.small_shape import SHAPE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

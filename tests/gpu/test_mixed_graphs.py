@@ -117,7 +117,7 @@ def test_further_logits_can_be_asked_for(runner):
 
 
 def test_a_batch_that_is_not_served_well_runs_piece_by_piece(runner, monkeypatch):
-    """Few tokens behind a long prefix, say; tests/runtime/test_flashinfer_kernels.py has which."""
+    """Few tokens behind a long prefix, say; tests/runtime/attention/test_flashinfer_kernels.py has which."""
     batch = mixed_batch(runner, 20)
     whole = runner.forward(batch).next_token_logits.float()
     assert runner.attn_backend.runs_well_captured(batch)

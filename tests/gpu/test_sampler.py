@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from mllm_compile.runtime import logit_filters
-from mllm_compile.runtime.logit_filters import filter_scores
-from mllm_compile.runtime.sampler import Sampler
-from mllm_compile.runtime.sampling_params import SamplingParams
-from mllm_compile.runtime.sampling_state import SamplingFlags, SamplingState
-from tests.runtime.sampling_cases import PROMPT, assert_drawn_from, draws, make_state, random_logits, sample
+from mllm_compile.runtime.sampling import logit_filters
+from mllm_compile.runtime.sampling.logit_filters import filter_scores
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.sampling.state import SamplingFlags, SamplingState
+from tests.runtime.sampling.sampling_cases import PROMPT, assert_drawn_from, draws, make_state, random_logits, sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

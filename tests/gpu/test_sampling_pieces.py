@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.piece_compiler import compile_piece
-from mllm_compile.runtime.counter_rng import draw_tokens, padded_vocab_size
-from mllm_compile.runtime.pieces import load_piece
-from mllm_compile.runtime.sampler import Sampler, SamplingPieces
-from mllm_compile.runtime.sampling_params import SamplingParams
-from mllm_compile.runtime.step_output import NO_TOKEN
-from mllm_compile.sampling_pieces import sampling_pieces
-from tests.runtime.sampling_cases import assert_drawn_from, make_state, random_logits
+from mllm_compile.inductor.compile_piece import compile_piece
+from mllm_compile.kernels.sampling import sampling_pieces
+from mllm_compile.runtime.program.pieces import load_piece
+from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_vocab_size
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
+from mllm_compile.runtime.step.output import NO_TOKEN
+from tests.runtime.sampling.sampling_cases import assert_drawn_from, make_state, random_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

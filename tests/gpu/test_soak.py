@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_compile import Engine, EngineConfig, assemble
+from mllm_compile import Engine, EngineConfig
+from mllm_compile.engine import assemble
 from tests.soak import run_soak
 from tests.tiny_model import TINY
 

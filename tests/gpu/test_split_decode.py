@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mllm_compile.runtime.split_decode_shapes import OF_FEW, OF_MANY
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -37,7 +37,7 @@ class Cache:
 def decode(
     cache: Cache, q: torch.Tensor, num_splits: int, *, fetch_first: bool, soft_cap: float = 0.0, window_left: int = -1
 ) -> torch.Tensor:
-    import mllm_compile.runtime.split_decode_ops  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.split_decode  # noqa: F401  (needs Triton)
 
     num_requests, num_heads, head_dim = q.shape
     scratch = [

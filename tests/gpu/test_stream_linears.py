@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from mllm_compile.cuda_kernels import KernelCompiler, can_compile_kernels
-from mllm_compile.progress import NullReporter
+from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.cuda.driver import address_of
-from mllm_compile.runtime.stream_linear.linear import TOKEN_BUCKETS, LinearKind, bucket_of
-from mllm_compile.runtime.stream_linear.ops import load_kernels
-from mllm_compile.runtime.stream_linear.shapes import choose_tiling, is_streamed, num_streamed_norm_blocks
+from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind, bucket_of
+from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
+from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling, is_streamed, num_streamed_norm_blocks
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_few_tokens import EPS, MARGIN, compiled, layer, off_by, random_inputs, shapes_of
 from tests.gpu.test_few_tokens import SOURCE as FEW_SOURCE

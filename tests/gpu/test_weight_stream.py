@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mllm_compile.runtime.safetensors_header import read_header
-from mllm_compile.runtime.weight_stream import TensorRead, stream_tensors
+from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mllm_compile import lowering
-from mllm_compile.passes import fx_match
+from mllm_compile.compiler import lowering
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
+from mllm_compile.passes.match import nodes
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 
 
@@ -49,8 +49,8 @@ def stand_in() -> Iterator[None]:
 def rope_on_cpu(stand_in, monkeypatch):
     """Of the passes that put kernels into pieces only those that are about rotation run, for a CPU, in float32, on
     pieces that run as traced."""
-    monkeypatch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(fx_match, "KERNEL_DTYPES", (torch.float32,))
+    monkeypatch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(nodes, "KERNEL_DTYPES", (torch.float32,))
     rotation = {FuseRopeCache.name, RotateInAttention.name}
     others = [name for name in lowering.KERNEL_PASSES if name not in rotation]
     monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)

@@ -7,7 +7,16 @@ import operator
 import torch
 
 from mllm_compile.passes.canonicalise import Canonicalise
-from tests.passes.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, placeholders, run, targets, text
+from tests.passes.support.graph_builder import (
+    HIDDEN,
+    GraphBuilder,
+    apply,
+    model_of_layers,
+    placeholders,
+    run,
+    targets,
+    text,
+)
 
 
 def checked_size_graph():

@@ -8,7 +8,7 @@ from torch import fx
 
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces, piece_hash
 from mllm_compile.passes.split_at_attention import SplitAtAttention
-from tests.passes.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, text
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, text
 
 
 def pieces(gm: fx.GraphModule) -> list[str]:

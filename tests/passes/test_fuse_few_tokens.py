@@ -13,10 +13,10 @@ from torch.nn.functional import linear
 
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FEW, FuseFewTokens, few_token_form
-from mllm_compile.passes.fx_match import LINEAR
-from mllm_compile.runtime.few_token_shapes import MAX_FEW_TOKENS, num_norm_blocks
-from tests.passes import stand_ins
-from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from mllm_compile.passes.match.nodes import LINEAR
+from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, num_norm_blocks
+from tests.passes.support import stand_ins
+from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 
 
 def _residual_norm(x, weight, residual, norm_weight):

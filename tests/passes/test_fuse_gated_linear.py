@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.cuda_kernels import gated_linears
-from mllm_compile.passes import fx_match
+from mllm_compile.kernels.cuda import gated_linears
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
-from mllm_compile.passes.fx_match import LINEAR
+from mllm_compile.passes.match import nodes
+from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears
-from mllm_compile.runtime.gated_linear.kernel import gated_kernels
-from mllm_compile.runtime.program import PieceStep, Program
-from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.stand_ins import streamed_ops_on_cpu
+from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
+from mllm_compile.runtime.program.spec import PieceStep, Program
+from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.support.stand_ins import streamed_ops_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_ins():
     with streamed_ops_on_cpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
+        patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
         yield
 
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.compile import load_or_compile
-from mllm_compile.hf_model import build_on_meta
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.model.hf_model import build_on_meta
+from mllm_compile.model.trace import trace_model
 from mllm_compile.passes.base import ATTENTION_LAYERS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
-from mllm_compile.passes.fx_match import is_attention_with_output
 from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.match.nodes import is_attention_with_output
 from mllm_compile.passes.pack_projections import PackProjections
-from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
-from mllm_compile.trace import trace_model
-from tests.models.tiny_configs import save_tiny_model
-from tests.models.tiny_configs import tiny_config as shape_of
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as shape_of
 from tests.tiny_model import Reference, tiny_config
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
-from tests.passes.piece_block import FFN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.stand_ins import stand_in_ops
+from tests.passes.support.piece_block import FFN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.support.stand_ins import stand_in_ops
 
 
 def _silu_mul(x):

@@ -13,9 +13,9 @@ from torch.nn.functional import linear, silu
 
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_single_token import FuseSingleToken, single_token_form
-from mllm_compile.passes.fx_match import LINEAR
-from tests.passes.piece_block import HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece, rms
-from tests.passes.stand_ins import stand_in_ops
+from mllm_compile.passes.match.nodes import LINEAR
+from tests.passes.support.piece_block import HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece, rms
+from tests.passes.support.stand_ins import stand_in_ops
 
 
 def _gated(x, norm_weight, weight, eps):

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 from torch.nn.functional import silu
 
-from mllm_compile.passes.fx_match import is_attention_with_output
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
+from mllm_compile.passes.match.nodes import is_attention_with_output
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.verify import verify_graph
-from tests.passes.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, run, targets
+from tests.passes.support.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, run, targets
 
 Body = Callable[[GraphBuilder, fx.Node], fx.Node]
 

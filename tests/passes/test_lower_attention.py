@@ -7,7 +7,17 @@ import torch
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec
 from mllm_compile.passes.lower_attention import LowerAttention
-from tests.passes.graph_builder import HEAD_DIM, HEADS, HIDDEN, GraphBuilder, apply, model_of_layers, run, targets, text
+from tests.passes.support.graph_builder import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    GraphBuilder,
+    apply,
+    model_of_layers,
+    run,
+    targets,
+    text,
+)
 
 
 def layers_of(gm) -> list[AttentionSpec]:

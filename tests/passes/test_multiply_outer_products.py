@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
-from tests.passes.graph_builder import HIDDEN, GraphBuilder, run, targets
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, run, targets
 
 
 def rotary_graph(product=operator.matmul, method=False):

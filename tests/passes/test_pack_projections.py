@@ -7,9 +7,18 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PACKED_WEIGHTS, PackedPart
-from mllm_compile.passes.fx_match import LINEAR
+from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pack_projections import PackProjections
-from tests.passes.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, placeholders, run, targets, text
+from tests.passes.support.graph_builder import (
+    HIDDEN,
+    GraphBuilder,
+    apply,
+    model_of_layers,
+    placeholders,
+    run,
+    targets,
+    text,
+)
 
 
 def joined(builder: GraphBuilder, *nodes: fx.Node) -> fx.GraphModule:

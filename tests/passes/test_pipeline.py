@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.lowering import _GraphDumper
+from mllm_compile.compiler.lowering import _GraphDumper
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.canonicalise import Canonicalise
-from mllm_compile.passes.fx_match import call, input_node
+from mllm_compile.passes.match.nodes import call, input_node
 from mllm_compile.passes.pipeline import PASSES, REQUIRED, PassFailedError, optional_pass_names, pass_names, run_passes
-from tests.passes.graph_builder import model_of_layers, run
+from tests.passes.support.graph_builder import model_of_layers, run
 
 # Files of passes/ that are no pass.
-OTHERS = {"__init__", "base", "fx_match", "linear_match", "pipeline", "rms_norm_match", "small_forms", "verify"}
+OTHERS = {"__init__", "base", "forms", "pipeline", "verify"}
 
 
 def snake_case(name: str) -> str:
@@ -157,6 +157,6 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
 
     monkeypatch.setattr(pipeline, "PASSES", (Broken,))
     line = inspect.getsourcelines(Broken.__call__)[1] + 1
-    places = rf"\(test_pipeline\.py, line {line}, in fx_match\.py, line \d+\)"
+    places = rf"\(test_pipeline\.py, line {line}, in nodes\.py, line \d+\)"
     with pytest.raises(PassFailedError, match=rf"ValueError: x has no meta\['val'\].*{places}"):
         run_passes(fx.GraphModule({}, fx.Graph()))

@@ -12,22 +12,22 @@ import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.hf_model import build_on_meta
+from mllm_compile.compiler.program_builder import build_program, size_symbols
+from mllm_compile.model.hf_model import build_on_meta
+from mllm_compile.model.trace import trace_model
 from mllm_compile.passes import rotate_in_attention
 from mllm_compile.passes.base import ATTENTION_LAYERS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
-from mllm_compile.passes.fx_match import input_node, is_attention_with_output
 from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.match.nodes import input_node, is_attention_with_output
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
-from mllm_compile.program_builder import build_program, size_symbols
 from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.hopper_decode.shapes import rotates_heads
-from mllm_compile.runtime.program import AttentionStep, PieceStep, Program
-from mllm_compile.trace import trace_model
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
 from tests.passes.conftest import rope_and_cache
 from tests.tiny_model import Reference, tiny_config
 

@@ -7,10 +7,10 @@ import operator
 import torch
 from torch import fx
 
-from mllm_compile.passes.fx_match import is_symbolic
+from mllm_compile.passes.match.nodes import is_symbolic
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.verify import verify_graph
-from tests.passes.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets, text
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets, text
 
 
 def split(gm: fx.GraphModule) -> fx.GraphModule:

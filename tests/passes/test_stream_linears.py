@@ -12,24 +12,24 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.cuda_kernels import streamed_linears
-from mllm_compile.passes import fx_match
+from mllm_compile.kernels.cuda import streamed_linears
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
-from mllm_compile.passes.fx_match import LINEAR
+from mllm_compile.passes.match import nodes
+from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
-from mllm_compile.runtime.program import Program, SmallForm
-from mllm_compile.runtime.stream_linear.lanes import TILE_ROWS
-from mllm_compile.runtime.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
-from mllm_compile.runtime.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
-from tests.passes.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.stand_ins import streamed_ops_on_cpu
+from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
+from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
+from mllm_compile.runtime.program.spec import Program, SmallForm
+from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.support.stand_ins import streamed_ops_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_ins():
     with streamed_ops_on_cpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fx_match, "KERNEL_DEVICE_TYPE", "cpu")
+        patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
         yield
 
 
@@ -60,7 +60,7 @@ def test_a_piece_with_a_large_weight_reads_it_in_rows_for_eight_tokens():
     assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_LARGE_TOKENS: "piece_a_streamed"}}
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_LARGE_TOKENS),)}
     tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
-    in_rows = [(tiling.kind.rows, tiling.tokens) for tiling in tilings if tiling.source == "stream_linear/rows.cu"]
+    in_rows = [(tiling.kind.rows, tiling.tokens) for tiling in tilings if tiling.source == "ops/stream_linear/rows.cu"]
     assert in_rows == [(6144, 8)]
     assert {tiling.tokens for tiling in tilings} == {count for count in TOKEN_BUCKETS if count <= MAX_LARGE_TOKENS}
 

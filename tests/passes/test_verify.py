@@ -11,7 +11,7 @@ from torch import fx
 from mllm_compile.passes.pipeline import pass_names
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.verify import AFTER, GraphInvariantError, verify_graph
-from tests.passes.graph_builder import GraphBuilder, apply, model_of_layers
+from tests.passes.support.graph_builder import GraphBuilder, apply, model_of_layers
 
 
 def traced() -> fx.GraphModule:

@@ -9,18 +9,18 @@ from dataclasses import replace
 import torch
 
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.model_source import LoadedModel
-from mllm_compile.runtime.ops import attention_with_output
-from mllm_compile.runtime.request import Request
+from mllm_compile.runtime.ops.attention import attention_with_output
+from mllm_compile.runtime.ops.trace import attention_reference
+from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig
-from mllm_compile.runtime.sampler import Sampler
-from mllm_compile.runtime.sampling_params import SamplingParams
-from mllm_compile.runtime.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.scheduler import Scheduler
-from mllm_compile.runtime.scheduler_config import SchedulerConfig
-from mllm_compile.runtime.step import StepRunner
-from mllm_compile.runtime.trace_ops import attention_reference
-from tests.runtime.attention_cases import make_layer
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.step.runner import StepRunner
+from tests.runtime.attention.attention_cases import make_layer
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 61, 32, 4, 2, 16, 64
 

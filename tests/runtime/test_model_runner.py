@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mllm_compile.runtime import device_memory
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
+from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardMode
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -178,7 +178,7 @@ def test_without_a_fixed_number_the_pages_serve_every_request_at_full_length():
 
 
 def test_too_little_memory_for_one_request_says_what_is_needed_and_what_to_change(monkeypatch):
-    monkeypatch.setattr(device_memory, "_host_memory_bytes", lambda: (300_000, 300_000))
+    monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (300_000, 300_000))
     # 17 pages of 4 tokens, 2 layers, 2 heads of 16 + 16 floats: 34816 bytes; a quarter of the memory is 75000.
     make_runner(num_pages=None)
     with pytest.raises(DeviceMemoryError, match=r"of 250 tokens needs .* are left .*max_model_len"):
@@ -186,7 +186,7 @@ def test_too_little_memory_for_one_request_says_what_is_needed_and_what_to_chang
 
 
 def test_too_little_memory_for_the_weights_is_found_before_loading(monkeypatch):
-    monkeypatch.setattr(device_memory, "_host_memory_bytes", lambda: (90_000, 300_000))
+    monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (90_000, 300_000))
     with pytest.raises(DeviceMemoryError, match=r"weights need .* free of"):
         make_runner()
 
@@ -201,19 +201,19 @@ def test_too_many_requests_for_the_table_of_slots_are_found_before_it_is_made():
 def test_a_control_group_s_limit_counts_as_the_machine_s_memory(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 800 kB\n")
-    assert device_memory._host_memory_bytes(tmp_path) == (800 * 1024, 1000 * 1024)
+    assert memory._host_memory_bytes(tmp_path) == (800 * 1024, 1000 * 1024)
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text("1024\n")
-    assert device_memory._host_memory_bytes(tmp_path) == (800 * 1024, 1000 * 1024)
+    assert memory._host_memory_bytes(tmp_path) == (800 * 1024, 1000 * 1024)
     (group / "memory.max").write_text("409600\n")
-    assert device_memory._host_memory_bytes(tmp_path) == (408576, 409600)
+    assert memory._host_memory_bytes(tmp_path) == (408576, 409600)
 
 
 def test_memory_of_the_machine_is_told_in_gb():
-    total = device_memory.get_total_gpu_memory("cpu", 0)
-    assert 0 < device_memory.get_available_gpu_memory("cpu", 0) <= total
+    total = memory.get_total_gpu_memory("cpu", 0)
+    assert 0 < memory.get_available_gpu_memory("cpu", 0) <= total
 
 
 def test_an_unknown_attention_backend_is_refused_with_the_known_ones():

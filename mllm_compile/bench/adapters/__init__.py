@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from mllm_compile.bench.adapters.base import BenchEngine
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.setting import Setting
+from mllm_compile.bench.measure.setting import Setting
 
 # engine → the package that it needs
 ENGINES = {"mllm": "mllm_compile", "vllm": "vllm", "transformers": "transformers"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.workloads import Call
+from mllm_compile.bench.measure.workloads import Call
 
 
 class BenchEngine(Protocol):

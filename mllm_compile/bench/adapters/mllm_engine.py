@@ -5,9 +5,9 @@ from __future__ import annotations
 from mllm_compile import Engine, SamplingParams, __version__
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.setting import Setting
-from mllm_compile.bench.workloads import Call
-from mllm_compile.progress import reporter_for
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import Call
+from mllm_compile.process.progress import reporter_for
 
 
 class MllmEngine:

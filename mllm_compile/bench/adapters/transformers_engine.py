@@ -9,8 +9,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from mllm_compile.bench.adapters.base import check_output
-from mllm_compile.bench.setting import Setting
-from mllm_compile.bench.workloads import Call
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import Call
 
 
 class TransformersEngine:

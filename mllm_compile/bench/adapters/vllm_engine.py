@@ -9,8 +9,8 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from mllm_compile.bench.adapters.base import check_output
-from mllm_compile.bench.setting import Setting
-from mllm_compile.bench.workloads import Call
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import Call
 
 GPU_MEMORY_UTILIZATION = 0.85
 

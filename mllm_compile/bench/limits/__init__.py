@@ -1,0 +1,1 @@
+"""What the hardware allows, and how near a step comes to it."""

@@ -1,0 +1,59 @@
+"""Measures what the device reaches: bytes read a second from memory, floating-point operations a second in a GEMM."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from mllm_compile.bench.measure.results import Ceilings
+
+# Far beyond any cache, and long enough that starting the kernel does not count.
+_READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+_GEMM_SIZE = {"cuda": 8192, "cpu": 1024}
+_REPEATS = {"cuda": 20, "cpu": 3}
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """
+    Args:
+        device: a CUDA device (then the current one) or the CPU with torch's number of threads.
+        dtype: of the GEMM.
+    """
+    num_bytes, size = _READ_BYTES[device.type], _GEMM_SIZE[device.type]
+    read_s = _best_seconds(_reader(torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)), device)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    gemm_s = _best_seconds(lambda: torch.mm(a, b), device)
+    return Ceilings(read_bytes_s=num_bytes / read_s, flops_s=2 * size**3 / gemm_s)
+
+
+def _reader(data: torch.Tensor) -> Callable[[], object]:
+    """A function that reads `data` once as fast as can be."""
+    if data.is_cuda:
+        from mllm_compile.bench.limits.triton_read import triton_reader
+
+        return triton_reader(data)
+    # amax touches every element once and keeps nothing; torch's sum of int32 widens first.
+    floats = data.view(torch.float32)
+    return lambda: torch.amax(floats)
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median on a GPU; the best on a CPU, which other processes share."""
+    seconds = [_seconds(run, device) for _ in range(_REPEATS[device.type] + 1)][1:]
+    return statistics.median(seconds) if device.type == "cuda" else min(seconds)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

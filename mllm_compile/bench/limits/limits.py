@@ -1,0 +1,100 @@
+"""What the hardware would allow: bytes and operations of the work over measured ceilings. Arithmetic only.
+
+A step has to read every weight once and each request's KV cache, and to multiply each token with each weight. Weights
+and KV are counted apart, since they are different kernels: the time of the weights is bytes or operations, whichever
+is more; attention's is its bytes while decoding, its operations in a prompt. Activations are left out (under 1 %).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mllm_compile.bench.measure.results import Ceilings, Measurement
+from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFigures:
+    """What a step of a model moves and computes.
+
+    Attributes:
+        layer_params: parameters that every token is multiplied with.
+        head_params: parameters of the head, which only sampled rows are multiplied with.
+        weight_itemsize: bytes a parameter.
+        kv_bytes_per_token: over all layers.
+        attention_flops_per_pair: of one query token with one key, over all heads and layers.
+        vocab_size: rows of the embedding.
+        context_len: tokens that the model was made for.
+    """
+
+    layer_params: int
+    head_params: int
+    weight_itemsize: int
+    kv_bytes_per_token: int
+    attention_flops_per_pair: int
+    vocab_size: int
+    context_len: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Read in every step; an embedding table that is not the head is left out, as only few of its rows are."""
+        return (self.layer_params + self.head_params) * self.weight_itemsize
+
+    def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
+        """Of one step with a request at each of these contexts."""
+        kv_bytes = sum(context_lens) * self.kv_bytes_per_token
+        return self._weights_seconds(ceilings, len(context_lens), len(context_lens)) + kv_bytes / ceilings.read_bytes_s
+
+    def prefill_seconds(self, ceilings: Ceilings, prompt_lens: Sequence[int]) -> float:
+        """Of these prompts, in as few steps as can be."""
+        pairs = sum(length * (length + 1) // 2 for length in prompt_lens)
+        attention = pairs * self.attention_flops_per_pair / ceilings.flops_s
+        return self._weights_seconds(ceilings, sum(prompt_lens), len(prompt_lens)) + attention
+
+    def _weights_seconds(self, ceilings: Ceilings, num_tokens: int, num_rows: int) -> float:
+        flops = 2 * (self.layer_params * num_tokens + self.head_params * num_rows)
+        return max(self.weight_bytes / ceilings.read_bytes_s, flops / ceilings.flops_s)
+
+
+def with_latency_limits(
+    lines: Sequence[Measurement], work: LatencyWork, figures: ModelFigures, ceilings: Ceilings
+) -> list[Measurement]:
+    """The lines of a latency run with their limits, in ms."""
+    limited = []
+    # The step that makes token i of a prompt of L sees L + i - 1 tokens; the mean of i = 2 … output_len.
+    context = work.input_len + work.output_len / 2
+    for line in lines:
+        batch = line.batch or 1
+        if line.name == "tpot":
+            seconds = figures.decode_seconds(ceilings, [context] * batch)
+        else:
+            seconds = figures.prefill_seconds(ceilings, [work.input_len] * batch)
+        limited.append(line.with_limit(seconds * 1e3))
+    return limited
+
+
+def with_throughput_limits(
+    lines: Sequence[Measurement], work: ThroughputWork, figures: ModelFigures, ceilings: Ceilings
+) -> list[Measurement]:
+    """The lines of a throughput run with their limits, in tokens a second."""
+    limited = []
+    for line in lines:
+        if line.name == work.mixed_name:
+            call = work.mixed_call(figures.vocab_size)
+            limited.append(line.with_limit(call.num_output_tokens / _mixed_seconds(call, figures, ceilings)))
+        else:
+            call = work.prefill_call(figures.vocab_size)
+            prompt_lens = [len(prompt) for prompt in call.prompts]
+            limited.append(line.with_limit(call.num_input_tokens / figures.prefill_seconds(ceilings, prompt_lens)))
+    return limited
+
+
+def _mixed_seconds(call: Call, figures: ModelFigures, ceilings: Ceilings) -> float:
+    """All prompts at once, then all requests side by side, each until its last token."""
+    prompt_lens = [len(prompt) for prompt in call.prompts]
+    seconds = figures.prefill_seconds(ceilings, prompt_lens)
+    for made in range(1, max(call.max_tokens)):  # the prefill gave each its first token
+        contexts = [length + made for length, limit in zip(prompt_lens, call.max_tokens, strict=True) if limit > made]
+        seconds += figures.decode_seconds(ceilings, contexts)
+    return seconds

@@ -1,0 +1,36 @@
+"""Counts a model's parameters and KV bytes from its config, without its weights. Imports Transformers (seconds)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mllm_compile.bench.limits.limits import ModelFigures
+from mllm_compile.model.hf_model import build_on_meta
+
+
+def model_figures(folder: Path, dtype: str, trust_remote_code: bool = False) -> ModelFigures:
+    """The figures of a model folder, served in `dtype`.
+
+    Every matrix counts as one that each token is multiplied with (so a mixture of experts counts all its experts), and
+    every layer as one with full attention: for other models the limit is a bound, not a target.
+    """
+    torch_dtype = getattr(torch, dtype)
+    hf_model = build_on_meta(folder, torch_dtype, trust_remote_code)
+    model: Any = hf_model.model
+    sizes = hf_model.sizes()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    parameters = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    layers = sum(count for key, count in parameters.items() if key not in (id(embedding), id(head)))
+    heads_dim = sizes.num_hidden_layers * sizes.head_dim
+    return ModelFigures(
+        layer_params=layers,
+        head_params=head.numel(),
+        weight_itemsize=torch_dtype.itemsize,
+        kv_bytes_per_token=2 * heads_dim * sizes.num_kv_heads * torch_dtype.itemsize,
+        attention_flops_per_pair=4 * heads_dim * sizes.num_attention_heads,
+        vocab_size=sizes.vocab_size,
+        context_len=sizes.context_len,
+    )

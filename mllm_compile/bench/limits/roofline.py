@@ -1,0 +1,313 @@
+"""Where the time of a decode step goes: each kernel's bytes, its time, and what it loses against the ceilings.
+
+Bytes are those that have to move, not those that a kernel happened to move: a matrix and its rows for a GEMM, the KV
+cache for an attention, and for whatever runs between two GEMMs what the first wrote and the second reads. Kernels
+between them share that, so that splitting work over more kernels shows as time lost.
+
+Which GEMM is which weight is known by order: a piece's matrices are used in the order of its inputs. Kernels of a
+replayed CUDA graph are found by name and count among those of a step without graphs, but for those that a captured
+decode alone has. Pure Python.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel, short_name
+
+PREPARE = "prepare the step"
+SAMPLE = "logits to tokens"
+UNKNOWN = "?"
+# GEMM kernels of cuBLAS, CUTLASS, Triton and ours; on a CPU the innermost operators. A split-K's reduction is no GEMM.
+_GEMM_NAME = re.compile(
+    r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$)|^aten::(add)?mm$", re.I
+)
+_NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
+# Of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
+_READS_LOGITS = "_block_numbers_kernel"
+_CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFacts:
+    """A weight [N, K] of a GEMM."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def out_bytes(self, rows: int) -> int:
+        return rows * self.shape[0] * self.itemsize
+
+    def in_bytes(self, rows: int) -> int:
+        return rows * self.shape[-1] * self.itemsize
+
+    def flops(self, rows: int) -> int:
+        return 2 * rows * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFacts:
+    """One piece call: activations in and out, bytes; its matrices in order of use."""
+
+    index: int
+    in_bytes: int
+    out_bytes: int
+    matrices: tuple[MatrixFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """One attention, after a piece call: bytes of the KV cache it reads; of query, new keys and values, and output."""
+
+    after_piece: int
+    name: str
+    kv_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a decode step computes, with `rows` requests."""
+
+    rows: int
+    pieces: tuple[PieceFacts, ...]
+    attentions: tuple[AttentionFacts, ...]
+    logits_bytes: int
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepFacts:
+        """The inverse of dataclasses.asdict."""
+        pieces = tuple(
+            PieceFacts(
+                piece["index"],
+                piece["in_bytes"],
+                piece["out_bytes"],
+                tuple(MatrixFacts(m["name"], tuple(m["shape"]), m["itemsize"]) for m in piece["matrices"]),
+            )
+            for piece in data["pieces"]
+        )
+        attentions = tuple(AttentionFacts(**attention) for attention in data["attentions"])
+        return cls(data["rows"], pieces, attentions, data["logits_bytes"])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a kernel is there for, and what it has to move and compute."""
+
+    label: str
+    num_bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineRow:
+    """Kernels of one name with one job, over a step.
+
+    Attributes:
+        label: the job, the layer's number left out.
+        kernel: short name.
+        count: kernels a step.
+        us: their time, all together.
+        num_bytes, flops: likewise.
+        limit_us: what the ceilings would allow.
+    """
+
+    label: str
+    kernel: str
+    count: int
+    us: float
+    num_bytes: int
+    flops: int
+    limit_us: float
+
+    @property
+    def lost_us(self) -> float:
+        return self.us - self.limit_us
+
+    @property
+    def share(self) -> float:
+        """Of the ceiling that binds, 0 to 1."""
+        return self.limit_us / self.us if self.us else 0.0
+
+
+def assign_jobs(kernels: Sequence[TracedKernel], facts: StepFacts) -> list[Job]:
+    """Each kernel's job, from a step whose kernels know their piece."""
+    jobs = [Job(UNKNOWN)] * len(kernels)
+    groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for position, kernel in enumerate(kernels):
+        groups[kernel.piece, kernel.inside].append(position)
+    pieces = {piece.index: piece for piece in facts.pieces}
+    attentions = {attention.after_piece: attention for attention in facts.attentions}
+    last = max(pieces)
+    for (piece, inside), positions in groups.items():
+        mine = [kernels[position] for position in positions]
+        if inside:
+            found = _piece_jobs(mine, pieces[piece], facts.rows)
+        elif piece == BEFORE_FIRST_PIECE:
+            found = [Job(PREPARE)] * len(mine)
+        elif piece in attentions:
+            found = _attention_jobs(mine, attentions[piece])
+        else:
+            label = SAMPLE if piece == last else UNKNOWN
+            found = _longest_gets(mine, Job(label, facts.logits_bytes), Job(label))
+        for position, job in zip(positions, found, strict=True):
+            jobs[position] = job
+    return jobs
+
+
+def jobs_by_name(
+    kernels: Sequence[TracedKernel], known: Sequence[TracedKernel], known_jobs: Sequence[Job], logits_bytes: int
+) -> list[Job]:
+    """Jobs for a captured step's kernels from another step's: the n-th of a name has the job of the n-th there.
+
+    Args:
+        logits_bytes: what choosing tokens has to read.
+    """
+    return [
+        known_jobs[same] if same is not None else _captured_job(kernel.name, logits_bytes)
+        for kernel, same in zip(kernels, _same_in(known, kernels), strict=True)
+    ]
+
+
+def part_times(
+    kernels: Sequence[TracedKernel], known: Sequence[TracedKernel], facts: StepFacts
+) -> tuple[dict[int, float], float]:
+    """What each step of the program takes, found as jobs_by_name finds jobs.
+
+    Returns:
+        (index in program.steps → µs of its kernels, µs of the kernels of no step: inputs made ready, tokens chosen).
+    """
+    attentions = {attention.after_piece for attention in facts.attentions}
+    times: dict[int, float] = defaultdict(float)
+    others = 0.0
+    for kernel, same in zip(kernels, _same_in(known, kernels), strict=True):
+        piece, inside = (BEFORE_FIRST_PIECE, False) if same is None else (known[same].piece, known[same].inside)
+        if inside:
+            times[piece] += kernel.us
+        elif piece in attentions:
+            times[piece + 1] += kernel.us
+        else:
+            others += kernel.us
+    return dict(times), others
+
+
+def _same_in(known: Sequence[TracedKernel], kernels: Sequence[TracedKernel]) -> list[int | None]:
+    """Each kernel's position in the known step: the n-th of a name is the n-th there; None: there is none."""
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for position, kernel in enumerate(known):
+        by_name[kernel.name].append(position)
+    counts: dict[str, int] = defaultdict(int)
+    found = []
+    for kernel in kernels:
+        same, count = by_name[kernel.name], counts[kernel.name]
+        found.append(same[count] if count < len(same) else None)
+        counts[kernel.name] += 1
+    return found
+
+
+def _captured_job(name: str, logits_bytes: int) -> Job:
+    return Job(_CAPTURED_LABELS.get(name, UNKNOWN), logits_bytes if name == _READS_LOGITS else 0)
+
+
+def roofline_rows(kernels: Sequence[TracedKernel], jobs: Sequence[Job], ceilings: Ceilings) -> list[RooflineRow]:
+    """Kernels of one name and job together, the most time lost first."""
+    groups: dict[tuple[str, str], list[tuple[TracedKernel, Job]]] = defaultdict(list)
+    for kernel, job in zip(kernels, jobs, strict=True):
+        groups[_without_numbers(job.label), short_name(kernel.name)].append((kernel, job))
+    rows = [
+        RooflineRow(
+            label=label,
+            kernel=name,
+            count=len(group),
+            us=sum(kernel.us for kernel, _ in group),
+            num_bytes=sum(job.num_bytes for _, job in group),
+            flops=sum(job.flops for _, job in group),
+            limit_us=sum(_limit_us(job, ceilings) for _, job in group),
+        )
+        for (label, name), group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: row.lost_us, reverse=True)
+
+
+def _limit_us(job: Job, ceilings: Ceilings) -> float:
+    return max(job.num_bytes / ceilings.read_bytes_s, job.flops / ceilings.flops_s) * 1e6
+
+
+def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[Job]:
+    """GEMMs get their matrices; those between two of them share what the first wrote and the second reads."""
+    matrices = piece.matrices
+    gemms = _gemm_positions(kernels, len(matrices))
+    if gemms is None:
+        return _fused_piece_jobs(kernels, piece, rows)
+    jobs = [Job("")] * len(kernels)
+    for position, matrix in zip(gemms, matrices, strict=True):
+        moved = matrix.num_bytes + matrix.in_bytes(rows) + matrix.out_bytes(rows)
+        jobs[position] = Job(matrix.name, moved, matrix.flops(rows))
+    edges = [-1, *gemms, len(kernels)]
+    for gap, (begin, end) in enumerate(pairwise(edges)):
+        between = range(begin + 1, end)
+        before = matrices[gap - 1].out_bytes(rows) if gap else piece.in_bytes
+        after = matrices[gap].in_bytes(rows) if gap < len(matrices) else piece.out_bytes
+        label = f"before {matrices[gap].name}" if gap < len(matrices) else "end of the piece"
+        for position in between:
+            jobs[position] = Job(label, (before + after) // len(between))
+    return jobs
+
+
+def _gemm_positions(kernels: Sequence[TracedKernel], count: int) -> list[int] | None:
+    """Which kernels are the GEMMs: by name where that gives the right number, else the longest ones.
+
+    None: there are fewer kernels than GEMMs, as in a piece whose GEMMs are inside compiled loops (on a CPU).
+    """
+    by_name = [
+        position
+        for position, kernel in enumerate(kernels)
+        if _GEMM_NAME.search(kernel.name) and not _NO_GEMM_NAME.search(kernel.name)
+    ]
+    if len(by_name) == count:
+        return by_name
+    if len(kernels) < count or any(kernel.name == COMPILED_LOOPS for kernel in kernels):
+        return None
+    longest = sorted(range(len(kernels)), key=lambda position: kernels[position].us, reverse=True)[:count]
+    return sorted(longest)
+
+
+def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[Job]:
+    """The longest kernel does all that the piece does."""
+    first, last = piece.matrices[0].name, piece.matrices[-1].name
+    label = first if first == last else f"{first} … {last}"
+    moved = piece.in_bytes + piece.out_bytes + sum(matrix.num_bytes for matrix in piece.matrices)
+    flops = sum(matrix.flops(rows) for matrix in piece.matrices)
+    return _longest_gets(kernels, Job(label, moved, flops), Job(f"around {label}"))
+
+
+def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[Job]:
+    """The longest kernel reads the cache; the others, if any (writing it, merging), move the new tokens' part."""
+    name = f"attention {attention.name}"
+    if len(kernels) == 1:
+        return [Job(name, attention.kv_bytes + attention.new_bytes)]
+    others = attention.new_bytes // (len(kernels) - 1)
+    return _longest_gets(kernels, Job(name, attention.kv_bytes), Job(f"{name}: around it", others))
+
+
+def _longest_gets(kernels: Sequence[TracedKernel], main: Job, rest: Job) -> list[Job]:
+    longest = max(range(len(kernels)), key=lambda position: kernels[position].us, default=0)
+    return [main if position == longest else rest for position in range(len(kernels))]
+
+
+def _without_numbers(label: str) -> str:
+    """The same place of every layer under one name: model.layers.3.mlp.up_proj.weight is mlp.up_proj."""
+    label = re.sub(r"(?<=[._])\d+(?=[._:]|\W|$)", "*", label)
+    return re.sub(r"\bmodel\.(layers\.\*\.)?|\.weight\b", "", label)

@@ -1,0 +1,1 @@
+"""The work, the process that it is measured in, and its results."""

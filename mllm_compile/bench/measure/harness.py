@@ -1,0 +1,208 @@
+"""Starts a fresh process for whatever is measured and collects what it writes. Imports no torch: it only waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.bench.adapters import check_installed
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.limits.limits import ModelFigures, with_latency_limits, with_throughput_limits
+from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
+from mllm_compile.bench.runtime_place import RuntimePlace
+from mllm_compile.files.cache_folders import CACHE_VARIABLE
+
+WORKER = "mllm_compile.bench.measure.worker"
+FIRST_TOKENS = "mllm_compile.bench.measure.first_tokens"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a first process found out."""
+
+    setting: Setting
+    environment: dict[str, str]
+    ceilings: Ceilings
+    figures: ModelFigures
+
+
+def run_latency(config: Path, engines: Sequence[str], work: LatencyWork) -> BenchResult:
+    """tpot and prefill of each engine, each in its own process, with the limits of this machine.
+
+    Raises:
+        BenchmarkError: an engine is not installed or failed.
+        MllmError: the config, the model or the device cannot be used.
+    """
+    _check_engines(engines)
+    probe = probe_machine(config, work.largest_batch, work.longest_request)
+    runs = [measure_latency(engine, probe.setting, work, probe) for engine in engines]
+    return _result("latency", asdict(work), config, probe.environment, probe.ceilings, runs)
+
+
+def measure_latency(engine: str, setting: Setting, work: LatencyWork, probe: Probe) -> EngineRun:
+    """The latency work by one engine, in a process of its own; our own engine's is kept beside its runtime."""
+    found = _worker_run("latency", engine, setting, asdict(work))
+    place, run = found.pop("place"), run_from_json(found)
+    run = _with_lines(run, with_latency_limits(run.measurements, work, probe.figures, probe.ceilings))
+    if place is not None:
+        _remember(RuntimePlace.from_json(place), run, work, probe)
+    return run
+
+
+def _remember(place: RuntimePlace, run: EngineRun, work: LatencyWork, probe: Probe) -> None:
+    steps = [[line.batch, line.median] for line in run.measurements if line.name == "tpot"]
+    latency = {"input_len": work.input_len, "output_len": work.output_len, "date": probe.environment["date"]}
+    place.remember({"ceilings": ceilings_found(probe), "latency": {**latency, "tpot_ms": steps}})
+
+
+def ceilings_found(probe: Probe) -> dict[str, Any]:
+    """The ceilings with where and when they were measured, as they are kept beside a runtime."""
+    return {**asdict(probe.ceilings), **{name: probe.environment[name] for name in ("device", "date")}}
+
+
+def levers_at_work(setting: Setting) -> frozenset[str]:
+    """Passes and kernels that changed something in the runtime that was compiled for a setting."""
+    return frozenset(run_process(WORKER, {"task": "levers", "setting": asdict(setting)})["levers"])
+
+
+def run_throughput(config: Path, engines: Sequence[str], work: ThroughputWork) -> BenchResult:
+    """As run_latency, for mixed and prefill throughput."""
+    _check_engines(engines)
+    probe = probe_machine(config, work.largest_batch, work.longest_request)
+    runs = []
+    for engine in engines:
+        run = run_from_json(_worker_run("throughput", engine, probe.setting, asdict(work)))
+        lines = with_throughput_limits(run.measurements, work, probe.figures, probe.ceilings)
+        runs.append(_with_lines(run, lines))
+    return _result("throughput", asdict(work), config, probe.environment, probe.ceilings, runs)
+
+
+def run_startup(config: Path, engines: Sequence[str], work: StartupWork) -> BenchResult:
+    """Cold and warm starts of each engine; every start is a process of its own, every cold one has empty caches."""
+    _check_engines(engines)
+    job = {"task": "probe", "config": str(config), "largest_batch": 1, "longest_request": START_PROMPT_LEN + 1}
+    found = run_process(WORKER, job | {"ceilings": False})
+    setting = Setting(**found["setting"])
+    runs = [_startup_run(engine, setting, work.repeats) for engine in engines]
+    return _result("startup", asdict(work), config, found["environment"], None, runs)
+
+
+def probe_machine(config: Path, largest_batch: int, longest_request: int) -> Probe:
+    """Resolves the config for a work and measures the device's ceilings, in a process that leaves nothing behind."""
+    job = {
+        "task": "probe",
+        "config": str(config),
+        "largest_batch": largest_batch,
+        "longest_request": longest_request,
+        "ceilings": True,
+    }
+    found = run_process(WORKER, job)
+    return Probe(
+        Setting(**found["setting"]),
+        found["environment"],
+        Ceilings(**found["ceilings"]),
+        ModelFigures(**found["figures"]),
+    )
+
+
+def run_process(module: str, job: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Runs `python -m module JOB RESULT` and returns its result. Its output goes to stderr.
+
+    Raises:
+        BenchmarkError: it failed; the message is its own where it gave one.
+    """
+    with tempfile.TemporaryDirectory(prefix="mllm-bench-") as folder:
+        job_path, result_path = Path(folder) / "job.json", Path(folder) / "result.json"
+        job_path.write_text(json.dumps(job), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(job_path), str(result_path)],
+            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            env=os.environ | dict(environment or {}),
+        )
+        if not result_path.exists():
+            what = " ".join(str(job[key]) for key in ("task", "engine") if key in job)
+            raise BenchmarkError(f"the process for {what or module} ended with code {done.returncode}; see its output")
+        result = json.loads(result_path.read_text(encoding="utf-8"))
+    if "error" in result:
+        raise BenchmarkError(result["error"])
+    return result
+
+
+def cache_environment(folder: Path) -> dict[str, str]:
+    """Sends all caches (ours, torch's, Triton's, vLLM's, the driver's) into a folder. FlashInfer's kernels count as
+    installed."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        "CUDA_CACHE_PATH": str(folder / "driver"),
+        CACHE_VARIABLE: str(folder / "mllm_compile"),
+    }
+
+
+def _startup_run(engine: str, setting: Setting, repeats: int) -> EngineRun:
+    names = ("cold", "warm")
+    starts: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="mllm-bench-caches-") as folder:
+            fresh = setting.changed("cache", dir=str(Path(folder) / "mllm_compile"))
+            job = {"engine": engine, "setting": asdict(fresh)}
+            for name in names:
+                starts[name].append(run_process(FIRST_TOKENS, job, cache_environment(Path(folder))))
+                print(f"{engine}: start {name} {starts[name][-1]['first token']:.2f} s", file=sys.stderr, flush=True)
+    lines = [
+        Measurement.of(f"{label} {name}", "s", [start[key] for start in starts[name]])
+        for name in names
+        for label, key in (("start", "first token"), ("ready", "ready"))
+    ]
+    lines += [
+        Measurement.of(f"{name}: {part}", "s", [start["parts"][part] for start in starts[name]])
+        for name in names
+        for part in starts[name][0]["parts"]
+    ]
+    first = starts["cold"][0]
+    return EngineRun(engine=engine, version=first["version"], settings=first["settings"], measurements=tuple(lines))
+
+
+def _worker_run(task: str, engine: str, setting: Setting, work: dict[str, Any]) -> dict[str, Any]:
+    return run_process(WORKER, {"task": task, "engine": engine, "setting": asdict(setting), "work": work})
+
+
+def _with_lines(run: EngineRun, lines: Sequence[Measurement]) -> EngineRun:
+    return EngineRun(engine=run.engine, version=run.version, settings=run.settings, measurements=tuple(lines))
+
+
+def _result(
+    command: str,
+    work: dict[str, Any],
+    config: Path,
+    environment: dict[str, str],
+    ceilings: Ceilings | None,
+    runs: list[EngineRun],
+) -> BenchResult:
+    return BenchResult(
+        command=command, work=work, model=config.stem, environment=environment, ceilings=ceilings, runs=tuple(runs)
+    )
+
+
+def _check_engines(engines: Sequence[str]) -> None:
+    for engine in engines:
+        check_installed(engine)
+
+
+def _has_descriptor(stream: Any) -> bool:
+    """A test may have replaced the stream by one in memory."""
+    try:
+        stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True

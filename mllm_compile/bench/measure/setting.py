@@ -1,0 +1,108 @@
+"""What all engines of one comparison are given: the same model folder, type, device and length, from one config.
+
+Made once, in a process of its own (worker.py), because it asks CUDA about the device; plain data from there on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from mllm_compile.bench.measure.workloads import MAX_MODEL_LEN
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import ConfigError
+
+Changes = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One comparison's common ground; goes to worker processes as JSON.
+
+    Attributes:
+        config_path: the YAML file.
+        changes: keys of the config, by section, that the benchmark's rules set for our own engine.
+        model_folder: local folder with config.json.
+        dtype, device: of the model; the device is `cpu` or `cuda:N`.
+        random_weights: random ones in place of the checkpoint's.
+        max_model_len: most tokens of one request.
+        vocab_size: prompts' ids are below it.
+        trust_remote_code: the config's.
+    """
+
+    config_path: str
+    changes: Changes
+    model_folder: str
+    dtype: str
+    device: str
+    random_weights: bool
+    max_model_len: int
+    vocab_size: int
+    trust_remote_code: bool
+
+    @classmethod
+    def from_config(cls, path: Path, largest_batch: int, longest_request: int) -> Self:
+        """Resolves the config under the benchmark's rules: no prefix cache, room for the work, 4096 tokens a request.
+
+        Raises:
+            ConfigError: the work does not fit the model or the config.
+            MllmError: what else is wrong with the config, the model or the device.
+        """
+        from mllm_compile.config.device import detect_device
+        from mllm_compile.config.model_folder import open_model_folder
+        from mllm_compile.config.resolve import resolve
+
+        config = EngineConfig.from_yaml(path)
+        model = open_model_folder(config.model)
+        device = detect_device(config.runtime.device)
+        resolved = resolve(changed_config(config, _room_for(config, largest_batch)), model, device)
+        max_model_len = resolved.runtime.max_model_len
+        if config.runtime.max_model_len == "auto":
+            max_model_len = min(max_model_len, max(MAX_MODEL_LEN, longest_request))
+        if longest_request > max_model_len:
+            raise ConfigError(
+                f"a request of this work has {longest_request} tokens, but {path} serves at most {max_model_len}. "
+                "Give smaller lengths (--input-len and --output-len, --max-len and --prefill-len, or --context), or "
+                "raise runtime.max_model_len if the model takes more."
+            )
+        changes = _room_for(config, largest_batch)
+        changes["runtime"] |= {"max_model_len": max_model_len, "enable_prefix_cache": False}
+        return cls(
+            config_path=str(path),
+            changes=changes,
+            model_folder=resolved.model.folder,
+            dtype=resolved.model.dtype,
+            device=resolved.runtime.device,
+            random_weights=resolved.model.load_format == "dummy",
+            max_model_len=max_model_len,
+            vocab_size=int(model.text_config_value("vocab_size")),
+            trust_remote_code=resolved.model.trust_remote_code,
+        )
+
+    def engine_config(self) -> EngineConfig:
+        """Our own engine's config."""
+        return changed_config(EngineConfig.from_yaml(self.config_path), self.changes)
+
+    def changed(self, section: str, **values: Any) -> Self:
+        """The same with more keys of our own engine's config set."""
+        section_changes = self.changes.get(section, {}) | values
+        return replace(self, changes=self.changes | {section: section_changes})
+
+
+def changed_config(config: EngineConfig, changes: Changes) -> EngineConfig:
+    """The config with some keys set, validated again."""
+    sections = config.model_dump()
+    for section, values in changes.items():
+        sections[section] |= values
+    return EngineConfig.from_dict(sections)
+
+
+def _room_for(config: EngineConfig, largest_batch: int) -> Changes:
+    """All requests of a batch run at once, unless the config says how many may; by default a CPU takes fewer."""
+    runtime: dict[str, Any] = {}
+    if config.runtime.max_running_requests == "auto":
+        from mllm_compile.config.resolve import MAX_RUNNING_REQUESTS
+
+        runtime["max_running_requests"] = max(MAX_RUNNING_REQUESTS["cuda"], largest_batch)
+    return {"runtime": runtime}

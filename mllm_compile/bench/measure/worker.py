@@ -1,0 +1,140 @@
+"""The fresh process that one thing is measured in: `python -m mllm_compile.bench.measure.worker JOB.json RESULT.json`.
+
+An engine gets a process of its own, so that neither memory nor a warmed-up library of another one helps or hurts it.
+The job and the result are plain JSON; what an engine says goes to the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.bench.adapters import open_engine
+from mllm_compile.bench.adapters.base import BenchEngine
+from mllm_compile.bench.measure.results import EngineRun, Measurement
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import Call, LatencyWork, StepWork, ThroughputWork
+from mllm_compile.bench.runtime_place import runtime_place
+from mllm_compile.errors import MllmError
+
+EXIT_MISTAKE = 2
+
+
+def probe(job: dict[str, Any]) -> dict[str, Any]:
+    """The setting, the model's figures, the environment and (unless they are not wanted) the ceilings."""
+    setting = Setting.from_config(Path(job["config"]), job["largest_batch"], job["longest_request"])
+
+    import torch
+
+    from mllm_compile.bench.limits.ceilings import measure_ceilings
+    from mllm_compile.bench.limits.model_figures import model_figures
+    from mllm_compile.bench.measure.environment import describe_environment
+
+    device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
+    result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
+    if job["ceilings"]:
+        result["ceilings"] = asdict(measure_ceilings(device, dtype))
+        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code)
+        result["figures"] = asdict(figures)
+    return result
+
+
+def latency(job: dict[str, Any]) -> dict[str, Any]:
+    """An EngineRun of tpot and prefill by batch, and where the runtime lies that it ran."""
+    work = LatencyWork(**(job["work"] | {"batches": tuple(job["work"]["batches"])}))
+    setting = Setting(**job["setting"])
+    engine = open_engine(job["engine"], setting)
+    lines: list[Measurement] = []
+    for batch in work.batches:
+        first, whole = work.calls(batch, setting.vocab_size)
+        first_s, whole_s = _times(engine, (first, whole), work.repeats)
+        lines += work.measurements(batch, first_s, whole_s)
+        _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
+    run = _run(job["engine"], engine, lines)
+    return run | {"place": asdict(runtime_place(setting)) if job["engine"] == "mllm" else None}
+
+
+def throughput(job: dict[str, Any]) -> dict[str, Any]:
+    """An EngineRun of mixed and prefill throughput."""
+    work = ThroughputWork(**(job["work"] | {"mixed_range": tuple(job["work"]["mixed_range"])}))
+    setting = Setting(**job["setting"])
+    engine = open_engine(job["engine"], setting)
+    prefill_call, mixed_call = work.prefill_call(setting.vocab_size), work.mixed_call(setting.vocab_size)
+    lines = []
+    for call, measure in ((prefill_call, work.prefill_measurement), (mixed_call, work.mixed_measurement)):
+        (seconds,) = _times(engine, (call,), work.repeats)
+        lines.append(measure(call, seconds))
+        _say(f"{job['engine']}: {lines[-1].name} {lines[-1].median:.0f} {lines[-1].unit}")
+    return _run(job["engine"], engine, lines)
+
+
+def roofline(job: dict[str, Any]) -> dict[str, Any]:
+    """The kernels of a step of each batch (roofline.py), and where the runtime lies that made them."""
+    from mllm_compile.bench.trace.step_trace import trace_steps
+
+    setting = Setting(**job["setting"])
+    steps = trace_steps(setting, StepWork(**job["work"]), job["ranges"])
+    return {"steps": steps, "place": asdict(runtime_place(setting))}
+
+
+def levers(job: dict[str, Any]) -> dict[str, Any]:
+    """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
+    from mllm_compile.compiler.target import find_target
+    from mllm_compile.store.artifact import open_artifact
+
+    artifact = open_artifact(find_target(Setting(**job["setting"]).engine_config()).folder)
+    at_work = [report["name"] for report in artifact.manifest.about["passes"] if report["matches"]]
+    if artifact.program.decode_loop is not None:
+        at_work.append("sample_in_graph")
+    return {"levers": at_work}
+
+
+_TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "probe": probe,
+    "latency": latency,
+    "throughput": throughput,
+    "roofline": roofline,
+    "levers": levers,
+}
+
+
+def _times(engine: BenchEngine, calls: tuple[Call, ...], repeats: int) -> list[list[float]]:
+    """Seconds of each call, `repeats` of them after one warm-up; the calls take turns, so that drift hits all alike."""
+    for call in calls:
+        engine.generate(call)
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, taken in zip(calls, seconds, strict=True):
+            start = time.perf_counter()
+            engine.generate(call)
+            taken.append(time.perf_counter() - start)
+    return seconds
+
+
+def _run(name: str, engine: BenchEngine, lines: list[Measurement]) -> dict[str, Any]:
+    run = EngineRun(engine=name, version=engine.version, settings=engine.settings, measurements=tuple(lines))
+    engine.close()
+    return asdict(run)
+
+
+def _say(text: str, batch: int | None = None) -> None:
+    print(text if batch is None else f"{text} at batch {batch}", file=sys.stderr, flush=True)
+
+
+def main(job_path: str, result_path: str) -> int:
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    try:
+        result = _TASKS[job["task"]](job)
+    except MllmError as error:
+        result = {"error": str(error)}
+    Path(result_path).write_text(json.dumps(result), encoding="utf-8")
+    return EXIT_MISTAKE if "error" in result else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""The work that engines are measured on: exact definitions, with what comes out of their times.
+
+The defaults are the project's benchmark (docs/benchmarks.md); every size can be scaled down for a small machine. All
+of it is greedy or seeded, ignores the end-of-sequence token, and asks for no text. Free of torch: numbers in and out.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from mllm_compile.bench.measure.results import Measurement
+from mllm_compile.errors import ConfigError
+
+Prompts = list[list[int]]
+
+BATCHES = (1, 8, 64, 256)
+INPUT_LEN = 512
+OUTPUT_LEN = 129
+REPEATS = 3
+MIXED_REQUESTS = 256
+MIXED_RANGE = (100, 1024)
+MIXED_TEMPERATURE = 0.6
+PREFILL_PROMPTS = 32
+PREFILL_LEN = 2048
+START_PROMPT_LEN = 32
+MAX_MODEL_LEN = 4096
+# Ids above this are rare or special in common vocabularies.
+_LARGEST_TOKEN_ID = 10000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of an engine's generate.
+
+    Attributes:
+        prompts: token ids.
+        max_tokens: tokens to generate, one number a prompt.
+        temperature: 0 for greedy.
+    """
+
+    prompts: Prompts
+    max_tokens: list[int]
+    temperature: float = 0.0
+
+    @property
+    def num_input_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyWork:
+    """`tpot` and `prefill` at several batch sizes.
+
+    At batch b: b prompts of `input_len` random tokens; tpot is (time of generate with `output_len` new tokens − with
+    1) / (output_len − 1), each the median of `repeats` after one warm-up; prefill is the 1-token generate.
+    """
+
+    batches: tuple[int, ...] = BATCHES
+    input_len: int = INPUT_LEN
+    output_len: int = OUTPUT_LEN
+    repeats: int = REPEATS
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("--batch", min(self.batches, default=0), 1)
+        _check("--input-len", self.input_len, 1)
+        _check("--output-len", self.output_len, 2)
+        _check("--repeats", self.repeats, 1)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.batches)
+
+    @property
+    def longest_request(self) -> int:
+        return self.input_len + self.output_len
+
+    def calls(self, batch: int, vocab_size: int) -> tuple[Call, Call]:
+        """(the 1-token call, the whole call) over the same prompts."""
+        prompts = random_prompts(batch, self.input_len, vocab_size, seed=batch)
+        first, whole = (
+            Call(prompts=prompts, max_tokens=[count] * batch, temperature=self.temperature)
+            for count in (1, self.output_len)
+        )
+        return first, whole
+
+    def measurements(self, batch: int, first_s: list[float], whole_s: list[float]) -> list[Measurement]:
+        """tpot and prefill in ms from the two calls' seconds, run in turns."""
+        steps = self.output_len - 1
+        pairs = [(whole - first) / steps * 1e3 for first, whole in zip(first_s, whole_s, strict=True)]
+        prefill = Measurement.of("prefill", "ms", [seconds * 1e3 for seconds in first_s], batch=batch)
+        whole = Measurement.of("whole", "ms", [seconds * 1e3 for seconds in whole_s], batch=batch)
+        # By definition the difference of the medians; the pairs give the spread.
+        tpot = Measurement.of("tpot", "ms", pairs, batch=batch, median=(whole.median - prefill.median) / steps)
+        return [tpot, prefill]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputWork:
+    """`mixed` (256 requests of all lengths, submitted at once) and `prefill` (32 prompts of 2048, one new token)."""
+
+    mixed_requests: int = MIXED_REQUESTS
+    mixed_range: tuple[int, int] = MIXED_RANGE
+    prefill_prompts: int = PREFILL_PROMPTS
+    prefill_len: int = PREFILL_LEN
+    repeats: int = REPEATS
+
+    def __post_init__(self) -> None:
+        _check("--requests", self.mixed_requests, 1)
+        _check("--min-len", self.mixed_range[0], 1)
+        _check("--max-len", self.mixed_range[1], self.mixed_range[0])
+        _check("--prefill-prompts", self.prefill_prompts, 1)
+        _check("--prefill-len", self.prefill_len, 1)
+        _check("--repeats", self.repeats, 1)
+
+    @property
+    def mixed_name(self) -> str:
+        return f"mixed{self.mixed_requests}"
+
+    @property
+    def prefill_name(self) -> str:
+        return f"prefill{self.prefill_prompts}x{self.prefill_len}"
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.mixed_requests, self.prefill_prompts)
+
+    @property
+    def longest_request(self) -> int:
+        return max(2 * self.mixed_range[1], self.prefill_len + 1)
+
+    def mixed_call(self, vocab_size: int) -> Call:
+        """All prompts are drawn first, then all output lengths, from one generator seeded with 0."""
+        draw = random.Random(0)
+        last = largest_token_id(vocab_size)
+        prompts = [
+            [draw.randint(0, last) for _ in range(draw.randint(*self.mixed_range))] for _ in range(self.mixed_requests)
+        ]
+        max_tokens = [draw.randint(*self.mixed_range) for _ in range(self.mixed_requests)]
+        return Call(prompts=prompts, max_tokens=max_tokens, temperature=MIXED_TEMPERATURE)
+
+    def prefill_call(self, vocab_size: int) -> Call:
+        prompts = random_prompts(self.prefill_prompts, self.prefill_len, vocab_size, seed=1)
+        return Call(prompts=prompts, max_tokens=[1] * self.prefill_prompts)
+
+    def mixed_measurement(self, call: Call, seconds: list[float]) -> Measurement:
+        return Measurement.of(self.mixed_name, "tok/s out", [call.num_output_tokens / s for s in seconds])
+
+    def prefill_measurement(self, call: Call, seconds: list[float]) -> Measurement:
+        return Measurement.of(self.prefill_name, "tok/s in", [call.num_input_tokens / s for s in seconds])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupWork:
+    """`start cold` and `start warm`: from a fresh process's first line to the first token of a 32-token prompt.
+
+    cold: our caches, torch's, Triton's and the driver's are empty. warm: a second process with what the first cached.
+    """
+
+    repeats: int = REPEATS
+
+    def __post_init__(self) -> None:
+        _check("--repeats", self.repeats, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Decode steps of several batch sizes, each request with `context` tokens; `steps` of each are profiled."""
+
+    batches: tuple[int, ...] = (1,)
+    context: int = INPUT_LEN + OUTPUT_LEN // 2  # a request of the latency work in the middle of its answer
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        _check("--batch", min(self.batches, default=0), 1)
+        _check("--context", self.context, 2)
+        _check("--steps", self.steps, 1)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.batches)
+
+    @property
+    def longest_request(self) -> int:
+        return self.context + 2 * self.steps + 16
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> Prompts:
+    """`count` prompts of `length` random token ids."""
+    draw = random.Random(seed)
+    last = largest_token_id(vocab_size)
+    return [[draw.randint(0, last) for _ in range(length)] for _ in range(count)]
+
+
+def largest_token_id(vocab_size: int) -> int:
+    """Random ids go from 0 to this."""
+    return min(_LARGEST_TOKEN_ID, vocab_size - 1)
+
+
+def _check(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{option} is {value}; expected at least {least}")

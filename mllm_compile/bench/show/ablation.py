@@ -1,0 +1,154 @@
+"""What each lever brings: the latency work with all of them, without one after another, and without any.
+
+A lever is a pass that can be left out, or a choice of the config that can be switched off. Each variant is a compiled
+runtime and a process of its own. What is complete is measured first and last: how far the two are apart says what a
+difference between variants is worth.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.measure.harness import levers_at_work, measure_latency, probe_machine
+from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measurement
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import LatencyWork
+from mllm_compile.bench.show.report import Table, markdown_row, provenance, show_figure, work_name
+from mllm_compile.errors import ConfigError
+from mllm_compile.process.console import print_table
+
+# Name → section, key, value that switches it off, and those of an engine without it. The passes come before them.
+CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
+    "hopper_decode": ("compile", "hopper_decode", False, (False,)),
+    "split_decode": ("compile", "split_decode", False, (False,)),
+    "full_graphs": ("cudagraph", "mode", "piecewise", ("piecewise", "none")),
+    "sample_in_graph": ("cudagraph", "sample_in_graph", False, (False,)),
+    "mixed_graphs": ("cudagraph", "mixed_tokens", (), ([],)),
+}
+_IN_RUNTIME = ("sample_in_graph",)  # choices whose kernels a runtime may turn out to lack
+COMMAND = "ablation"
+ALL, ALL_AGAIN, NONE = "all", "all, again", "without any of them"
+
+
+def lever_names() -> list[str]:
+    """All levers: the optional passes in their order, then CHOICES."""
+    from mllm_compile.passes.pipeline import optional_pass_names
+
+    return [*optional_pass_names(), *CHOICES]
+
+
+def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> BenchResult:
+    """tpot and prefill of every variant, with the limits of this machine; a run is named after its variant.
+
+    A lever that the engine with all of them does without, as its config says or the device or model wants it, or that
+    changes nothing in its runtime, has no variant, nor has one that it cannot do without: stderr says so.
+
+    Args:
+        levers: some of lever_names().
+
+    Raises:
+        ConfigError: a lever is not known.
+        BenchmarkError: the engine with all levers failed.
+        MllmError: the config, the model or the device cannot be used.
+    """
+    unknown = [name for name in levers if name not in lever_names()]
+    if unknown:
+        raise ConfigError(f"--lever {unknown[0]!r} is not known; expected some of {', '.join(lever_names())}")
+    probe = probe_machine(config, work.largest_batch, work.longest_request)
+
+    def measure(name: str, left_out: Sequence[str]) -> EngineRun:
+        _tell(f"{name}:")
+        run = measure_latency("mllm", without(probe.setting, left_out), work, probe)
+        return replace(run, engine=name)
+
+    runs, levers_left_out = [measure(ALL, ())], []
+    at_work = levers_at_work(probe.setting)
+    for lever in levers:
+        if not _is_on(runs[0], lever, at_work):
+            _tell(f"without {lever}: skipped, as this engine does without it already")
+            continue
+        try:
+            runs.append(measure(f"without {lever}", (lever,)))
+        except BenchmarkError as error:
+            _tell(f"without {lever}: {error}")
+        else:
+            levers_left_out.append(lever)
+    if len(levers_left_out) > 1:
+        runs.append(measure(NONE, levers_left_out))
+    runs.append(measure(ALL_AGAIN, ()))
+    return BenchResult(
+        command=COMMAND,
+        work=asdict(work),
+        model=config.stem,
+        environment=probe.environment,
+        ceilings=probe.ceilings,
+        runs=tuple(runs),
+    )
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _is_on(run: EngineRun, lever: str, at_work: Collection[str]) -> bool:
+    """Whether the engine of a run had it."""
+    if lever not in CHOICES:
+        return lever in at_work
+    section, key, _, without_it = CHOICES[lever]
+    return run.settings[section][key] not in without_it and (lever in at_work or lever not in _IN_RUNTIME)
+
+
+def without(setting: Setting, levers: Sequence[str]) -> Setting:
+    """The setting with these levers switched off, beside what its config leaves out already."""
+    passes = [name for name in levers if name not in CHOICES]
+    if passes:
+        left_out = setting.engine_config().compile.disable_passes
+        setting = setting.changed("compile", disable_passes=tuple(dict.fromkeys((*left_out, *passes))))
+    for name in levers:
+        if name in CHOICES:
+            section, key, value, _ = CHOICES[name]
+            setting = setting.changed(section, **{key: value})
+    return setting
+
+
+def print_ablation(result: BenchResult, stream: TextIO) -> None:
+    """A row a variant, each figure with its change against all levers."""
+    print_table(stream, f"{result.command}: {result.model}", *ablation_table(result))
+    for line in _provenance(result):
+        print(line, file=stream)
+
+
+def ablation_markdown(result: BenchResult) -> str:
+    """The same as Markdown."""
+    columns, rows = ablation_table(result)
+    lines = [f"### {result.model}: {result.command}", "", markdown_row(columns)]
+    lines += [markdown_row(["---", *["---:"] * (len(columns) - 1)]), *map(markdown_row, rows)]
+    return "\n".join([*lines, "", "; ".join(_provenance(result)), ""])
+
+
+def ablation_table(result: BenchResult) -> Table:
+    """(columns, rows): works beside each other, variants under each other."""
+    first = result.runs[0]
+    columns = ("levers", *(f"{work_name(line)}, {line.unit}" for line in first.measurements))
+    return columns, [(run.engine, *_cells(run, first)) for run in result.runs]
+
+
+def _provenance(result: BenchResult) -> list[str]:
+    """One engine is behind all variants."""
+    return provenance(replace(result, runs=(replace(result.runs[0], engine="mllm"),)))
+
+
+def _cells(run: EngineRun, first: EngineRun) -> list[str]:
+    if run is first:
+        return [show_figure(line.median) for line in run.measurements]
+    complete = {line.key: line for line in first.measurements}
+    return [_cell(line, complete[line.key]) for line in run.measurements]
+
+
+def _cell(line: Measurement, complete: Measurement) -> str:
+    return f"{show_figure(line.median)} ({line.median / complete.median - 1:+.1%})"

@@ -1,0 +1,130 @@
+"""Results as tables: for a terminal, and as Markdown for docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from mllm_compile.bench.measure.results import BenchResult, Measurement
+from mllm_compile.errors import ConfigError
+from mllm_compile.process.console import print_table
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def print_result(result: BenchResult, stream: TextIO) -> None:
+    """A table with a row for each line of the work and engine, and where it was taken."""
+    print_table(stream, f"{result.command}: {result.model}", *result_table(result))
+    for line in provenance(result):
+        print(line, file=stream)
+
+
+def result_table(result: BenchResult) -> Table:
+    """(columns, rows): the work first, engines under each other."""
+    has_limit = any(line.limit is not None for run in result.runs for line in run.measurements)
+    columns = ("work", "engine", "median", "unit", "spread") + (("limit", "share of limit") if has_limit else ())
+    rows = []
+    for key in _in_order(line.key for run in result.runs for line in run.measurements):
+        for run in result.runs:
+            for line in run.measurements:
+                if line.key == key:
+                    rows.append((work_name(line), run.engine, *_figures(line, has_limit)))
+    return columns, rows
+
+
+def _in_order(keys: Iterable[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+    """Each once: works in the order in which they first come, the batches of each under each other."""
+    seen = list(dict.fromkeys(keys))
+    names = list(dict.fromkeys(name for name, _ in seen))
+    return sorted(seen, key=lambda key: names.index(key[0]))
+
+
+def work_name(line: Measurement) -> str:
+    return line.name if line.batch is None else f"{line.name} b={line.batch}"
+
+
+def _figures(line: Measurement, has_limit: bool) -> tuple[str, ...]:
+    figures = (show_figure(line.median), line.unit, "-" if len(line.samples) == 1 else f"{line.spread:.1%}")
+    if not has_limit:
+        return figures
+    share = line.share_of_limit
+    if line.limit is None or share is None:
+        return (*figures, "", "")
+    return (*figures, show_figure(line.limit), f"{share:.0%}")
+
+
+def show_figure(value: float) -> str:
+    """Three significant digits at least, thousands with commas."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def provenance(result: BenchResult) -> list[str]:
+    """Versions, commit, machine, ceilings: a figure without them is not one."""
+    engines = ", ".join(f"{run.engine} {run.version}" for run in result.runs)
+    lines = [f"{engines}: " + ", ".join(f"{name} {value}" for name, value in result.environment.items())]
+    if result.ceilings is not None:
+        lines.append(
+            f"measured ceilings: read {result.ceilings.read_bytes_s / 1e9:,.4g} GB/s, "
+            f"GEMM {result.ceilings.flops_s / 1e12:,.3g} TFLOP/s"
+        )
+    return lines
+
+
+def markdown(results: Sequence[BenchResult]) -> str:
+    """One Markdown table for each model, command and device, engines side by side, with where it was taken below.
+
+    Results of the same are joined: several engines, or several batches, may come from several runs.
+
+    Raises:
+        ConfigError: two results have the same engine's figure of the same work.
+    """
+    groups: dict[str, list[BenchResult]] = {}
+    for result in results:
+        title = f"{result.model}: {result.command} on {result.environment['device']}"
+        groups.setdefault(title, []).append(result)
+    return "\n".join(_markdown_group(title, group) for title, group in groups.items())
+
+
+def _markdown_group(title: str, group: list[BenchResult]) -> str:
+    cells: dict[tuple[str, int | None], dict[str, Measurement]] = {}
+    for result in group:
+        for run in result.runs:
+            for line in run.measurements:
+                if run.engine in cells.setdefault(line.key, {}):
+                    raise ConfigError(f"{title}: two results have {run.engine}'s {work_name(line)}. Give one of them.")
+                cells[line.key][run.engine] = line
+    engines = list(dict.fromkeys(run.engine for result in group for run in result.runs))
+    limited = [engine for engine in engines if any(_share(line_of.get(engine)) for line_of in cells.values())]
+    header = ["work", "unit", "limit", *engines, *(f"{engine}, share of limit" for engine in limited)]
+    rule = ["---", "---", *["---:"] * (len(header) - 2)]
+    lines = [f"### {title}", "", markdown_row(header), markdown_row(rule)]
+    for key in _in_order(cells):
+        by_engine = cells[key]
+        line = next(iter(by_engine.values()))
+        limit = by_engine.get(engines[0], line).limit
+        figures = [_cell(by_engine.get(engine)) for engine in engines]
+        shares = [_share(by_engine.get(engine)) for engine in limited]
+        shown = "" if limit is None else show_figure(limit)
+        lines.append(markdown_row([work_name(line), line.unit, shown, *figures, *shares]))
+    for source in dict.fromkeys("; ".join(provenance(result)) for result in group):
+        lines += ["", source]
+    return "\n".join([*lines, ""])
+
+
+def _cell(line: Measurement | None) -> str:
+    """The median and how far the samples go to either side; one sample says nothing about that."""
+    if line is None:
+        return ""
+    median = show_figure(line.median)
+    return median if len(line.samples) == 1 else f"{median} ±{line.spread / 2:.1%}"
+
+
+def _share(line: Measurement | None) -> str:
+    return "" if line is None or line.share_of_limit is None else f"{line.share_of_limit:.0%}"
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,221 @@
+"""Runs decode steps of our own engine under the profiler, in a worker process.
+
+The steps are the engine's own (scheduler, batch, upload, model, sampler), one after another without overlap, on
+requests of one length. With `ranges` every piece call is a range of the trace and tells its shapes; that needs a runner
+without CUDA graphs, whose kernels have no ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.limits.roofline import AttentionFacts, MatrixFacts, PieceFacts, StepFacts
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import StepWork, random_prompts
+from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
+from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.engine import EngineParts
+from mllm_compile.process.progress import reporter_for
+from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Step
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.schedule.request import Request
+
+_WARM_STEPS = 5
+
+
+def trace_steps(setting: Setting, work: StepWork, ranges: bool) -> list[dict[str, Any]]:
+    """
+    Args:
+        setting: with `cudagraph.mode: none` among its changes when `ranges` is asked for.
+        work: each request has about as many tokens as it says in the middle of the steps.
+        ranges: mark the pieces and describe them.
+
+    Returns:
+        Of each batch: kernels: of the typical step, as TracedKernel's fields; wall_us: a step's median time with no
+        profiler on; facts: StepFacts, or None without `ranges`.
+    """
+    parts = assemble(setting.engine_config(), reporter_for(plain_lines=True))
+    try:
+        return [_trace(parts, setting, work, batch, ranges) for batch in work.batches]
+    finally:
+        parts.shutdown()
+
+
+def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ranges: bool) -> dict[str, Any]:
+    runner: Any = parts.step_runner._runner  # type: ignore[attr-defined] # the engine knows its step runner by less
+    requests = _requests(setting, batch, max(1, work.context - _WARM_STEPS - work.steps))
+    step = _prefilled(parts, requests)
+    recorder = _PieceRecorder(runner.model.executor) if ranges else None
+    walls = [_timed(step) for _ in range(_WARM_STEPS + work.steps)][_WARM_STEPS:]
+    kernels = _profile(step, work.steps, on_gpu=runner.device.type == "cuda")
+    for request in requests:
+        parts.scheduler.abort(request)
+    return {
+        "kernels": [asdict(kernel) for kernel in kernels],
+        "wall_us": statistics.median(walls) * 1e6,
+        "facts": None if recorder is None else asdict(recorder.facts(batch, work.context)),
+    }
+
+
+def _requests(setting: Setting, batch: int, prompt_len: int) -> list[Request]:
+    """Endless ones, of random prompts."""
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
+    return [
+        Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+        for index, prompt in enumerate(random_prompts(batch, prompt_len, setting.vocab_size, seed=0))
+    ]
+
+
+def _prefilled(parts: EngineParts, requests: Sequence[Request]) -> Callable[[], None]:
+    """The prompts done; returns what runs the next step."""
+    for request in requests:
+        parts.scheduler.add(request)
+
+    def step() -> None:
+        planned = parts.scheduler.schedule()
+        if planned is None:
+            raise BenchmarkError("the requests ended before the steps did; lower --context or --steps")
+        output = parts.step_runner.submit(planned).wait()
+        parts.scheduler.update(planned, output.token_ids)
+
+    while not all(request.output_token_ids for request in requests):
+        step()
+    return step
+
+
+def _timed(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _profile(step: Callable[[], None], steps: int, on_gpu: bool) -> list[TracedKernel]:
+    """The kernels of the typical step: those of the commonest sequence of names, each with its median time."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            with torch.profiler.record_function(STEP_RANGE):
+                step()
+    with tempfile.TemporaryDirectory(prefix="mllm-bench-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        traced = read_steps(json.loads(path.read_text(encoding="utf-8")), on_gpu)
+    kernels = typical_step(traced)
+    if not kernels:
+        raise BenchmarkError(
+            "the profiler saw no kernels. Another profiler may hold the GPU, or its counters may be for root alone; "
+            "see torch.profiler's warnings above."
+        )
+    return kernels
+
+
+def typical_step(steps: Sequence[list[TracedKernel]]) -> list[TracedKernel]:
+    """One step out of several: a page boundary or a late arrival is no typical one."""
+    sequences = [tuple(kernel.name for kernel in kernels) for kernels in steps]
+    commonest = Counter(sequences).most_common(1)[0][0]
+    alike = [kernels for kernels, sequence in zip(steps, sequences, strict=True) if sequence == commonest]
+    return [
+        replace(
+            column[0],
+            start_us=statistics.median(kernel.start_us for kernel in column),
+            us=statistics.median(kernel.us for kernel in column),
+        )
+        for column in zip(*alike, strict=True)
+    ]
+
+
+class _PieceRecorder:
+    """Marks every piece call in the trace and notes what goes in and out of it."""
+
+    def __init__(self, executor: ProgramExecutor) -> None:
+        self._program = executor.program
+        self._weights = executor.weights
+        self._activation_bytes: dict[int, tuple[int, int]] = {}  # by piece call: in, out
+        executor.wrap_pieces(self._wrap)
+
+    def _wrap(self, piece: str, index: int, function: PieceFunction) -> PieceFunction:
+        step = self._program.steps[index]
+        is_activation = [name not in self._weights for name in step.inputs] if isinstance(step, PieceStep) else []
+
+        def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            # Before the call: a piece may empty the list. What a piece gets to write the KV cache comes last in it
+            # and counts with its attention.
+            leaves_rotation = any(tensor.numel() == 0 for tensor in inputs[len(is_activation) :])
+            idle = self._idle_values(index, leaves_rotation)
+            own = zip(step.reads, inputs[: len(is_activation)], is_activation, strict=True)
+            in_bytes = sum(tensor.nbytes for name, tensor, counts in own if counts and name not in idle)
+            with torch.profiler.record_function(f"{PIECE_RANGE}{index}"):
+                outputs = function(inputs)
+            written = (tensor for name, tensor in zip(step.writes, outputs, strict=True) if name not in idle)
+            self._activation_bytes[index] = (in_bytes, sum(tensor.nbytes for tensor in written))
+            return outputs
+
+        return run
+
+    def _idle_values(self, index: int, leaves_rotation: bool) -> set[str]:
+        """Values that the piece at `index` neither reads nor writes for anybody in this step: where it leaves the
+        rotation to attention q and k, and the angles that it is given; otherwise what q and k are made of."""
+        step, behind = self._program.steps[index], self._program.steps[index + 1 : index + 2]
+        unrotated = behind[0].unrotated if behind and isinstance(behind[0], AttentionStep) else None
+        if unrotated is None:
+            return set()
+        q, k, *angles = unrotated.values[:4]
+        if not leaves_rotation:
+            return {q, k}
+        return {*behind[0].reads[:2], *(name for name in angles if name in step.reads)}
+
+    def facts(self, batch: int, context: int) -> StepFacts:
+        """Of the steps that ran."""
+        steps = self._program.steps
+        last = max(self._activation_bytes)
+        return StepFacts(
+            rows=batch,
+            pieces=tuple(
+                PieceFacts(index, *self._activation_bytes[index], self._matrices(steps[index]))
+                for index in sorted(self._activation_bytes)
+            ),
+            attentions=tuple(
+                self._attention(index - 1, step.layer, batch, context)
+                for index, step in enumerate(steps)
+                if isinstance(step, AttentionStep)
+            ),
+            logits_bytes=self._activation_bytes[last][1],
+        )
+
+    def _matrices(self, step: Step) -> tuple[MatrixFacts, ...]:
+        """Weights that a piece multiplies with, in order of use; not the table that token ids look up."""
+        if not isinstance(step, PieceStep):
+            return ()
+        names = [name for name in step.inputs if name in self._weights and self._weights[name].dim() > 1]
+        if "input_ids" in step.inputs:
+            names = names[1:]
+        return tuple(
+            MatrixFacts(name, tuple(self._weights[name].shape), self._weights[name].dtype.itemsize) for name in names
+        )
+
+    def _attention(self, after_piece: int, layer_name: str, batch: int, context: int) -> AttentionFacts:
+        layer = next(layer for layer in self._program.layers if layer.name == layer_name)
+        itemsize = next(iter(self._weights.values())).dtype.itemsize
+        seen = context if layer.window_left < 0 else min(context, layer.window_left + 1)
+        per_token = layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * itemsize
+        query_and_out = layer.num_heads * (layer.head_dim + layer.v_head_dim) * itemsize
+        return AttentionFacts(
+            after_piece=after_piece,
+            name=layer_name,
+            kv_bytes=batch * seen * per_token,
+            new_bytes=batch * (per_token + query_and_out),
+        )

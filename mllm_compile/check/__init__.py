@@ -1,0 +1,1 @@
+"""What was compiled is compared with Transformers and torch before it is published."""

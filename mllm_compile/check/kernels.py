@@ -1,0 +1,293 @@
+"""Runs what the compiler wrote itself on small inputs: attention of decodes, the choice of tokens, what is around a
+captured decode (check/decode_loop.py), and gated linears.
+
+The self-check's batches hold a few short prompts, and all their logits: no request decodes there, no token is chosen,
+and of the kernels for many tokens only one is run. Nothing to do where a program has none of these, as on a CPU.
+
+Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a request, S rows, V vocab.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from mllm_compile.check.decode_loop import check_decode_loop
+from mllm_compile.errors import CompileError
+from mllm_compile.runtime.attention.base import PerLayerParameters, Unrotated
+from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
+from mllm_compile.runtime.ops.gated_linear.kernel import (
+    LEAST_UNITS,
+    MOST_UNITS,
+    UNIT_TOKENS,
+    GatedKernel,
+    choose,
+    divided,
+)
+from mllm_compile.runtime.program.executor import PieceFunction
+from mllm_compile.runtime.program.spec import (
+    AttentionStep,
+    DecodeForm,
+    LayerSpec,
+    Program,
+    SamplingForms,
+    UnrotatedStep,
+)
+from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
+from mllm_compile.store.source import load_decoders
+
+_LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
+_LONGEST = 2100  # as many programs as one request's keys are ever split among
+_MANY_REQUESTS = 150  # shares count requests by warps: by more than one
+_MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
+# ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
+_TOLERANCE = 2e-2
+_NUM_DRAWS = 32
+
+
+def check_written_pieces(
+    program: Program,
+    pieces: Mapping[str, PieceFunction],
+    cubins: Mapping[str, bytes],
+    page_size: int,
+    dtype: torch.dtype,
+    logits: torch.Tensor,
+) -> None:
+    """
+    Args:
+        program: names the pieces.
+        pieces: by id; cubins: the binaries of program.cuda_kernels() by name.
+        page_size: tokens of a KV page, for which the pieces of attention are compiled.
+        dtype: of queries and cache.
+        logits: [S, V], as the program gives them; tokens are chosen from these.
+
+    Raises:
+        CompileError: a piece computes something else than torch's operations.
+    """
+    checked = set()
+    decoders = load_decoders(program, pieces, cubins, logits.device)
+    unrotated = {step.layer: step.unrotated for step in program.steps if isinstance(step, AttentionStep)}
+    for layer in program.layers:
+        forms, step = program.decode_attention.get(layer.name), unrotated.get(layer.name)
+        kind = (forms, layer.sm_scale, None if step is None else (len(step.values), step.eps))
+        if forms is not None and kind not in checked:
+            checked.add(kind)
+            check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
+            for lengths in check.batches(forms):
+                check.run(lengths, forms, decoders[layer.name])
+    if program.sampling is not None:
+        _check_sampling(program.sampling, pieces, logits)
+    if program.decode_loop is not None:
+        check_decode_loop(program.decode_loop, pieces, page_size, logits)
+    _check_gated_linears(program.gated_linears, logits.device)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """‖ours − theirs‖ / ‖theirs‖ of the worst row; both [S, V]."""
+    ours, theirs = ours.float(), theirs.float()
+    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
+
+
+class _DecodeCheck:
+    """One layer's decodes: one new token of each request, whose pages lie in no order."""
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        unrotated: UnrotatedStep | None = None,
+    ) -> None:
+        """With `unrotated` kernels that rotate are run so, too."""
+        self._layer = layer
+        self._unrotated = unrotated
+        self._page_size = page_size
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+        has_window = 0 <= layer.window_left <= _MOST_WINDOW
+        self._longest = layer.window_left + 71 if has_window else _LONGEST
+        num_pages = -(-max(self._longest, *_LENGTHS) // page_size)
+        shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
+        self._keys, self._values = self._random(shape, dtype), self._random(shape, dtype)
+
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
+
+    def batches(self, forms: Sequence[DecodeForm]) -> list[tuple[int, ...]]:
+        """Tokens of each request: of one alone, of two and of a few (clusters divide each otherwise), of as many as
+        each form serves, at most and at least, and of many."""
+        kv_heads = self._layer.num_kv_heads
+        most = [form.most_sequences // kv_heads for form in forms[:-1] if form.most_sequences is not None]
+        has_shares = any(isinstance(kernel, ShareKernel) for form in forms for kernel in form.kernels)
+        many = {_MANY_REQUESTS} if has_shares else set()
+        sizes = sorted({2, len(_LENGTHS) + 1, *most, *(count + 1 for count in most), *many} - {0, 1})
+        lengths = (self._longest, *_LENGTHS[::-1])
+        return [(self._longest,), *((lengths * size)[:size] for size in sizes)]
+
+    def run(self, lengths: tuple[int, ...], forms: Sequence[DecodeForm], decoders: Decoders) -> None:
+        """Raises CompileError where a request's answer is not float32's."""
+        layer, num_requests = self._layer, len(lengths)
+        num_pages = self._keys.shape[0]
+        pages = torch.stack([torch.randperm(num_pages, generator=self._generator) for _ in lengths])
+        # Requests share pages but the last, to which a kernel may write.
+        for row, length in enumerate(lengths):
+            pages[row, (length - 1) // self._page_size] = num_pages + row
+        own = torch.arange(num_requests, device=self._device) % num_pages
+        keys, values = (torch.cat((cache, cache[own])) for cache in (self._keys, self._values))
+        slots = (pages[:, :, None] * self._page_size + torch.arange(self._page_size)).flatten(1).to(self._device)
+
+        params = PerLayerParameters(layer.window_left, layer.logits_soft_cap, layer.sm_scale)
+        group = PlanGroup(layer.num_heads, layer.num_kv_heads, layer.head_dim, params)
+        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, keys.dtype)
+        space.list_pages(torch.arange(num_requests, device=self._device))
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
+        decode = space.prepare(group, decoders, seq_lens)
+
+        def compare(
+            ours: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, what: str = ""
+        ) -> None:
+            for row, length in enumerate(lengths):
+                theirs = self._in_float32(q[row], keys, values, slots[row, :length])
+                error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
+                if not error <= _TOLERANCE:
+                    num_sequences = num_requests * layer.num_kv_heads
+                    form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
+                    raise CompileError(_refusal(form, num_sequences, layer, error, length, what))
+
+        q = self._random((num_requests, layer.num_heads, layer.head_dim), keys.dtype)
+        if layer.logits_soft_cap > 0:  # products that it is felt by
+            q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
+        compare(decode.run(q, (keys, values), torch.empty_like(q)), q, keys, values)
+        if self._unrotated is None or not decode.rotates:
+            return
+        unrotated = self._random_unrotated(self._unrotated, num_requests)
+        ours = torch.empty_like(q)
+        decode.run_unrotated(unrotated, (keys, values), ours)
+        q, k = _rotated(unrotated)
+        newest = slots.gather(1, seq_lens[:, None].long() - 1).squeeze(1)
+        keys, values = (cache.float() for cache in (keys, values))  # what the kernel wrote is what it may have read
+        theirs_keys, theirs_values = (
+            cache.flatten(0, 1).index_copy(0, newest, new.float()).view(cache.shape)
+            for cache, new in ((keys, k), (values, unrotated.v))
+        )
+        compare(ours, q, theirs_keys, theirs_values, what="where it rotates")
+        compare(ours, q, keys, values, what="by the keys and values that it has written")
+
+    def _random_unrotated(self, step: UnrotatedStep, num_requests: int) -> Unrotated:
+        layer, dtype = self._layer, self._keys.dtype
+        q, k = (
+            self._random((1, num_requests, heads, layer.head_dim), dtype)
+            for heads in (layer.num_heads, layer.num_kv_heads)
+        )
+        v = self._random((num_requests, layer.num_kv_heads, layer.head_dim), dtype)
+        cos, sin = (self._random((1, num_requests, layer.head_dim), dtype) for _ in range(2))
+        weights = [self._random((layer.head_dim,), dtype) for _ in step.values[4:]]
+        return Unrotated.of([q, k, cos, sin, *weights], v, step.eps)
+
+    def _in_float32(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The last token's attention over a request's. q: [H, D]; keys, values: the pages; slots: [L]; gives [H, D]."""
+        layer = self._layer
+        if layer.window_left >= 0:
+            slots = slots[-layer.window_left - 1 :]
+        group = layer.num_heads // layer.num_kv_heads
+        keys, values = (cache.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
+        logits = torch.einsum("hd,lhd->hl", q.float(), keys) * layer.sm_scale
+        if layer.logits_soft_cap > 0:
+            logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
+        return torch.einsum("hl,lhd->hd", logits.softmax(-1), values)
+
+
+def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [R, H, D] and k [R, Hk, D], normed and rotated, float32."""
+    cos, sin = unrotated.cos[0, :, None].float(), unrotated.sin[0, :, None].float()
+
+    def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        x = x[0].float()
+        if weight is not None:
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + unrotated.eps) * weight.float()
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return rotated(unrotated.q, unrotated.q_weight), rotated(unrotated.k, unrotated.k_weight)
+
+
+def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: float, length: int, what: str) -> str:
+    name, switch = _who_decodes(form, num_sequences)
+    if what:
+        what, switch = f" {what}", "compile.disable_passes: [rotate_in_attention]"
+    return (
+        f"the decode attention {name} of {layer.name} is off by {error:.2g}{what} at {length} tokens (limit "
+        f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set {switch} to have another in its "
+        "place, and report this."
+    )
+
+
+def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
+    """The name of the piece or kernel, and the setting that does without it."""
+    if form.piece is not None:
+        return form.piece, "compile.split_decode: false"
+    clusters = {kernel.split: kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)}
+    kernel = clusters[choose_split(num_sequences, clusters)] if clusters else form.kernels[0]
+    return kernel.name, kernel.switch
+
+
+def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], logits: torch.Tensor) -> None:
+    """Each row with a temperature, seed and position of its own."""
+    generator = torch.Generator().manual_seed(0)
+    logits = logits[torch.arange(_NUM_DRAWS, device=logits.device) % logits.shape[0]]
+    temperatures = torch.linspace(0.5, 1.5, _NUM_DRAWS, device=logits.device)
+    seeds = torch.randint(2**62, (_NUM_DRAWS,), generator=generator).to(logits.device)
+    positions = torch.randint(4096, (_NUM_DRAWS,), generator=generator).to(logits.device)
+    scores = padded_scores(logits, temperatures)
+    drawn = draw_tokens(scores, seeds, positions)
+    # Sums of a draw's exponentials differ in their last digits, which may decide between two near blocks: in one row.
+    for piece, inputs, theirs, num_others in (
+        (forms.greedy, [logits], logits.argmax(-1), 0),
+        (forms.from_logits, [logits, temperatures, seeds, positions], drawn, 1),
+        (forms.from_scores, [scores, seeds, positions], drawn, 1),
+    ):
+        wrong = int((pieces[piece](inputs)[0] != theirs).sum())
+        if wrong > num_others:
+            raise CompileError(
+                f"the kernels of {piece} choose other tokens than torch's operations in {wrong} of {_NUM_DRAWS} rows: "
+                "they do not serve this vocabulary on this machine. Set compile.backend: eager to do without them, and "
+                "report this."
+            )
+
+
+def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -> None:
+    """Each with as few tokens as it is taken for, and uneven tiles, against bfloat16: float32 would take a second."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
+
+    for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in kernels):
+        weight = random(rows, columns)
+        of_weight = [kernel for kernel in kernels if (kernel.rows, kernel.columns) == (rows, columns)]
+        for kernel, count in _fewest_tokens(of_weight):
+            x = random(count, columns) / math.sqrt(columns)
+            gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
+            error = relative_error(torch.ops.mllm.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
+            if not error <= _TOLERANCE:
+                raise CompileError(
+                    f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit {_TOLERANCE:g}). "
+                    f"Set {kernel.switch} to do without it, and report this."
+                )
+
+
+def _fewest_tokens(kernels: Sequence[GatedKernel]) -> Iterator[tuple[GatedKernel, int]]:
+    """Each of a weight's kernels with as few tokens as it is taken for, in tiles that are even, and in others."""
+    counts = [units * UNIT_TOKENS for units in range(LEAST_UNITS, MOST_UNITS + 1)]
+    for kernel in kernels:
+        taken = [count for count in counts if choose(kernels, count) == kernel]
+        uneven = [count - 1 for count in taken if divided(count).larger]
+        yield from ((kernel, count) for count in (*taken[:1], *uneven[:1]))

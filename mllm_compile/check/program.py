@@ -1,0 +1,291 @@
+"""Runs the compiled program on small inputs before it is published: against Transformers' own forward.
+
+Two requests are packed into one flat batch, at far-apart positions; where pieces have forms for few tokens, also one
+token alone, and the two requests so often that every kernel of their linears and the forms for any number run. A model
+that carries state from token to token, that reads its neighbours by place instead of by attention, or that a pass or
+Inductor broke, gives other logits than Transformers gives each request alone. The weights are small_weights.py's, so an
+8B model needs one layer's memory. What such batches do not reach is check/kernels.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mllm_compile.check.kernels import check_written_pieces, relative_error
+from mllm_compile.errors import CompileError, UnsupportedModelError
+from mllm_compile.model.attention_choice import attention_implementation
+from mllm_compile.model.hf_model import ModelSizes
+from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.small_weights import materialise
+from mllm_compile.passes.base import PackedPart
+from mllm_compile.runtime.attention.base import AttentionLayer
+from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.memory_pool import KVPool
+from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
+from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS
+from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
+from mllm_compile.runtime.ops.trace import attention_reference
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.pieces import load_piece
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.store.artifact import CUBINS, PIECES
+from mllm_compile.store.source import attention_layer, current_device
+
+if TYPE_CHECKING:
+    from mllm_compile.compiler.lowering import Lowered
+
+_Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
+
+REQUEST_LENGTHS = (5, 3)
+SECOND_REQUEST_POSITION = 100
+# ‖ours − theirs‖ / ‖theirs‖ of the worst token. Measured with these weights (4 to 36 layers, dense and experts, as
+# traced and through Inductor): right models are off by up to 7e-7 in float32 and 0.017 in bfloat16; of the wrong ones,
+# learned positions that were not ours are off by 0.16, convolutions by 0.35 and more, a state carried over by over 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
+    """
+    Args:
+        lowered: what was compiled; the (fake) parameters of its model are replaced by small real ones here.
+        folder: the runtime's, with its pieces and its CUDA kernels.
+        piece_suffix: which of a piece's files to run.
+        device: where to run.
+        page_size: tokens of a KV page.
+
+    Raises:
+        UnsupportedModelError: the program's logits are not Transformers'.
+        CompileError: the program does not run, or a piece that is no part of the model does not compute what it should.
+    """
+    hf_model, program = lowered.hf_model, lowered.program
+    with current_device(torch.device(device)):
+        bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
+        binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
+        load_kernels(program.linears, binaries, torch.device(device))
+        load_gated_kernels(program.gated_linears, binaries, torch.device(device))
+        files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
+        pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
+        logits = _check_program(lowered, ProgramExecutor(program, pieces, bound), device)
+        check_written_pieces(program, pieces, binaries, page_size, hf_model.model.dtype, logits)
+
+
+def _check_program(lowered: Lowered, executor: ProgramExecutor, device: str) -> torch.Tensor:
+    """Runs every batch; returns the program's logits of the largest."""
+    hf_model, program = lowered.hf_model, lowered.program
+    model_type = hf_model.model.config.model_type
+    batches = _batches(program, *_requests(hf_model.sizes(program.layers), device))
+    known: dict[int, torch.Tensor] = {}
+    for batch_ids, batch_positions in batches:
+        wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
+        with refusing(f"{model_type!r} does not run"):
+            theirs = _logits_of_transformers(hf_model.model, batch_ids, batch_positions, known)
+        rows = _some_rows(len(theirs), device) if wants_rows else None
+        try:
+            ours, *of_rows = _run_program(
+                executor, program, batch_ids, batch_positions, rows, device, hf_model.model.dtype
+            )
+        except Exception as failure:
+            raise CompileError(
+                f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
+            ) from failure
+        limit = TOLERANCE[ours.dtype]
+        error = relative_error(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
+        if not error <= limit:
+            raise UnsupportedModelError(
+                f"{model_type!r} would not be served right: with {_crowd(len(batch_ids))} its logits are off by "
+                f"{error:.2g} from Transformers' (limit {limit:g}). Usual causes: layers that carry state from token "
+                f"to token, or that read positions other than position_ids.{_hint(lowered, ' Or a pass')}"
+            )
+    return ours
+
+
+def _crowd(num_requests: int) -> str:
+    return {1: "one token alone", 2: "two requests in one batch"}.get(
+        num_requests, f"{num_requests} requests in one batch"
+    )
+
+
+def _hint(lowered: Lowered, suspicion: str = " It may be a pass") -> str:
+    """The passes that changed this model and that it can do without."""
+    from mllm_compile.passes.pipeline import optional_pass_names
+
+    optional = optional_pass_names()
+    names = [report.name for report in lowered.reports if report.matches and report.name in optional]
+    return f"{suspicion}: try compile.disable_passes: [{', '.join(names)}]." if names else ""
+
+
+def _requests(sizes: ModelSizes, device: str) -> tuple[_Requests, _Requests]:
+    """Token ids and positions of each request."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, sizes.vocab_size, (length,), generator=generator).to(device) for length in REQUEST_LENGTHS]
+    starts = (0, max(0, min(SECOND_REQUEST_POSITION, sizes.context_len - REQUEST_LENGTHS[1])))
+    return ids, [
+        torch.arange(start, start + length, device=device)
+        for start, length in zip(starts, REQUEST_LENGTHS, strict=True)
+    ]
+
+
+def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tuple[_Requests, _Requests]]:
+    """Ids and positions of each batch, the smallest first: every form of a piece runs, the one for any number last."""
+    sizes = {form.max_size for form in program.all_small_forms()}
+    batches = [([ids[0][:1]], [positions[0][:1]])] if 1 in sizes else []
+    tokens = sum(REQUEST_LENGTHS)
+    most = max(sizes, default=1)
+    buckets = [bucket // tokens for bucket in TOKEN_BUCKETS if program.linears and tokens < bucket <= most]
+    kernels = [count - 1 if count > 2 else count for count in buckets]  # also with fewer tokens than a kernel is for
+    beyond = [most // tokens + 1] if most > 1 else []
+    batches += [(ids * count, positions * count) for count in (1, *kernels, *beyond)]
+    return batches
+
+
+def _num_different(requests: _Requests) -> int:
+    """Of a batch of `_batches`, in which the same ones follow again and again."""
+    return min(len(requests), len(REQUEST_LENGTHS))
+
+
+def _logits_of_transformers(
+    model: Any, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """Each request is run once, and `known` from then on, by how many there are."""
+    count = _num_different(ids)
+    if count not in known:
+        known[count] = _run_transformers(model, ids[:count], positions[:count])
+    return known[count].repeat(len(ids) // count, 1)
+
+
+def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
+    """Each request alone, with the model's own attention and masks.
+
+    Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
+    Transformers 5.17. A request that begins at 0 is not told its positions: some models count them from elsewhere.
+    """
+    told = [{} if position[0] == 0 else {"position_ids": position[None]} for position in positions]
+
+    def run(implementation: str) -> torch.Tensor:
+        with torch.no_grad(), attention_implementation(model, implementation):
+            each = zip(ids, told, strict=True)
+            alone = [model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in each]
+            return torch.cat(alone)
+
+    try:
+        return run("eager")
+    except Exception:  # not every model has it
+        return run("sdpa")
+
+
+def _program_weights(
+    by_name: Mapping[str, torch.Tensor], program: Program, packed: Mapping[str, tuple[PackedPart, ...]]
+) -> dict[str, torch.Tensor]:
+    """The model's weights as the program wants them: packed parts concatenated, once for parts that layers share."""
+    joined: dict[tuple[int, ...], torch.Tensor] = {}
+    bound = {}
+    for name in program.weights:
+        if name not in packed:
+            bound[name] = by_name[name]
+            continue
+        members = [by_name[part.weight_name] for part in packed[name]]
+        key = tuple(member.data_ptr() for member in members)
+        if key not in joined:
+            joined[key] = torch.cat(members)
+        bound[name] = joined[key]
+    return bound
+
+
+@dataclass(frozen=True)
+class _PackedRequests:
+    """Stands for batch and backend: attends within each request; what is written to the cache is not read.
+
+    Attributes:
+        lengths: of the different requests, one after another.
+        copies: how often those follow.
+    """
+
+    lengths: tuple[int, ...]
+    copies: int
+    token_to_kv_pool: KVPool
+
+    @property
+    def batch(self) -> _PackedRequests:
+        return self
+
+    @property
+    def attn_backend(self) -> _PackedRequests:
+        return self
+
+    @property
+    def num_actual_tokens(self) -> int:
+        return sum(self.lengths) * self.copies
+
+    def rotates(self, layer: AttentionLayer) -> bool:
+        return False
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        *args: object,
+        out: torch.Tensor,
+        **kw: object,
+    ) -> None:
+        params, sinks = layer.params, None if layer.sinks is None else layer.sinks.repeat(self.copies)
+        start = 0
+        for length in self.lengths:
+            # Copies of a request are further heads of one: a call for each took most of a check's time.
+            queries, keys, values = (
+                self._of_request(x, start, length).transpose(0, 1).flatten(1, 2) for x in (q, k, v)
+            )
+            attended = attention_reference(
+                queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left
+            ).unflatten(1, (self.copies, -1))
+            self._of_request(out, start, length).copy_(attended.transpose(0, 1))
+            start += length
+
+    def _of_request(self, x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        """[copies, length, H, D] of [T, H, D]."""
+        return x.unflatten(0, (self.copies, -1))[:, start : start + length]
+
+
+def _some_rows(tokens: int, device: str) -> torch.Tensor:
+    """Every second, the last one first: a pass may have moved their gather to where it does not belong."""
+    return torch.arange(tokens - 1, -1, -2, device=device)
+
+
+def _run_program(
+    executor: ProgramExecutor,
+    program: Program,
+    ids: list[torch.Tensor],
+    positions: list[torch.Tensor],
+    rows: torch.Tensor | None,
+    device: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """Logits of all tokens, and of `rows`, where some are wanted, by the two ways to ask for them."""
+    different = _num_different(ids)
+    lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
+    tokens = sum(lengths) * copies
+    layers = {layer.name: attention_layer(layer, executor.weights) for layer in program.layers}
+    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers.values()]
+    metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens, 1, shapes, dtype, device))
+    slots = torch.arange(tokens, device=device)
+    with (
+        torch.no_grad(),
+        set_forward_context(
+            dict.fromkeys(layers, metadata),
+            no_compile_layers=layers,
+            slot_mapping=dict.fromkeys(layers, slots),
+            num_tokens=tokens,
+        ),
+    ):
+        inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
+        body = executor.body(inputs)
+        logits = executor.head(body, slots)
+        if rows is None:
+            return (logits,)
+        return logits, executor.head(body, rows), executor.head(executor.body(inputs, slots), rows)

@@ -1,0 +1,1 @@
+"""Which bytes of a checkpoint fill which weight."""

@@ -1,0 +1,70 @@
+"""Which model keys a checkpoint's tensors fill, by Transformers' own renaming and conversion rules.
+
+The only place that knows Transformers' loading internals (the same calls work from 5.17 to 5.23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from mllm_compile.checkpoint.planned_tensor import PlannedTensor
+from mllm_compile.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) -> dict[str, PlannedTensor]:
+    """Renames, joins and splits `tensors` as Transformers would while loading them into `model`.
+
+    Returns:
+        Model key → what fills it; keys that the model does not have are kept under their new name.
+
+    Raises:
+        CheckpointError: two tensors stand for one key, or parts do not fit together.
+        UnsupportedModelError: a conversion computes values instead of rearranging them.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    transforms: list[Any] = get_model_conversion_mapping(model)
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    renamed: dict[str, tuple[str, PlannedTensor]] = {}
+    conversions: dict[str, Any] = {}
+    for name in sorted(tensors, key=dot_natural_key):  # Transformers' order: stacked experts follow it
+        key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if key not in state and name in state:
+            key, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
+        if pattern is not None and key in state:
+            converter = conversions.setdefault(key, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(key, name, pattern, tensors[name])
+        elif key in renamed:
+            raise CheckpointError(f"tensors {renamed[key][0]!r} and {name!r} both stand for {key!r}")
+        else:
+            renamed[key] = name, tensors[name]
+    result = {key: tensor for key, (_, tensor) in renamed.items()}
+    for key, converter in conversions.items():
+        result |= _convert(key, converter, model)
+    return result
+
+
+def _convert(key: str, converter: Any, model: PreTrainedModel) -> dict[str, PlannedTensor]:
+    sources = sorted(name for names in converter.layer_targets.values() for name in names)
+    shown = ", ".join(repr(name) for name in sources[:2]) + (" …" if len(sources) > 2 else "")
+    operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+    try:
+        converted = converter.convert(key, model=model, config=model.config)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"tensors {shown} cannot be put together to {key!r} ({operations}): {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"checkpoint tensors {shown} are converted by Transformers while loading ({operations}), which is not "
+            f"supported yet: {error}. Save the model once with Transformers' "
+            "save_pretrained(FOLDER, save_original_format=False) and use that folder."
+        ) from error
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}

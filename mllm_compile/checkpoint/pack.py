@@ -1,0 +1,61 @@
+"""Writes the weights once more in the program's own layout and dtype, so that loading is reading straight through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mllm_compile.checkpoint.files import WeightFiles, weight_files
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.files.save_tensors import save_tensors
+from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec, allocate_weights, fill_random, load_weights
+
+_MAX_FILE_BYTES = 4 << 30
+
+
+def pack_weights(
+    config: ResolvedConfig, specs: Sequence[WeightSpec], checkpoint: Path, folder: Path, reporter: Reporter
+) -> tuple[tuple[WeightSpec, ...], WeightFiles]:
+    """Writes `folder`/packed-00001.safetensors and so on; one file's worth of weights is in memory at a time.
+
+    Returns:
+        The specs that read from there (files relative to the folder's parent), and the files' facts.
+
+    Raises:
+        CheckpointError: as load_weights.
+        OSError: as save_tensors.
+    """
+    folder.mkdir()
+    root = folder.parent
+    packed: list[WeightSpec] = []
+    paths = []
+    with reporter.stage("pack weights", total=sum(spec.num_bytes for spec in specs)) as stage:
+        for number, group in enumerate(_groups(specs), 1):
+            weights = allocate_weights(group, "cpu")
+            if config.model.load_format == "dummy":
+                fill_random(group, weights, config.runtime.seed)
+            else:
+                load_weights(group, weights, checkpoint)
+            path = folder / f"packed-{number:05d}.safetensors"
+            save_tensors(weights, path)
+            paths.append(path)
+            name = path.relative_to(root).as_posix()
+            packed += [
+                WeightSpec(spec.name, spec.shape, spec.dtype, (WeightPart(spec.name, name, 0, spec.shape),))
+                for spec in group
+            ]
+            stage.advance(sum(spec.num_bytes for spec in group))
+    return tuple(packed), weight_files(root, paths, is_packed=True)
+
+
+def _groups(specs: Sequence[WeightSpec]) -> list[list[WeightSpec]]:
+    groups: list[list[WeightSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.num_bytes > _MAX_FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.num_bytes
+    return groups

@@ -1,0 +1,171 @@
+"""Decides, when a model is compiled, which checkpoint tensor fills which weight of the program.
+
+Follows Transformers' own renaming and converting of checkpoint keys (checkpoint/keys.py), and accounts for every
+tensor: one that is unexpected, missing or wrongly shaped is an error that names it. Reading is done by
+runtime/weights/loader.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mllm_compile.checkpoint.keys import to_model_keys
+from mllm_compile.checkpoint.planned_tensor import Block, PlannedTensor
+from mllm_compile.errors import CheckpointError
+from mllm_compile.passes.base import PackedPart
+from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec
+from mllm_compile.runtime.weights.safetensors_header import read_header
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Buffers that old checkpoints hold and Transformers computes: rotary frequencies, positions, causal masks.
+_LEFTOVERS = r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$"
+
+
+def plan_weights(
+    program_weights: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    packed: Mapping[str, tuple[PackedPart, ...]],
+    table: Mapping[str, PlannedTensor] | None,
+) -> list[WeightSpec]:
+    """One spec for each weight of the program.
+
+    Args:
+        program_weights: name → shape and dtype of each weight input of the program, constants left out.
+        packed: what pack_projections joined.
+        table: model key → what fills it (read_checkpoint), or None for random weights.
+
+    Raises:
+        KeyError: the table, which read_checkpoint has checked, lacks a weight.
+    """
+    specs = []
+    for name, (shape, dtype) in program_weights.items():
+        members = packed.get(name, (PackedPart(name, 0, shape[0] if shape else 1),))
+        parts = []
+        for member in members:
+            parts += _parts(member, (member.rows, *shape[1:]) if shape else (), table)
+        specs.append(WeightSpec(name, shape, dtype, tuple(parts)))
+    return specs
+
+
+def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, PlannedTensor] | None) -> list[WeightPart]:
+    if table is None:
+        return [WeightPart(member.weight_name, "", member.start, shape)]
+    return [_part(member, block) for block in table[member.weight_name].blocks]
+
+
+def _part(member: PackedPart, block: Block) -> WeightPart:
+    first_row = block.starts[0] if block.starts else 0
+    inner = block.starts[1:] if any(block.starts[1:]) or block.steps else ()
+    return WeightPart(block.tensor, block.file, member.start + first_row, block.source_shape, block.steps, inner)
+
+
+def read_checkpoint(folder: Path, files: Iterable[str], model: PreTrainedModel) -> dict[str, PlannedTensor]:
+    """Reads the headers of all `files` and says for each key of the model what fills it.
+
+    Raises:
+        CheckpointError: a file is corrupt, a tensor stands in two files, is unexpected, quantised or missing.
+        UnsupportedModelError: Transformers would compute a tensor from others while loading.
+    """
+    found, dtypes = _read_headers(folder, files)
+    table = to_model_keys(found, model)
+    _account(table, model)
+    _check_dtypes(table, dtypes, model)
+    return table
+
+
+def untie_stored_apart(folder: Path, files: Iterable[str], model: PreTrainedModel) -> None:
+    """Gives each tensor of a tie that the checkpoint holds under a name of its own a parameter of its own.
+
+    Transformers ties them where their values are the same, and does not where they differ. Their values are not looked
+    at here: a program that reads each serves both, and any checkpoint with the same headers. A checkpoint that holds
+    the same head twice costs its size in memory once more.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as read_checkpoint.
+    """
+    ties = [names for names in _names_of_each(model) if len(names) > 1]
+    if not ties:
+        return
+    given = to_model_keys(_read_headers(folder, files)[0], model).keys()
+    for names in ties:
+        for name in [name for name in names if name in given][1:]:
+            owner, _, own_name = name.rpartition(".")
+            own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
+            setattr(model.get_submodule(owner), own_name, own)
+
+
+def _read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, PlannedTensor], dict[str, torch.dtype]]:
+    """The checkpoint's tensors and their dtypes, by name."""
+    found: dict[str, PlannedTensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for file in files:
+        for name, entry in read_header(folder / file).tensors.items():
+            if name in found:
+                other = found[name].blocks[0].file
+                raise CheckpointError(f"tensor {name!r} is in {other} and in {file}: which one is meant?")
+            found[name] = PlannedTensor.of_file(name, file, entry.shape)
+            dtypes[name] = entry.dtype
+    return found, dtypes
+
+
+def _check_dtypes(table: dict[str, PlannedTensor], dtypes: dict[str, torch.dtype], model: PreTrainedModel) -> None:
+    """A weight in 8 bits or integers means something only with scales, which nobody applies here."""
+    state = model.state_dict(keep_vars=True)
+    for key, planned in table.items():
+        for block in planned.blocks:
+            dtype = dtypes[block.tensor]
+            if state[key].is_floating_point() and (not dtype.is_floating_point or dtype.itemsize < 2):
+                raise CheckpointError(
+                    f"{block.file}: {block.tensor!r} is {str(dtype).removeprefix('torch.')}, as quantised weights are; "
+                    "expected float32, float16 or bfloat16. Take the model's checkpoint that is not quantised."
+                )
+
+
+def _account(table: dict[str, PlannedTensor], model: PreTrainedModel) -> None:
+    """Every tensor has a place and every place a tensor of its shape; a tied weight may have any of its names."""
+    state = model.state_dict(keep_vars=True)
+    _drop_leftovers(table, state, model)
+    for key, planned in table.items():
+        if planned.shape != state[key].shape:
+            names = " and ".join(repr(block.tensor) for block in planned.blocks[:2])
+            raise CheckpointError(
+                f"{planned.blocks[0].file}: {names} {'has' if len(planned.blocks) == 1 else 'and others make'} shape "
+                f"{list(planned.shape)}, the model's config.json says {list(state[key].shape)} for {key!r}"
+            )
+    missing = []
+    for tied in _names_of_each(model):
+        given = next((name for name in tied if name in table), None)
+        if given is None:
+            missing.append(tied[0])
+        else:
+            table.update({name: table[given] for name in tied if name not in table})
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"the checkpoint lacks {', '.join(repr(name) for name in missing[:3])}{more}")
+
+
+def _names_of_each(model: PreTrainedModel) -> list[list[str]]:
+    """The names of each tensor of the model: more than one where it is tied."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    return list(names_of.values())
+
+
+def _drop_leftovers(table: dict[str, PlannedTensor], state: Mapping[str, object], model: PreTrainedModel) -> None:
+    """Drops what Transformers drops in silence too; anything else without a place is an error."""
+    ignored = [_LEFTOVERS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    for key in sorted(set(table) - set(state)):
+        if not any(re.search(pattern, key) for pattern in ignored):
+            block = table[key].blocks[0]
+            raise CheckpointError(
+                f"{block.file}: tensor {block.tensor!r} has no place in {type(model).__name__}. "
+                "Is this the checkpoint that belongs to the config.json?"
+            )
+        del table[key]

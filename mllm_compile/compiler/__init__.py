@@ -1,0 +1,1 @@
+"""A config becomes a runtime; load_or_compile.py is where to start reading."""

@@ -1,0 +1,219 @@
+"""A compile: lower → plan weights → pieces and kernels → self-check → a published folder.
+
+The stages' own work is in the modules that this one calls. Imported when something is to be compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from mllm_compile.check.program import self_check
+from mllm_compile.checkpoint.files import WeightFiles
+from mllm_compile.checkpoint.pack import pack_weights
+from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
+from mllm_compile.compiler.lowering import Lowered, build_model, lower, plan_lowered_weights, write_pieces
+from mllm_compile.compiler.target import Target
+from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import CompileError
+from mllm_compile.inductor.workers import PieceWorkers
+from mllm_compile.kernels.cuda import KernelCompiler
+from mllm_compile.kernels.flashinfer import collect_kernels
+from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
+from mllm_compile.process.timeline import Timeline
+from mllm_compile.runtime.attention.split.splits import OF_FEW
+from mllm_compile.runtime.device.memory import give_back_unused
+from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
+from mllm_compile.store.artifact import (
+    CUBINS,
+    GRAPHS,
+    KERNELS,
+    MANIFEST,
+    PIECES,
+    TOKENIZER,
+    WEIGHTS,
+    Artifact,
+    Manifest,
+    hash_files,
+    open_artifact,
+    write_manifest,
+    write_program,
+)
+from mllm_compile.store.explain import miss_note, nearest_runtime
+from mllm_compile.store.key import max_traced_tokens
+from mllm_compile.store.publish import new_artifact_folder, using_compiler_cache
+from mllm_compile.text.generation_defaults import default_params, load_generation_defaults
+from mllm_compile.text.tokenizer import export_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from mllm_compile.model.hf_model import HFModel
+
+_MAX_SLOTS = 2**31 - 1  # of a KV cache; known when it is allocated
+
+
+def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
+    """Compiles what `target` asks for and opens it. The folder is there when it is whole, and not before.
+
+    Raises:
+        MllmError: the model cannot be compiled, or what was compiled computes something else, or disk or memory end.
+    """
+    config, folder = target.config, target.folder
+    if options.output is not None and not os.path.exists(folder / MANIFEST):
+        reason = "there is no runtime in this folder yet"
+    else:
+        reason = miss_note(target.factors, nearest_runtime(target.factors, config.cache.dir))
+    timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This is done once.")
+    with timeline.stage("check text files"):
+        _check_text(target.model.path)
+    with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
+        lowered, files, suffix = _fill(scratch, target, options, timeline)
+        with timeline.stage("self-check"):
+            self_check(lowered, scratch, suffix, config.runtime.device, config.runtime.page_size)
+        manifest = Manifest(
+            factors=target.factors,
+            config=config.model_dump(mode="json"),
+            sizes=lowered.hf_model.sizes(lowered.program.layers),
+            piece_suffix=suffix,
+            weights=files,
+            about=_about(lowered, timeline),
+            files=hash_files(scratch),
+        )
+        write_manifest(scratch, manifest)
+    del lowered  # with the self-check's weights: an engine of this process counts what is free
+    give_back_unused(config.runtime.device)
+    with timeline.stage("check runtime"):
+        return open_artifact(folder)
+
+
+def _fill(
+    scratch: Path, target: Target, options: CompileOptions, timeline: Timeline
+) -> tuple[Lowered, WeightFiles, str]:
+    """Writes all but the manifest; returns what was lowered, the weights' files, and the suffix of pieces that run."""
+    config, model = target.config, target.model
+    with (
+        TemporaryDirectory(dir=scratch) as folder,  # left when the workers, which write into it, have ended
+        _workers(config, Path(folder)) as workers,
+        KernelCompiler() as compiler,
+    ):
+        hf_model = build_model(config, model, timeline)
+        early = _start_early_pieces(config, hf_model, workers, compiler, Path(folder), timeline)
+        (scratch / GRAPHS).mkdir()
+        lowered = lower(config, hf_model, scratch / GRAPHS, timeline)
+        with timeline.stage("plan weights"):
+            constants, weights = plan_lowered_weights(config, model, lowered)
+            files = target.weights
+        if options.pack_weights:
+            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
+        write_program(scratch, lowered.program, weights, constants)
+        _export_text(model, scratch, config)
+        return lowered, files, _build_pieces(config, lowered, scratch, workers, compiler, early, timeline)
+
+
+def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "compiled": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "stages": timeline.stages,
+        "passes": [asdict(report) for report in lowered.reports],
+    }
+
+
+def _check_text(folder: Path) -> None:
+    """Loads what an engine will: a file that is broken is found before the time that a compile takes.
+
+    Raises:
+        CheckpointError, ConfigError: one is.
+    """
+    load_tokenizer(folder)
+    default_params(load_generation_defaults(folder), folder)
+
+
+def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> None:
+    """The tokenizer, and the model's own config files for whoever reads the folder."""
+    tokenizer = scratch / TOKENIZER
+    tokenizer.mkdir()
+    if not export_tokenizer(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code):
+        tokenizer.rmdir()
+    for name in ("config.json", "generation_config.json"):
+        if (model.path / name).is_file():
+            (scratch / name).write_bytes((model.path / name).read_bytes())
+
+
+@contextmanager
+def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | None]:
+    """The compiler process, started first of all so that its imports overlap with the trace."""
+    if config.compile.backend == "eager":
+        yield None
+        return
+    largest = max_traced_tokens(config)
+    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
+    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS}
+    with (
+        compiled_ahead(OF_A_COMPILE),
+        using_compiler_cache(config.cache.dir) as folder,
+        PieceWorkers(config.runtime.device, sizes, folder, scratch) as workers,
+    ):
+        yield workers
+
+
+def _start_early_pieces(
+    config: ResolvedConfig,
+    hf_model: HFModel,
+    workers: PieceWorkers | None,
+    compiler: KernelCompiler,
+    folder: Path,
+    timeline: Timeline,
+) -> dict[str, EarlyPiece]:
+    if workers is None:
+        return {}
+    return start_early_pieces(config, hf_model, workers, compiler, folder, timeline)
+
+
+def _build_pieces(
+    config: ResolvedConfig,
+    lowered: Lowered,
+    scratch: Path,
+    workers: PieceWorkers | None,
+    compiler: KernelCompiler,
+    early: Mapping[str, EarlyPiece],
+    timeline: Timeline,
+) -> str:
+    """Writes every distinct piece, and beside that the kernels; returns the suffix of the files that run."""
+    (scratch / PIECES).mkdir()
+    jobs = write_pieces(lowered, scratch / PIECES)
+    with _kernels(config, lowered, scratch, compiler, timeline):
+        if workers is None:
+            return SOURCE_SUFFIX
+        with timeline.stage("compile pieces", total=len(jobs)) as stage:
+            compile_pieces(jobs, early, workers, stage.advance)
+    for job in jobs:
+        if not job.package_path.is_file():
+            raise CompileError(f"piece {job.piece}: Inductor reported success but wrote no package")
+    return PACKAGE_SUFFIX
+
+
+@contextmanager
+def _kernels(
+    config: ResolvedConfig, lowered: Lowered, scratch: Path, compiler: KernelCompiler, timeline: Timeline
+) -> Iterator[None]:
+    """Builds beside the pieces what they and the engine call: attention's kernels by nvcc (or only copied, where
+    FlashInfer has them), the program's own by NVRTC."""
+    with ThreadPoolExecutor(2, thread_name_prefix="kernels") as threads:
+        running = []
+        if config.runtime.attention_backend == "flashinfer":
+            running.append(threads.submit(collect_kernels, config, lowered.program, scratch / KERNELS, timeline))
+        own = lowered.program.cuda_kernels()
+        if own:
+            (scratch / CUBINS).mkdir()
+            running.append(threads.submit(compiler.write, own, scratch / CUBINS, timeline))
+        yield
+        for built in running:
+            built.result()

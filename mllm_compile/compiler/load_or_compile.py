@@ -1,0 +1,160 @@
+"""A config, or a runtime's folder, becomes an opened runtime.
+
+resolve → look (target.py) → found: open it; else compile it (compiler/build.py, imported when there is something to
+compile) → check that the checkpoint is the one that it serves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mllm_compile.compiler.target import Target, find_target
+from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.config.device import detect_device
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import ArtifactError, CheckpointError
+from mllm_compile.files.writable_place import place_of
+from mllm_compile.process.progress import Reporter
+from mllm_compile.process.timeline import Timeline, timeline_of
+from mllm_compile.store.artifact import MANIFEST, Artifact, open_artifact
+from mllm_compile.store.key import MACHINE_FACTORS, machine_factors
+from mllm_compile.store.publish import check_replaceable, compile_lock, mark_used, sweep
+from mllm_compile.store.rebind import serves, serving, verified
+
+_NO_OPTIONS = CompileOptions()
+
+
+@dataclass(frozen=True)
+class CompiledRuntime:
+    """A runtime that is ready to be loaded, and how it came about.
+
+    Attributes:
+        artifact: the opened folder.
+        config: the config with no `auto` left.
+        weights_root: the folder that weights are read from.
+        was_cached: nothing had to be compiled.
+        serves_same: the folder, opened by itself, serves with this very config and checkpoint.
+        stages: (name, seconds), in order.
+    """
+
+    artifact: Artifact
+    config: ResolvedConfig
+    weights_root: Path
+    was_cached: bool
+    serves_same: bool
+    stages: list[tuple[str, float]] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.artifact.folder
+
+    @property
+    def num_pieces(self) -> int:
+        return sum(hasattr(step, "piece") for step in self.artifact.program.steps)
+
+    @property
+    def num_distinct_pieces(self) -> int:
+        return len(self.artifact.program.step_pieces())
+
+
+def load_or_compile(
+    config: EngineConfig, reporter: Reporter | None = None, options: CompileOptions = _NO_OPTIONS
+) -> CompiledRuntime:
+    """Finds the cached runtime of `config`, or compiles it.
+
+    Raises:
+        MllmError: whatever makes the config, the model or the device unusable, in one clear message.
+    """
+    timeline = timeline_of(reporter)
+    with timeline.stage("resolve"):
+        target = find_target(config, options)
+    target.config.report(timeline)
+    artifact = _open_cached(target, timeline, timeline.note)
+    was_cached = artifact is not None
+    if artifact is None:
+        artifact, was_cached = _compile_or_wait(target, options, timeline)
+    place = place_of(artifact.folder, is_output=options.output is not None)
+    if options.output is not None:
+        artifact = serving(artifact, target.config, target.weights, place)
+    if options.verify_weights:
+        artifact = verified(artifact, target.weights, target.model.path, place, timeline)
+    mark_used(artifact.folder)
+    root = artifact.folder if artifact.manifest.weights.is_packed else target.model.path
+    serves_same = serves(artifact.manifest, target.config, target.weights)
+    return CompiledRuntime(artifact, target.config, root, was_cached, serves_same, timeline.stages)
+
+
+def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRuntime:
+    """Opens a runtime's folder; what it serves with is the config that it was compiled from.
+
+    Raises:
+        ArtifactError: it is not to be trusted, damaged, or made for another machine or version.
+        CheckpointError: the weights are not where they were, or not those that were compiled for.
+    """
+    timeline = timeline_of(reporter)
+    with timeline.stage("check runtime"):
+        artifact = open_artifact(folder)
+        try:
+            config = ResolvedConfig.model_validate(artifact.manifest.config)
+        except ValueError as error:
+            raise ArtifactError(f"{folder}: its config is not one that this version writes ({error})") from None
+        detect_device(config.runtime.device)
+        _check_machine(artifact, config)
+        weights = artifact.manifest.weights
+        root = folder if weights.is_packed else Path(weights.folder)
+        weights.check_headers(root)
+    mark_used(folder)
+    return CompiledRuntime(artifact, config, root, True, True, timeline.stages)
+
+
+def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]) -> Artifact | None:
+    if not os.path.exists(target.folder / MANIFEST):  # also where it may not be looked: compiling says so
+        return None
+    try:
+        with timeline.stage("check runtime"):
+            artifact = open_artifact(target.folder)
+            if artifact.factors != target.factors:
+                raise ArtifactError(f"{target.folder} was compiled for something else; it is compiled again")
+            if artifact.manifest.weights.is_packed:
+                artifact.manifest.weights.check_headers(target.folder)
+            return artifact
+    except (ArtifactError, CheckpointError) as error:
+        tell(f"the cached runtime is not used: {error}")
+        return None
+
+
+def _check_machine(artifact: Artifact, config: ResolvedConfig) -> None:
+    here = machine_factors(config)
+    for name in MACHINE_FACTORS:
+        if artifact.factors.get(name) != here[name]:
+            raise ArtifactError(
+                f"{artifact.folder} was compiled for {name} {artifact.factors.get(name)!r}, here it is {here[name]!r}. "
+                "Compile the model again on this machine."
+            )
+
+
+def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> tuple[Artifact, bool]:
+    """One process compiles a key at a time; the others wait and take what it made (True)."""
+    if options.output is not None:
+        check_replaceable(target.folder)
+        return _compile(target, options, timeline), False
+    sweep(target.folder.parent)
+
+    def waiting() -> None:
+        timeline.announce(f"another process is compiling {target.folder.name}: waiting for it")
+
+    with compile_lock(target.folder, waiting):
+        artifact = _open_cached(target, timeline, lambda text: None)  # what is wrong with it has been told
+        if artifact is not None:
+            return artifact, True
+        return _compile(target, options, timeline), False
+
+
+def _compile(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
+    from mllm_compile.compiler.build import build_runtime
+
+    return build_runtime(target, options, timeline)

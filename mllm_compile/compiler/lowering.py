@@ -1,0 +1,259 @@
+"""From a model folder to pieces: build on meta, trace, gate, passes, sources. Every graph is written as text as well.
+
+Each stage's own work is in the module that it calls; transformers is imported here and not before.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mllm_compile.config.model_folder import ModelFolder, check_remote_code
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import CompileError
+from mllm_compile.kernels.cuda import can_compile_kernels, gated_linears, streamed_linears
+from mllm_compile.kernels.decode_attention import add_decode_attention
+from mllm_compile.kernels.decode_loop import add_decode_loop
+from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.sampling import add_sampling_pieces
+from mllm_compile.model.refusals import refusing
+from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.store.key import max_traced_tokens
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from mllm_compile.inductor.workers import PieceJob
+    from mllm_compile.model.hf_model import HFModel
+    from mllm_compile.model.trace import Trace
+    from mllm_compile.passes.base import PackedPart
+    from mllm_compile.passes.pipeline import Observer, PassReport
+    from mllm_compile.runtime.weights.loader import WeightSpec
+
+# Passes that put kernels of ours into pieces.
+KERNEL_PASSES = (
+    "fuse_rope_cache",
+    "fuse_single_token",
+    "stream_linears",
+    "fuse_few_tokens",
+    "fuse_gated_linear",
+    "fuse_silu_mul",
+)
+
+_GRAPH_TEXT = re.compile(r"\d{2,}_(\w+)\.txt")  # a stage's graph, as _GraphDumper names it
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model after the passes.
+
+    Attributes:
+        hf_model: the model that was traced.
+        graph: the parent graph; its children are the pieces.
+        program: the same as steps.
+        reports: one a pass.
+        symbols: the graph's size symbols → T, S, P, L.
+        written_pieces: those of the program that are no part of the graph: attention of decodes, the choice of tokens,
+            and the decode loop.
+    """
+
+    hf_model: HFModel
+    graph: fx.GraphModule
+    program: Program
+    reports: list[PassReport]
+    symbols: dict[str, str]
+    written_pieces: tuple[WrittenPiece, ...]
+
+    @property
+    def packed(self) -> dict[str, tuple[PackedPart, ...]]:
+        from mllm_compile.passes.base import PACKED_WEIGHTS
+
+        return self.graph.meta.get(PACKED_WEIGHTS, {})
+
+
+def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> HFModel:
+    """Builds the model without its weights.
+
+    Raises:
+        UnsupportedModelError: Transformers cannot build it, or it would not be served right.
+    """
+    with reporter.stage("import transformers"), uncollected():
+        import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
+
+        from mllm_compile.checkpoint.plan import untie_stored_apart
+        from mllm_compile.model.hf_model import build_on_meta
+        from mllm_compile.model.hold_rope import check_rope_limit
+        from mllm_compile.model.late_imports import import_modeling_code
+
+        import_modeling_code()
+    with reporter.stage("build on meta"), uncollected():  # which imports the model's code
+        check_remote_code(model, config.model.trust_remote_code)
+        hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
+        check_rope_limit(model, hf_model.model.config)
+        if config.model.load_format != "dummy":
+            untie_stored_apart(model.path, model.weight_names, hf_model.model)
+    return hf_model
+
+
+def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: Reporter) -> Lowered:
+    """Traces, checks and rewrites the model.
+
+    Args:
+        dump_dir: gets a numbered text file for the graph after each stage.
+
+    Raises:
+        UnsupportedModelError: the model would not be served right.
+        CompileError: a pass failed.
+    """
+    from mllm_compile.model.gate import check_trace
+    from mllm_compile.model.trace import trace_model
+
+    with reporter.stage("trace"), uncollected():
+        trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
+        check_trace(trace, hf_model)
+    dump = _GraphDumper(dump_dir)
+    dump("trace", trace.graph_module, "as captured")
+    rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
+    with reporter.stage("passes"), uncollected(), rewriting:
+        return rewrite(
+            config,
+            hf_model,
+            trace,
+            lambda report, gm: dump(
+                report.name,
+                gm,
+                f"{report.matches} matches, {report.nodes_before} -> {report.nodes_after} nodes, {report.ms:.1f} ms",
+            ),
+        )
+
+
+def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: Observer | None = None) -> Lowered:
+    """Runs the passes over a trace, which is rewritten; `observer` sees the graph after each.
+
+    Raises:
+        CompileError: a pass failed; the message names it and how to do without it.
+    """
+    from mllm_compile.compiler.program_builder import build_program, size_symbols
+    from mllm_compile.passes.pipeline import PassFailedError, run_passes
+
+    try:
+        graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
+    except PassFailedError as error:
+        raise CompileError(str(error)) from error
+    program, decode_pieces = add_decode_attention(config, build_program(graph))
+    output: Any = next(node for node in graph.graph.nodes if node.op == "output")
+    logits = output.args[0][0].meta["val"]
+    program, sampling_pieces = add_sampling_pieces(config, program, logits)
+    program, loop_pieces = add_decode_loop(config, program, logits)
+    program = replace(program, linears=streamed_linears(graph, program), gated_linears=gated_linears(graph, program))
+    written = (*decode_pieces, *sampling_pieces, *loop_pieces)
+    return Lowered(hf_model, graph, program, reports, size_symbols(graph), written)
+
+
+def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
+    """Writes the source of every distinct piece; returns what is to be compiled, beside the sources."""
+    from mllm_compile.compiler.piece_source import piece_source
+    from mllm_compile.compiler.program_builder import piece_inputs
+    from mllm_compile.inductor.workers import PieceJob
+
+    program = lowered.program
+    forms = {form.piece: form for form in program.all_small_forms()}
+    sources = []
+    for piece in (*program.step_pieces(), *forms):
+        graph: Any = lowered.graph.get_submodule(piece)
+        inputs = piece_inputs(graph, lowered.symbols)
+        if piece in forms and forms[piece].max_size == 1:
+            size = inputs[forms[piece].input].shape[forms[piece].dim]  # T, or S behind the gather
+            inputs = tuple(spec.of_one(str(size)) for spec in inputs)
+        sources.append((piece, piece_source(graph, piece, lowered.symbols), inputs))
+    # The smallest last: with few workers the others begin first.
+    sources += [(piece.name, piece.source, piece.inputs) for piece in lowered.written_pieces]
+    jobs = []
+    for piece, source, inputs in sources:
+        source_path = folder / (piece + SOURCE_SUFFIX)
+        source_path.write_text(source, encoding="utf-8")
+        jobs.append(PieceJob(piece, source_path, inputs, folder / (piece + PACKAGE_SUFFIX)))
+    return jobs
+
+
+def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
+    """Those that the config names, and those that this compile cannot make use of.
+
+    With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the model's
+    is written by the runtime, which knows how to round to it. The CUDA kernels need a Hopper GPU and NVRTC.
+    """
+    kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
+    converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
+    can_compile = can_compile_kernels(config.runtime.device)
+    hopper = () if can_compile else ("stream_linears", "fuse_gated_linear")
+    rotated = () if can_compile and config.compile.hopper_decode else ("rotate_in_attention",)
+    return (*config.compile.disable_passes, *kernels, *converts, *hopper, *rotated)
+
+
+def plan_lowered_weights(
+    config: ResolvedConfig, model: ModelFolder, lowered: Lowered
+) -> tuple[dict[str, torch.Tensor], tuple[WeightSpec, ...]]:
+    """The program's constants by name, and where each of its weights comes from.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what the model needs.
+    """
+    from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
+    from mllm_compile.compiler.program_builder import weight_shapes
+
+    table: Any = None
+    if config.model.load_format != "dummy":
+        table = read_checkpoint(model.path, model.weight_names, lowered.hf_model.model)
+    needed = set(lowered.program.weights)
+    constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
+    shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}
+    return constants, tuple(plan_weights(shapes, lowered.packed, table))
+
+
+def remove_graph_texts(folder: Path) -> None:
+    """Removes the text files that an earlier `lower` wrote, which another pipeline would not all write over.
+
+    Nothing else goes, not even a user's own `01_notes.txt`: the first line says whose file it is.
+    """
+    for path in folder.iterdir():
+        name = _GRAPH_TEXT.fullmatch(path.name)
+        if name and path.is_file() and path.read_bytes().startswith(_first_line(name[1]).encode()):
+            path.unlink()
+
+
+# No annotation of fx's own has a comma.
+_SIGNATURE = re.compile(r"^(def forward)\((.*)\)((?: -> .*)?:)", re.MULTILINE)
+
+
+def _first_line(name: str, remark: str = "") -> str:
+    return f"# {name}: {remark}"
+
+
+def _readable(code: str) -> str:
+    """fx puts a function's parameters on one line, a thousand of them too: here each has its own."""
+    return _SIGNATURE.sub(
+        lambda match: f"{match[1]}(\n    {match[2].replace(', ', f',{chr(10)}    ')},\n){match[3]}", code
+    )
+
+
+class _GraphDumper:
+    """Numbered files, one a stage: `02_pack_projections.txt`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
+        # As it is now: passes change this graph and leave compiling it to the end, but each piece that they change.
+        text = [_first_line(name, remark), _readable(gm.graph.python_code("self").src.strip())]
+        children: Any = gm.named_children()
+        text += [f"# {child}\n{_readable(piece.code.strip())}" for child, piece in children if hasattr(piece, "code")]
+        path = self._folder / f"{self._count:02d}_{name}.txt"
+        path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
+        self._count += 1

@@ -1,0 +1,132 @@
+"""Reads the parent graph that the passes leave (pieces and attention ops) into the runtime's Program."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from mllm_compile.compiler.piece_source import size_of
+from mllm_compile.errors import CompileError
+from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
+from mllm_compile.passes.match.nodes import is_attention_with_output, is_symbolic, is_weight
+from mllm_compile.runtime.program.spec import (
+    AttentionStep,
+    LayerSpec,
+    PieceStep,
+    Program,
+    SmallForm,
+    Step,
+    UnrotatedStep,
+)
+
+_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L"}
+
+
+def build_program(graph: fx.GraphModule) -> Program:
+    """One step for each piece call and each attention, in order."""
+    steps: list[Step] = []
+    for node in graph.graph.nodes:
+        if node.op == "call_module":
+            outputs = sorted((user.args[1], user.name) for user in node.users if user.target is operator.getitem)
+            count = len(node.meta["val"])
+            names = dict(outputs)
+            layers_of_cache = [arg.meta[CACHE_INPUT][1] for arg in node.all_input_nodes if CACHE_INPUT in arg.meta]
+            steps.append(
+                PieceStep(
+                    piece=str(node.target),
+                    inputs=tuple(_value_name(arg) for arg in node.args if not _is_cache(arg)),
+                    outputs=tuple(names.get(index, f"{node.name}.unused{index}") for index in range(count)),
+                    writes_kv_of=next((name for name in layers_of_cache if name), None),
+                )
+            )
+        elif is_attention_with_output(node):
+            steps.append(_attention_step(node))
+    layers = tuple(LayerSpec(**asdict(spec)) for spec in graph.meta[ATTENTION_LAYERS])
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    (logits,) = output.args[0]
+    sinks = [layer.sinks for layer in layers if layer.sinks]
+    weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
+    return Program(tuple(steps), layers, weights, _value_name(logits), _small_forms(graph))
+
+
+def _attention_step(node: fx.Node) -> AttentionStep:
+    q, k, v, out = (_value_name(arg) for arg in node.args[:4])
+    saves_kv = bool(node.args[5]) if len(node.args) > 5 else True
+    unrotated = None
+    if len(node.args) > 6:
+        values: Any
+        values, eps = node.args[6:8]
+        unrotated = UnrotatedStep(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
+    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, unrotated)
+
+
+def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:
+    all_forms, symbols = {}, size_symbols(graph)
+    for piece, forms in graph.meta.get(SMALL_FORMS, {}).items():
+        module: Any = graph.get_submodule(piece)
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        sizes = [
+            (index, dim, str(size.node.expr))
+            for index, node in enumerate(inputs)
+            for dim, size in enumerate(node.meta["val"].shape)
+            if is_symbolic(size)
+        ]
+        # Of a piece that gathers rows their number: what stands before the gather is no work.
+        index, dim, _ = next((one for one in sizes if symbols.get(one[2]) == "S"), sizes[0])
+        all_forms[piece] = tuple(SmallForm(form, index, dim, size) for size, form in sorted(forms.items()))
+    return all_forms
+
+
+def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name → shape and dtype of every weight input."""
+    return {
+        node.meta["weight_name"]: (tuple(int(size) for size in node.meta["val"].shape), node.meta["val"].dtype)
+        for node in graph.graph.nodes
+        if is_weight(node)
+    }
+
+
+def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
+    """The symbols by their public names: {"u0": "T", "u2": "S"}; P (slots of the KV cache) where pieces write it, and L
+    (slots to write) where they may leave that to attention: else there are T."""
+    symbols: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        if node.meta.get("input_name") in _SIZE_NAMES:
+            symbols.setdefault(str(node.meta["val"].shape[0].node.expr), _SIZE_NAMES[node.meta["input_name"]])
+    return symbols
+
+
+def _is_cache(arg: object) -> bool:
+    return isinstance(arg, fx.Node) and CACHE_INPUT in arg.meta
+
+
+def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceInput, ...]:
+    """What the piece compiler needs to know of a piece's inputs.
+
+    Raises:
+        CompileError: an input has a size that is a multiple of T, S, P or L.
+    """
+    inputs = []
+    for node in piece.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        val = node.meta["val"]
+        shape = tuple(size_of(size, symbols) for size in val.shape)
+        stride = tuple(size_of(step, symbols) for step in val.stride())
+        if any(isinstance(size, str) and size not in symbols.values() for size in shape):
+            raise CompileError(f"input {node.name} has shape {list(shape)}: a size must be a number, T, S, P or L")
+        inputs.append(PieceInput(shape, stride, str(val.dtype).removeprefix("torch.")))
+    return tuple(inputs)
+
+
+def _value_name(node: object) -> str:
+    if not isinstance(node, fx.Node):
+        raise CompileError(f"a step reads {node!r}, which is no value of the graph")
+    if node.op == "placeholder":
+        return node.meta.get("weight_name") or node.meta["input_name"]
+    return node.name

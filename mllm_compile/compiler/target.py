@@ -1,0 +1,89 @@
+"""What a config asks for: the resolved config, its key, and the folder where a runtime of that key lies or would lie.
+
+Compiles nothing and opens no runtime.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mllm_compile.checkpoint.files import WeightFiles, data_identity, weight_files
+from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.config.device import detect_device
+from mllm_compile.config.model_folder import ModelFolder, open_model_folder
+from mllm_compile.config.resolve import resolve
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import ArtifactError, ConfigError
+from mllm_compile.store.artifact import MANIFEST, read_manifest
+from mllm_compile.store.key import PACKED_WEIGHTS, key_factors, key_of
+from mllm_compile.store.publish import runtimes_folder
+
+_NO_OPTIONS = CompileOptions()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a config asks for, and where that lies or would lie."""
+
+    config: ResolvedConfig
+    model: ModelFolder
+    weights: WeightFiles
+    factors: Mapping[str, str]
+    folder: Path
+
+
+def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> Target:
+    """Resolves a config and computes its key; compiles nothing.
+
+    A runtime that holds the weights of this checkpoint serves it also where that is not asked for.
+    """
+    model = open_model_folder(config.model)
+    resolved = resolve(config, model, detect_device(config.runtime.device))
+    _check_pass_names(resolved)
+    weights = weight_files(model.path, model.weight_files)
+    factors = key_factors(resolved, model, weights)
+    packed = factors | {PACKED_WEIGHTS: data_identity(model.weight_files)}
+    # Absolute: compilers run in other folders, and look for a relative one in caches of their own. Not a link: what is
+    # made takes a folder's place.
+    output = None if options.output is None else Path(os.path.realpath(options.output))
+    folder = output or _cached_folder(resolved, model, packed)
+    if options.pack_weights or _is_of(folder, packed):
+        return Target(resolved, model, weights, packed, folder)
+    return Target(resolved, model, weights, factors, output or _cached_folder(resolved, model, factors))
+
+
+def _is_of(folder: Path, factors: Mapping[str, str]) -> bool:
+    """Whether a runtime lies there that was compiled for these factors, as far as its manifest can be read."""
+    try:
+        return os.path.exists(folder / MANIFEST) and read_manifest(folder).factors == factors
+    except ArtifactError:  # opening it says why
+        return False
+
+
+def _cached_folder(config: ResolvedConfig, model: ModelFolder, factors: Mapping[str, str]) -> Path:
+    """Readable name, then the key. The name is the model's type: a hit must not depend on where the model lies."""
+    kind = str(model.config.get("model_type", "model"))
+    slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in kind)
+    return runtimes_folder(config.cache.dir) / f"{slug}-{key_of(factors)}"
+
+
+def _check_pass_names(config: ResolvedConfig) -> None:
+    if not config.compile.disable_passes:
+        return
+    from difflib import get_close_matches
+
+    from mllm_compile.passes.pipeline import optional_pass_names
+
+    known = optional_pass_names()
+    for name in config.compile.disable_passes:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"compile.disable_passes: {name!r} is not a pass that can be left out; these can: {', '.join(known)}."
+                f"{hint}"
+            )

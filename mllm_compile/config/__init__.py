@@ -1,0 +1,1 @@
+"""What is asked for, and the values that it becomes."""

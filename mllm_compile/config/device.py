@@ -1,0 +1,74 @@
+"""What `runtime.device` means on this machine: which device it is, and whether its attention library is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from dataclasses import dataclass
+
+from mllm_compile.errors import DeviceError
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device that will serve.
+
+    Attributes:
+        device: `cpu`, or `cuda:N` with the index filled in.
+        name: for people: `NVIDIA H200`, `x86_64`.
+        has_flashinfer: the package is installed (found, not imported: importing it may initialise CUDA).
+        is_hopper: the CUDA kernels of runtime/ops/stream_linear/ and runtime/attention/hopper/ are for it.
+    """
+
+    device: str
+    name: str
+    has_flashinfer: bool = False
+    is_hopper: bool = False
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+def detect_device(asked: str) -> DeviceInfo:
+    """Looks for the device of `runtime.device`: auto | cpu | cuda | cuda:N.
+
+    Raises:
+        DeviceError: a GPU was asked for and torch sees none, or none of that number.
+    """
+    if asked == "cpu":
+        return _cpu()
+    import torch
+
+    if not torch.cuda.is_available():
+        if asked == "auto":
+            return _cpu()
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA driver or GPU answers"
+        raise DeviceError(
+            f"runtime.device is {asked!r}, but torch {torch.__version__} sees no GPU ({reason}). Set runtime.device: "
+            f"cpu, or install a CUDA build of torch on a machine with an NVIDIA GPU."
+        )
+    count = torch.cuda.device_count()
+    index = int(asked.partition(":")[2] or 0)
+    if index >= count:
+        raise DeviceError(f"runtime.device is {asked!r}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}.")
+    name = torch.cuda.get_device_name(index)
+    return DeviceInfo(
+        f"cuda:{index}", name, importlib.util.find_spec("flashinfer") is not None, is_hopper(f"cuda:{index}")
+    )
+
+
+def is_hopper(device: str) -> bool:
+    """Whether it is an H100 SXM, H200 or alike: of compute capability 9.0, with as many multiprocessors.
+
+    What is divided among 132 of them would take fewer two rounds, the second half empty.
+    """
+    import torch
+
+    facts = torch.cuda.get_device_properties(torch.device(device))
+    return (facts.major, facts.minor) == (9, 0) and facts.multi_processor_count >= MULTIPROCESSORS
+
+
+def _cpu() -> DeviceInfo:
+    return DeviceInfo("cpu", platform.machine())

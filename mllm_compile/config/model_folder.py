@@ -1,0 +1,270 @@
+"""From `model.path` to a local folder whose files can be served: config.json, weights, no quantisation.
+
+Hub ids are fetched with huggingface_hub. config.json is read as plain JSON; what it means is the tracer's business.
+Transformers is imported only by `check_remote_code`, for the few folders that bring Python code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.config.schema import ModelConfig, is_local_path
+from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from mllm_compile.files.json_file import read_json_object
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES_IN_FILES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "*.txt")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checked local folder.
+
+    Attributes:
+        path: absolute; for a hub id a snapshot in huggingface_hub's cache.
+        config: config.json as it stands.
+        weight_files: absolute paths of the safetensors files, sorted; empty for dummy weights.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    weight_files: tuple[Path, ...]
+
+    @property
+    def weight_names(self) -> list[str]:
+        """The weight files as the folder has them: their paths in it."""
+        return [path.relative_to(self.path).as_posix() for path in self.weight_files]
+
+    def text_config_value(self, *names: str) -> Any:
+        """The first of `names` that config.json sets, in the text model's own section where there is one, else None."""
+        nested = self.config.get("text_config")
+        for section in (nested if isinstance(nested, dict) else {}, self.config):
+            for name in names:
+                if section.get(name) is not None:
+                    return section[name]
+        return None
+
+    def checkpoint_dtype(self) -> str | None:
+        """float32 | float16 | bfloat16: what config.json says, else the first such tensor's; None where neither says.
+
+        Raises:
+            CheckpointError: the first weight file is no safetensors file.
+        """
+        named = str(self.text_config_value("dtype", "torch_dtype")).removeprefix("torch.")
+        if named in _DTYPES_IN_FILES.values():
+            return named
+        return _first_float_dtype(self.weight_files[0]) if self.weight_files else None
+
+
+def open_model_folder(model: ModelConfig) -> ModelFolder:
+    """Finds (or downloads) the model's folder and checks that it can be served from.
+
+    Raises:
+        ModelNotFoundError: no such folder, no such repository, a hub that cannot be reached, no config.json.
+        CheckpointError: no weights, a missing shard, a format other than safetensors, a quantised checkpoint.
+    """
+    with_weights = model.load_format != "dummy"
+    path = locate_model_folder(model)
+    config = _read_config(path)
+    _refuse_quantised(path, config)
+    return ModelFolder(path, config, _find_weight_files(path) if with_weights else ())
+
+
+def locate_model_folder(model: ModelConfig) -> Path:
+    """The local folder of a path or a hub id; downloads what is not there yet.
+
+    Raises:
+        ModelNotFoundError: with what to put in model.path instead.
+    """
+    text = model.path
+    folder = Path(text).expanduser()
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise ModelNotFoundError(
+            f"model.path {shown!r} cannot be looked at: {error.strerror}. Give a local folder or a hub id."
+        ) from None
+    if is_folder:
+        if model.revision is not None:
+            raise ModelNotFoundError(
+                f"model.revision is {model.revision!r}, but model.path {text!r} is a local folder, which has no "
+                f"revisions. Remove model.revision."
+            )
+        return folder.absolute()
+    if folder.exists():
+        raise ModelNotFoundError(
+            f"model.path {text!r} is a file; expected the folder that holds {CONFIG_FILE} and the weights."
+        )
+    if is_local_path(text) or text.count("/") > 1:
+        raise ModelNotFoundError(
+            f"model.path {text!r}: there is no such folder. Give the folder that holds {CONFIG_FILE} and the "
+            f"weights (a relative path is taken from the YAML's own folder), or a hub id such as Qwen/Qwen3-0.6B."
+        )
+    return _download(model)
+
+
+def check_remote_code(folder: ModelFolder, trust_remote_code: bool) -> None:
+    """Refuses a model that needs its own Python code when that was not allowed; called before the model is built.
+
+    A folder may bring code (`auto_map`) for a model that Transformers knows by itself: that needs no permission.
+
+    Raises:
+        UnsupportedModelError: the code is needed and model.trust_remote_code is false.
+    """
+    if "auto_map" not in folder.config or trust_remote_code:
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    model_type = folder.config.get("model_type")
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise UnsupportedModelError(
+            f"{folder.path}: the model type {model_type!r} is not one of Transformers' own; it runs Python code that "
+            f"comes with the model (auto_map in {CONFIG_FILE}). Read that code; if you trust it, set "
+            f"model.trust_remote_code: true."
+        )
+
+
+def _download(model: ModelConfig) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = list(_TEXT_FILES)
+    if model.load_format != "dummy":
+        patterns.append("*.safetensors")
+    if model.trust_remote_code:
+        patterns.append("*.py")
+    name = f"model.path {model.path!r}"
+    try:
+        with _download_bars_on_terminals_only():
+            # Sub-folders hold other formats of the same weights (original/, onnx/, gguf/).
+            folder = snapshot_download(
+                model.path, revision=model.revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+            )
+    except errors.HFValidationError as error:
+        raise ModelNotFoundError(f"{name} is neither a folder nor a hub id: {error}") from None
+    except errors.GatedRepoError:
+        raise ModelNotFoundError(
+            f"{name}: the hub asks to accept the model's terms first. Accept them on "
+            f"https://huggingface.co/{model.path} and log in with `hf auth login`, or set model.path to a local folder."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelNotFoundError(
+            f"{name} has no revision {model.revision!r}. Remove model.revision, or give a branch, tag or commit."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelNotFoundError(
+            f"{name}: there is no such folder, and no such repository on the hub (or it is private and you are not "
+            f"logged in: `hf auth login`). Set model.path to a local folder, or correct the hub id."
+        ) from None
+    except OSError as error:  # huggingface_hub's HTTP errors and 'not in the local cache' are OSErrors too
+        reason = str(error.__cause__ or error).split("\n", 1)[0]
+        raise ModelNotFoundError(
+            f"{name}: there is no such folder, and the Hugging Face hub cannot be reached ({reason}). Set model.path "
+            f"to a local folder that holds {CONFIG_FILE}, the tokenizer and the safetensors files (made elsewhere "
+            f"with `hf download {model.path} --local-dir FOLDER`)."
+        ) from None
+    return Path(folder)
+
+
+@contextmanager
+def _download_bars_on_terminals_only() -> Iterator[None]:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = read_json_object(folder / CONFIG_FILE, ModelNotFoundError)
+    if config is None:
+        raise ModelNotFoundError(
+            f"{folder} holds no {CONFIG_FILE}; expected a model folder in Hugging Face's format. Set model.path to "
+            f"the folder that `save_pretrained` or `hf download` wrote."
+        )
+    return config
+
+
+def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
+    nested = config.get("text_config")
+    for section in (config, nested if isinstance(nested, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if section.get(key):
+                details = section[key] if isinstance(section[key], dict) else {}
+                method = details.get("quant_method") or details.get("quant_algo") or "unnamed"
+                raise CheckpointError(
+                    f"{folder}: the checkpoint is quantised ({key}: {method}), which is not supported yet. Set "
+                    f"model.path to the float16, bfloat16 or float32 original."
+                )
+    if (folder / "hf_quant_config.json").exists():
+        raise CheckpointError(
+            f"{folder}: the checkpoint is quantised (hf_quant_config.json), which is not supported yet. Set "
+            f"model.path to the float16, bfloat16 or float32 original."
+        )
+
+
+def _find_weight_files(folder: Path) -> tuple[Path, ...]:
+    if (folder / WEIGHTS_INDEX_FILE).exists():
+        names = _shard_names(folder / WEIGHTS_INDEX_FILE)
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]!r} (named in "
+                f"{WEIGHTS_INDEX_FILE}). Download the model again."
+            )
+        return tuple(folder / name for name in names)
+    if (folder / WEIGHTS_FILE).is_file():
+        return (folder / WEIGHTS_FILE,)
+    raise CheckpointError(_no_weights_message(folder))
+
+
+def _no_weights_message(folder: Path) -> str:
+    wanted = f"expected {WEIGHTS_FILE}, or {WEIGHTS_INDEX_FILE} and its files"
+    if other := sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")):
+        return (
+            f"{folder} holds weights as {other[0]}, which is not read (pickles can run code); {wanted}. Convert them "
+            f"with Transformers: from_pretrained(…).save_pretrained(FOLDER)."
+        )
+    return (
+        f"{folder} holds no weights; {wanted}. Download them, or set model.load_format: dummy for random weights of "
+        f"the same shapes."
+    )
+
+
+def _shard_names(index: Path) -> list[str]:
+    weight_map = (read_json_object(index, CheckpointError) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} holds no map of weight names to files. Download it again.")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if os.path.basename(name) != name:  # the folder's owner decides what is read, not a name in a downloaded file
+            raise CheckpointError(f"{index} names {name!r}; expected a file of the same folder.")
+    return names
+
+
+def _first_float_dtype(path: Path) -> str | None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
+                dtype = _DTYPES_IN_FILES.get(tensors.get_slice(name).get_dtype())
+                if dtype is not None:
+                    return dtype
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is no whole safetensors file: {error}. Download it again.") from None
+    return None

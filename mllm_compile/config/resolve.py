@@ -1,0 +1,272 @@
+"""`auto` becomes a value, once: the config, the model's folder and the device make a ResolvedConfig.
+
+Nothing changes a value after this, and everything below reads this and never an `auto`. Each choice is kept with its
+reason, to be printed. The numbers behind `auto` are the tables at the top.
+"""
+
+from __future__ import annotations
+
+import os
+
+from mllm_compile.config.device import DeviceInfo
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.resolve_graphs import resolve_graphs
+from mllm_compile.config.resolved import (
+    AutoChoices,
+    BackendName,
+    KVDtypeName,
+    ResolvedCache,
+    ResolvedCompile,
+    ResolvedConfig,
+    ResolvedModel,
+    ResolvedRuntime,
+)
+from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig
+from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.files.cache_folders import auto_cache_dir
+from mllm_compile.model.hold_rope import rope_limit
+
+# Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
+# large pages, and small ones share more of a prefix.
+PAGE_SIZE = {"flashinfer": 64, "torch": 16}
+# A CPU computes a few hundred tokens a second: more in flight would only make each of them later.
+MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
+MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+# deterministic: tokens of every step, padding included. A GPU multiplies 128 rows about as fast as one. 512 rows times
+# KV heads are more blocks than twice a GPU's processors, from which on FlashInfer's captured attention never splits a
+# request's keys (see FlashInferAttnBackend.init_cuda_graph_state). Which layers it decodes is known after the trace.
+DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
+DETERMINISTIC_ATTENTION_BLOCKS = 512
+# The table of slots takes max_running_requests × max_model_len × 4 bytes: 64 MiB at 256 × 65536.
+MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
+# A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
+_KEYS_OF_GPUS = {
+    "runtime": ("mem_fraction_static",),
+    "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens", "sample_in_graph"),
+}
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
+
+
+def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> ResolvedConfig:
+    """Replaces every `auto` and checks what only shows when the parts meet.
+
+    Args:
+        config: what the user asked for.
+        model: the checked folder of config.model.
+        device: `detect_device(config.runtime.device)`.
+
+    Raises:
+        ConfigError: values that contradict each other, the model or the device.
+        CaptureSizeError: a CUDA graph size that no batch can have.
+        DeviceError: the device lacks the attention library.
+    """
+    choices = AutoChoices()
+    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(model, device))
+    backend = _attention_backend(config.runtime, dtype, device, choices)
+    runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
+    split_decode = _split_decode(config.compile, runtime, dtype, choices)
+    return ResolvedConfig(
+        model=ResolvedModel(
+            source=config.model.path,
+            folder=str(model.path),
+            revision=config.model.revision,
+            dtype=dtype,
+            load_format=choices.settle(
+                "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
+            ),
+            trust_remote_code=config.model.trust_remote_code,
+        ),
+        compile=ResolvedCompile(
+            backend=config.compile.backend,
+            disable_passes=config.compile.disable_passes,
+            split_decode=split_decode,
+            hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype, device),
+        ),
+        cudagraph=resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices),
+        runtime=runtime,
+        cache=ResolvedCache(
+            dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
+        ),
+        choices=tuple(choices.made),
+        without_effect=() if device.is_cuda else _of_gpus_alone(config),
+    )
+
+
+def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
+    if not device.is_cuda:
+        return "float32", "a CPU computes it fastest and exactly"
+    dtype = model.checkpoint_dtype()
+    if dtype is None:
+        return "bfloat16", "the checkpoint names no type"
+    if dtype == "float32":
+        return "bfloat16", "the checkpoint's float32 is a training type; set model.dtype: float32 to keep it"
+    return dtype, "the checkpoint's"
+
+
+def _attention_backend(asked: RuntimeConfig, dtype: str, device: DeviceInfo, choices: AutoChoices) -> BackendName:
+    def choose() -> tuple[str, str]:
+        if not device.is_cuda:
+            return "torch", "a CPU"
+        if dtype == "float32":
+            return "torch", "FlashInfer has no float32 kernels"
+        return "flashinfer", "a GPU"
+
+    backend = choices.settle("runtime.attention_backend", asked.attention_backend, choose)
+    if backend == "flashinfer":
+        _require_flashinfer(dtype, device)
+    return backend
+
+
+def _require_flashinfer(dtype: str, device: DeviceInfo) -> None:
+    if not device.is_cuda:
+        raise ConfigError(
+            "runtime.attention_backend is flashinfer, but the device is a CPU. Set runtime.attention_backend: torch."
+        )
+    if dtype == "float32":
+        raise ConfigError(
+            "runtime.attention_backend is flashinfer, which has no float32 kernels. Set model.dtype: bfloat16, or "
+            "runtime.attention_backend: torch."
+        )
+    if not device.has_flashinfer:
+        raise DeviceError(
+            "FlashInfer is not installed, which serves attention on a GPU. Install the extra: "
+            "pip install 'mllm-compile[cuda]'; or set runtime.attention_backend: torch (much slower)."
+        )
+
+
+def _runtime(
+    asked: RuntimeConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: AutoChoices
+) -> ResolvedRuntime:
+    kind = "cuda" if device.is_cuda else "cpu"
+    choices.settle("runtime.device", asked.device, lambda: (device.device, device.name))
+    requests, tokens = _batch_limits(asked, kind, model, choices)
+    return ResolvedRuntime(
+        device=device.device,
+        attention_backend=backend,
+        page_size=choices.settle("runtime.page_size", asked.page_size, lambda: (PAGE_SIZE[backend], f"for {backend}")),
+        kv_cache_dtype=_kv_cache_dtype(asked, dtype, choices),
+        mem_fraction_static=asked.mem_fraction_static,
+        max_model_len=_max_model_len(asked, kind, model, choices),
+        max_running_requests=requests,
+        max_num_batched_tokens=tokens,
+        enable_prefix_cache=asked.enable_prefix_cache,
+        deterministic=asked.deterministic,
+        skip_compiled=asked.skip_compiled,
+        seed=asked.seed,
+    )
+
+
+def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:
+    if asked.kv_cache_dtype == "fp8_e4m3":
+        return "float8_e4m3fn"
+    kv_dtype = choices.settle("runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's"))
+    if kv_dtype != dtype:
+        raise ConfigError(
+            f"runtime.kv_cache_dtype is {kv_dtype}, the model's dtype {dtype}; a KV cache has the model's own type or "
+            "fp8_e4m3. Set runtime.kv_cache_dtype: auto."
+        )
+    return kv_dtype
+
+
+def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, choices: AutoChoices) -> bool:
+    """Whether decodes are computed by the kernel that is compiled with the model (decode_attention.py)."""
+    obstacle = None
+    if runtime.attention_backend != "flashinfer":
+        obstacle = (
+            f"runtime.attention_backend is {runtime.attention_backend}, and the kernel stands beside FlashInfer's"
+        )
+    elif asked.backend == "eager":
+        obstacle = "compile.backend is eager, which compiles no kernels"
+    elif runtime.kv_cache_dtype != dtype:
+        obstacle = f"the KV cache is {runtime.kv_cache_dtype}, and the kernel reads the model's dtype, {dtype}"
+    if obstacle is None:
+        return choices.settle("compile.split_decode", asked.split_decode, lambda: (True, "faster than FlashInfer's"))
+    if asked.split_decode is True:
+        raise ConfigError(f"compile.split_decode is true, but {obstacle}. Set it to auto or false.")
+    return False
+
+
+def _hopper_decode(
+    asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str, device: DeviceInfo
+) -> bool:
+    """Whether decodes may be computed by runtime/attention/hopper/."""
+    obstacle = None
+    if not split_decode:
+        obstacle = (
+            "decodes are FlashInfer's or torch's (compile.split_decode), and the kernels stand for pieces of ours"
+        )
+    elif not device.is_hopper:
+        obstacle = f"the GPU is {device.name}, and the kernels are for an H100 SXM or H200"
+    elif runtime.deterministic:
+        obstacle = "runtime.deterministic is set, and how the kernels divide a request depends on the others"
+    elif dtype != "bfloat16":
+        obstacle = f"model.dtype is {dtype}, and the kernels compute in bfloat16"
+    if asked.hopper_decode is True and obstacle is not None:
+        raise ConfigError(f"compile.hopper_decode is true, but {obstacle}. Set it to auto or false.")
+    return asked.hopper_decode is not False and obstacle is None
+
+
+def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> tuple[int, int]:
+    """(max_running_requests, max_num_batched_tokens): every running request needs a token of a step's budget."""
+    auto_tokens, why = MAX_NUM_BATCHED_TOKENS[kind], f"for {kind}"
+    if asked.deterministic:
+        auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
+    budget = asked.max_num_batched_tokens
+    step = auto_tokens if budget == "auto" else budget
+    most_requests, why_requests = min(MAX_RUNNING_REQUESTS[kind], step), f"for {kind}"
+    if asked.deterministic and 1 < step < 2 * most_requests:
+        most_requests, why_requests = step // 2, "deterministic: half of a step, so that prompts get on"
+    requests = choices.settle(
+        "runtime.max_running_requests",
+        asked.max_running_requests,
+        lambda: (most_requests, why_requests),
+    )
+    tokens = choices.settle("runtime.max_num_batched_tokens", budget, lambda: (max(auto_tokens, requests), why))
+    if requests > tokens:
+        raise ConfigError(
+            f"runtime.max_running_requests is {requests}, more than runtime.max_num_batched_tokens {tokens}: each "
+            f"running request takes a token of every step. Raise the second or lower the first."
+        )
+    return requests, tokens
+
+
+def _deterministic_tokens(kind: str, model: ModelFolder) -> int:
+    if kind == "cpu":
+        return DETERMINISTIC_TOKENS["cpu"]
+    num_kv_heads = model.text_config_value("num_key_value_heads", "num_attention_heads", "n_head")
+    if not isinstance(num_kv_heads, int) or num_kv_heads < 1:
+        num_kv_heads = 1
+    return max(DETERMINISTIC_TOKENS["cuda"], DETERMINISTIC_ATTENTION_BLOCKS // num_kv_heads)
+
+
+def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> int:
+    limit = model.text_config_value(*_LENGTH_KEYS)
+    if not isinstance(limit, int) or limit < 1:
+        limit = None
+    why, bound = "the model's own limit", "the model was made for at most {} tokens"
+    rope = rope_limit(model.text_config_value)
+    if rope is not None and (limit is None or rope.max_positions < limit):
+        limit = rope.max_positions
+        why = f"beyond it, rope_type {rope.rope_type} would let one request change the others"
+        bound = f"beyond {{}} tokens rope_type {rope.rope_type} would let one request change the others"
+
+    def choose() -> tuple[int, str]:
+        if limit is not None and limit <= MAX_MODEL_LEN[kind]:
+            return limit, why
+        return MAX_MODEL_LEN[kind], f"for {kind}; the model takes {limit or 'any length'}"
+
+    length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
+    if limit is not None and length > limit:
+        raise ConfigError(f"runtime.max_model_len is {length}, but {bound.format(limit)}. Set it to {limit} or less.")
+    return length
+
+
+def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:
+    """Keys that say something else than their defaults and that a CPU does nothing with."""
+    sections = {name: getattr(config, name) for name in _KEYS_OF_GPUS}
+    return tuple(
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key in _KEYS_OF_GPUS[name]
+        if getattr(section, key) != type(section).model_fields[key].default
+    )

@@ -1,0 +1,201 @@
+"""Which CUDA graphs are captured: the mode and the sizes, where a config says `auto`, and what contradicts it.
+
+A part of resolve.py. The numbers behind `auto` are the tables at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mllm_compile.config.device import DeviceInfo
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.resolved import AutoChoices, ResolvedCudaGraph, ResolvedRuntime
+from mllm_compile.config.schema import CudaGraphConfig, GraphMode
+from mllm_compile.errors import CaptureSizeError, ConfigError
+
+# A captured size costs a start 10 to 35 ms. Up to 64 tokens a step takes about as long with twice as many.
+PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
+# Above these a step is long enough that launching its kernels one by one costs nothing, but not of small models. Sizes
+# of which tokens times the square of the width are no more than this are captured too: a step of Qwen3-0.6B with 2000
+# tokens takes 7 ms on an H200 and 14 without a graph, with 4096 11, and 10 to 17 without.
+PIECEWISE_TOKENS_OF_SMALL = (1024, 2048, 4096)
+_MOST_PIECEWISE_WORK = 4096 * 1024**2
+DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
+# Whole steps with prompts, of models whose layers run faster than the host launches their pieces and attentions. On an
+# H200 one prompt of 100 tokens after another joins 64 requests 1.8 times as fast at width 1024, 1.25 at 2048, and as
+# fast as without at 2560.
+MIXED_TOKENS = (64, 128, 192, 256, 384, 512)
+_WIDEST_MIXED = 2048
+
+_PIECEWISE_MODES = ("piecewise", "full_and_piecewise")
+_FULL_MODES = ("full", "full_decode_only", "full_and_piecewise")
+_MIXED_MODES = ("full", "full_and_piecewise")
+
+
+def resolve_graphs(
+    asked: CudaGraphConfig,
+    runtime: ResolvedRuntime,
+    split_decode: bool,
+    device: DeviceInfo,
+    model: ModelFolder,
+    choices: AutoChoices,
+) -> ResolvedCudaGraph:
+    """What resolve() does for the section `cudagraph`; the same errors.
+
+    Args:
+        split_decode: whether decodes are by kernels of the program, as far as is known before the trace.
+    """
+    mode = _graph_mode(asked, runtime, device, choices)
+    if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here
+        return ResolvedCudaGraph(mode=mode, piecewise_tokens=(), decode_requests=())
+    if runtime.deterministic:
+        return _deterministic_cudagraph(asked, mode, runtime.max_num_batched_tokens)
+    return ResolvedCudaGraph(
+        mode=mode,
+        piecewise_tokens=_graph_sizes(
+            "piecewise_tokens",
+            asked.piecewise_tokens,
+            _piecewise_tokens(model, runtime),
+            ("runtime.max_num_batched_tokens", runtime.max_num_batched_tokens),
+            mode if mode in _PIECEWISE_MODES else None,
+            choices,
+        ),
+        decode_requests=_graph_sizes(
+            "decode_requests",
+            asked.decode_requests,
+            # The largest possible batch has a graph of its own size.
+            (*DECODE_REQUESTS, runtime.max_running_requests),
+            ("runtime.max_running_requests", runtime.max_running_requests),
+            mode if mode in _FULL_MODES else None,
+            choices,
+        ),
+        mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
+        mixed_tokens_asked=asked.mixed_tokens != "auto",
+        sample_in_graph=asked.sample_in_graph and split_decode and mode in _FULL_MODES,
+    )
+
+
+def _mixed_tokens(
+    asked: CudaGraphConfig,
+    mode: GraphMode,
+    runtime: ResolvedRuntime,
+    split_decode: bool,
+    device: DeviceInfo,
+    model: ModelFolder,
+    choices: AutoChoices,
+) -> tuple[int, ...]:
+    """Sizes; whether the model's layers allow it is known when it is loaded."""
+    obstacle = None
+    if not device.is_hopper:
+        obstacle = f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
+    elif not split_decode:
+        obstacle = "decodes are not by kernels of the program (compile.split_decode)"
+    sizes, largest = asked.mixed_tokens, runtime.max_num_batched_tokens
+    if sizes == "auto":
+        is_small = 0 < _width(model) <= _WIDEST_MIXED
+        if obstacle or mode not in _MIXED_MODES or not is_small or largest < MIXED_TOKENS[0]:
+            return ()
+    elif not sizes:
+        return ()
+    elif obstacle:
+        raise ConfigError(f"cudagraph.mixed_tokens is {list(sizes)}, but {obstacle}. Set it to auto or [].")
+    limit = ("runtime.max_num_batched_tokens", largest)
+    return _graph_sizes("mixed_tokens", sizes, MIXED_TOKENS, limit, mode if mode in _MIXED_MODES else None, choices)
+
+
+def _width(model: ModelFolder) -> int:
+    """Of the hidden states; 0: the model does not say."""
+    width = model.text_config_value("hidden_size", "n_embd", "d_model")
+    return width if isinstance(width, int) and width > 0 else 0
+
+
+def _piecewise_tokens(model: ModelFolder, runtime: ResolvedRuntime) -> tuple[int, ...]:
+    width = _width(model)
+    if runtime.attention_backend != "flashinfer" or not width:
+        return PIECEWISE_TOKENS  # a capture runs attention of its prompts, which by torch takes their square in memory
+    largest = min(_MOST_PIECEWISE_WORK // width**2, runtime.max_running_requests * runtime.max_model_len)
+    return (*PIECEWISE_TOKENS, *(tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens <= largest))
+
+
+def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> ResolvedCudaGraph:
+    """Every step is a decode of `num_tokens` rows, so there is one shape to capture."""
+    if mode not in ("none", "piecewise", "full_decode_only"):
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but with runtime.deterministic every step has the shape of one decode. Set it "
+            "to auto, full_decode_only, piecewise or none."
+        )
+    piecewise_tokens = (num_tokens,) if mode == "piecewise" else ()
+    decode_requests = (num_tokens,) if mode == "full_decode_only" else ()
+    if asked.mixed_tokens not in ("auto", ()):
+        raise ConfigError(
+            f"cudagraph.mixed_tokens is {list(asked.mixed_tokens)}, but with runtime.deterministic no step has a "
+            "prompt's shape. Set it to auto or []."
+        )
+    sizes = {"piecewise_tokens": piecewise_tokens, "decode_requests": decode_requests}
+    for key, only in sizes.items():
+        given = getattr(asked, key)
+        if given not in ("auto", only):
+            raise CaptureSizeError(
+                f"cudagraph.{key} is {list(given)}, but with runtime.deterministic every step has {num_tokens} tokens "
+                f"(runtime.max_num_batched_tokens). Set it to auto."
+            )
+    return ResolvedCudaGraph(mode=mode, piecewise_tokens=piecewise_tokens, decode_requests=decode_requests)
+
+
+def _graph_mode(
+    asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, choices: AutoChoices
+) -> GraphMode:
+    def choose() -> tuple[str, str]:
+        if not device.is_cuda:
+            return "none", "a CPU has no CUDA graphs"
+        if runtime.skip_compiled:
+            return "none", "runtime.skip_compiled"
+        if runtime.attention_backend == "torch":
+            return "piecewise", "the torch attention backend cannot be captured"
+        if runtime.deterministic:
+            return "full_decode_only", "deterministic: every step has a decode's shape"
+        return "full_and_piecewise", "full for decode steps, piecewise for the rest"
+
+    mode = choices.settle("cudagraph.mode", asked.mode, choose)
+    if mode != "none" and not device.is_cuda:
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but the device is a CPU, which has no CUDA graphs. Set it to auto."
+        )
+    if mode != "none" and runtime.skip_compiled:
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but with runtime.skip_compiled there are no pieces to capture. Set it to none."
+        )
+    if mode in _FULL_MODES and runtime.attention_backend == "torch":
+        raise ConfigError(
+            f"cudagraph.mode is {mode}, but the torch attention backend cannot be captured. Set it to piecewise, or "
+            f"runtime.attention_backend: flashinfer."
+        )
+    return mode
+
+
+def _graph_sizes(
+    key: str,
+    asked: Any,
+    table: Iterable[int],
+    limit: tuple[str, int],
+    mode: str | None,
+    choices: AutoChoices,
+) -> tuple[int, ...]:
+    """Sizes to capture; `limit` is (its key, the largest batch there can be), `mode` None where none are captured."""
+    limit_key, largest = limit
+    if mode is None:
+        if asked != "auto":
+            raise ConfigError(
+                f"cudagraph.{key} lists sizes, but the mode captures none of that kind. Set cudagraph.mode: "
+                f"full_and_piecewise, or cudagraph.{key}: auto."
+            )
+        return ()
+    usable = tuple(sorted({size for size in table if size <= largest}))
+    sizes = choices.settle(f"cudagraph.{key}", asked, lambda: (usable, f"up to {usable[-1]}"))
+    if sizes[-1] > largest:
+        raise CaptureSizeError(
+            f"cudagraph.{key} holds {sizes[-1]}, but no batch is larger than {limit_key}: {largest}. Remove the size "
+            f"or raise {limit_key}."
+        )
+    return sizes

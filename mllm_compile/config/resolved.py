@@ -1,0 +1,122 @@
+"""What a config has become: no `auto` left, and nothing changes after it (resolve.py makes it)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mllm_compile.config.schema import DtypeName, GraphMode
+from mllm_compile.process.progress import Reporter
+
+BackendName = Literal["flashinfer", "torch"]
+# In torch's names.
+KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
+
+
+class AutoChoice(NamedTuple):
+    """What one `auto` became, and why."""
+
+    key: str
+    value: str
+    why: str
+
+
+class _Resolved(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ResolvedModel(_Resolved):
+    """`source` is model.path as it was asked for, `folder` the local folder that it was found in."""
+
+    source: str
+    folder: str
+    revision: str | None
+    dtype: DtypeName
+    load_format: Literal["safetensors", "dummy"]
+    trust_remote_code: bool
+
+
+class ResolvedCompile(_Resolved):
+    backend: Literal["inductor", "eager"]
+    disable_passes: tuple[str, ...]
+    split_decode: bool
+    hopper_decode: bool
+
+
+class ResolvedCudaGraph(_Resolved):
+    """Sizes ascend; they are empty where the mode captures none of that kind.
+
+    `mixed_tokens` that nobody asked for are left out where a model's attention cannot be captured with prompts.
+    """
+
+    mode: GraphMode
+    piecewise_tokens: tuple[int, ...]
+    decode_requests: tuple[int, ...]
+    mixed_tokens: tuple[int, ...] = ()
+    mixed_tokens_asked: bool = False
+    sample_in_graph: bool = False
+
+
+class ResolvedRuntime(_Resolved):
+    """`device` is `cpu` or `cuda:N`."""
+
+    device: str
+    attention_backend: BackendName
+    page_size: int
+    kv_cache_dtype: KVDtypeName
+    mem_fraction_static: float
+    max_model_len: int
+    max_running_requests: int
+    max_num_batched_tokens: int
+    enable_prefix_cache: bool
+    deterministic: bool
+    skip_compiled: bool
+    seed: int
+
+
+class ResolvedCache(_Resolved):
+    """`dir` is absolute."""
+
+    dir: str
+
+
+class ResolvedConfig(_Resolved):
+    """EngineConfig without any `auto`; `model_dump(mode="json")` and `model_validate` take it to JSON and back."""
+
+    model: ResolvedModel
+    compile: ResolvedCompile
+    cudagraph: ResolvedCudaGraph
+    runtime: ResolvedRuntime
+    cache: ResolvedCache
+    choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
+    without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores
+
+    def report(self, reporter: Reporter) -> None:
+        """Shows what every `auto` became, and what was asked for and means nothing here."""
+        if self.choices:
+            reporter.table("auto values", ("key", "value", "why"), self.choices)
+        if self.without_effect:
+            reporter.announce(f"without effect on a CPU: {', '.join(self.without_effect)}")
+
+
+class AutoChoices:
+    """Collects what each `auto` became."""
+
+    def __init__(self) -> None:
+        self.made: list[AutoChoice] = []
+
+    def settle(self, key: str, asked: Any, choose: Callable[[], tuple[Any, str]]) -> Any:
+        """`asked`, or when that is auto what `choose() -> (value, why)` says."""
+        if asked != "auto":
+            return asked
+        value, why = choose()
+        self.made.append(AutoChoice(key, _show(value), why))
+        return value
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{value[0]} … {value[-1]} ({len(value)} sizes)" if len(value) > 4 else ", ".join(map(str, value)) or "-"
+    return str(value)

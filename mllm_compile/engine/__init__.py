@@ -1,0 +1,1 @@
+"""Prompts in, answers out: the engine, its thread and what callers get."""

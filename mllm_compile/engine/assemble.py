@@ -1,0 +1,206 @@
+"""From a config to the parts of an engine: the cached runtime loaded, pools allocated, graphs captured.
+
+All that is slow to import or needs the device is here and below; Engine imports it when it is made. A warm start comes
+through here too, so nothing in it may import Transformers, Dynamo or Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mllm_compile.compiler.load_or_compile import CompiledRuntime, load_or_compile, open_runtime
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineSource, config_or_runtime
+from mllm_compile.engine.engine import EngineParts
+from mllm_compile.engine.memory_plan import MemoryPlan, situation
+from mllm_compile.errors import DeviceMemoryError
+from mllm_compile.process.progress import Reporter
+from mllm_compile.process.timeline import Timeline, timeline_of
+from mllm_compile.runtime.device.idle_threads import end_idle_threads
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.program.loaded import ModelSource
+from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.step.runner import StepRunner
+from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
+from mllm_compile.store.source import ArtifactSource
+from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
+from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
+
+_LOG_FORWARD_TIMES_S = 10.0
+
+
+def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = False) -> EngineParts:
+    """Compiles if no cached runtime fits, then loads.
+
+    Args:
+        forward_times: measure every forward.
+
+    Raises:
+        MllmError: of the kind that says what is wrong with the config, the model, or the device.
+    """
+    timeline = timeline_of(reporter)
+    compiled = _open(config, timeline)
+    settings = runner_config(compiled.config)
+    if forward_times:
+        settings = replace(settings, forward_times_interval_s=_LOG_FORWARD_TIMES_S)
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+        loading = beside.submit(_load_text_parts, compiled, timeline)
+        runner, plan = _start_runner(settings, compiled, timeline)
+        try:
+            tokenizer, defaults, default_params = loading.result()
+            scheduler = Scheduler(_scheduler_config(compiled.config, runner))
+            step_runner = StepRunner(runner, Sampler(runner.model.sampling))
+        except BaseException:
+            runner.shutdown()
+            raise
+    _remember(compiled, runner, plan, timeline)
+    if runner.device.type == "cpu":
+        end_idle_threads()  # the engine has a thread of its own
+    return EngineParts(
+        scheduler=scheduler,
+        step_runner=step_runner,
+        tokenizer=tokenizer,
+        vocab_size=runner.vocab_size,
+        eos_token_ids=_eos_token_ids(defaults, tokenizer),
+        default_params=default_params,
+        check_device=_device_check(runner.device),
+        shutdown=runner.shutdown,
+        config=compiled.config,
+        forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
+    )
+
+
+def _open(config: EngineSource, reporter: Reporter) -> CompiledRuntime:
+    """A folder is a runtime as it is; a YAML file, or what it would hold, finds one or compiles it."""
+    source = config_or_runtime(config)
+    return open_runtime(source, reporter) if isinstance(source, Path) else load_or_compile(source, reporter)
+
+
+def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
+    source = ArtifactSource(compiled, timeline)
+    if not compiled.config.runtime.skip_compiled:
+        return source
+    from mllm_compile.model.eager_model import EagerSource
+
+    return EagerSource(source, compiled.config)
+
+
+def _start_runner(
+    settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline
+) -> tuple[ModelRunner, MemoryPlan]:
+    """A runner with the KV pages of an earlier start where they still hold, and the plan for the next one."""
+    source = _source(compiled, timeline)
+    with timeline.stage("memory plan"):
+        now = situation(settings)
+        measured = read_measured(compiled.artifact.measured_folder, device_key(settings.device))
+        num_pages = (
+            now.pages_from(start_with(measured, compiled.config).get("plan")) if settings.num_pages is None else None
+        )
+    if num_pages is not None:
+        runner = ModelRunner(replace(settings, num_pages=num_pages), source)
+        try:
+            runner.initialize(timeline.stage)
+            return runner, replace(now, num_pages=num_pages)
+        except (DeviceMemoryError, torch.OutOfMemoryError):
+            timeline.note("the stored memory plan does not hold any more: measuring again")
+    runner = ModelRunner(settings, source)
+    runner.initialize(timeline.stage)
+    return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages)
+
+
+def runner_config(config: ResolvedConfig) -> RunnerConfig:
+    """What the runner is told of a config."""
+    runtime, graphs = config.runtime, config.cudagraph
+    return RunnerConfig(
+        device=runtime.device,
+        dtype=getattr(torch, config.model.dtype),
+        attention_backend=runtime.attention_backend,
+        page_size=runtime.page_size,
+        kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
+        mem_fraction_static=runtime.mem_fraction_static,
+        max_model_len=runtime.max_model_len,
+        max_running_requests=runtime.max_running_requests,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        enable_prefix_cache=runtime.enable_prefix_cache,
+        deterministic=runtime.deterministic,
+        skip_compiled=runtime.skip_compiled,
+        seed=runtime.seed,
+        cudagraph_mode=graphs.mode,
+        piecewise_tokens=graphs.piecewise_tokens,
+        decode_requests=graphs.decode_requests,
+        mixed_tokens=graphs.mixed_tokens,
+        mixed_tokens_asked=graphs.mixed_tokens_asked,
+        sample_in_graph=graphs.sample_in_graph,
+    )
+
+
+def _scheduler_config(config: ResolvedConfig, runner: ModelRunner) -> SchedulerConfig:
+    runtime = config.runtime
+    return SchedulerConfig(
+        max_running_requests=runtime.max_running_requests,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        max_model_len=runtime.max_model_len,
+        page_size=runtime.page_size,
+        num_pages=runner.max_total_num_tokens // runtime.page_size + 1,  # and the dummy page
+        enable_prefix_cache=runtime.enable_prefix_cache,
+    )
+
+
+def _load_text_parts(
+    compiled: CompiledRuntime, timeline: Timeline
+) -> tuple[Tokenizer | None, GenerationDefaults, SamplingParams]:
+    with timeline.stage("load tokenizer"):
+        folder = compiled.artifact.tokenizer_folder
+        tokenizer = None if folder is None else load_tokenizer(folder)
+        defaults = load_generation_defaults(compiled.folder)
+        return tokenizer, defaults, default_params(defaults, compiled.folder)
+
+
+def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, timeline: Timeline) -> None:
+    """Puts what this device was found to hold, and how long this start took, beside the runtime."""
+    device = compiled.config.runtime.device
+    pool = runner.token_to_kv_pool
+    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in runner.model.layers]
+    page_bytes = pool.bytes_per_page(pool.page_size, shapes, pool.dtype)
+    graphs = runner.graph_runner.figures if runner.graph_runner is not None else []
+    folder, key = compiled.artifact.measured_folder, device_key(device)
+    start = {
+        "memory": {
+            "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
+            "KV cache": pool.num_pages * page_bytes,
+            "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
+        },
+        "plan": plan.to_json(),
+        "kv_tokens": runner.max_total_num_tokens,
+        "captured": [[figure.mode, figure.num_tokens, figure.seconds, figure.mib] for figure in graphs],
+        "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
+    }
+    write_measured(folder, key, with_start(read_measured(folder, key), compiled.config, start))
+
+
+def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The model's; the tokenizer's where the model names none."""
+    if not defaults.eos_token_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+        return frozenset({tokenizer.eos_token_id})
+    return defaults.eos_token_ids
+
+
+def _device_check(device: torch.device) -> Callable[[], None]:
+    """Raises when the device does not compute any more, as after an illegal memory access."""
+
+    def check() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # after a step that ran out of memory
+            torch.ones(1, device=device).item()
+
+    return check

@@ -1,0 +1,147 @@
+"""AsyncEngine: the same engine for asyncio tasks; what a server stands on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Self
+
+from mllm_compile.engine.answers import StreamBuilder, build_answer
+from mllm_compile.engine.engine import Engine
+from mllm_compile.engine.outputs import RequestOutput
+from mllm_compile.engine.requests import Message, Prompt
+from mllm_compile.engine.sequences import Submission
+from mllm_compile.engine.stats import EngineStats
+from mllm_compile.engine.streams import AsyncReader, LoopWaker
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from mllm_compile.config.schema import EngineSource
+
+
+class AsyncEngine:
+    """Serves one model to the tasks of one or several event loops.
+
+    Args:
+        engine: a config as Engine takes it, or an Engine, which may be used beside this; `close` closes it too.
+
+    Raises:
+        MllmError: as Engine.
+    """
+
+    def __init__(self, engine: EngineSource | Engine) -> None:
+        self.engine = engine if isinstance(engine, Engine) else Engine(engine)
+        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answers one prompt piece by piece, each output holding what is new since the one before.
+
+        Leaving the loop early or cancelling the task aborts the request.
+
+        Args:
+            prompt: a text, a list of token ids, or a dict of either as in Engine.generate.
+            sampling_params: None takes the model's own defaults.
+            request_id: a name for `abort`; None makes one.
+            priority: lower is served first.
+            stream: False: one output, the whole answer, which costs less.
+
+        Raises:
+            RequestError: the prompt is refused.
+            MllmError: a step failed.
+            EngineDeadError: the engine is closed or dead.
+        """
+        build = self.engine.builder.build_one
+        return self._run(lambda: build(prompt, sampling_params, request_id=request_id, priority=priority), stream)
+
+    def chat(
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As generate, for one conversation; template_options are the chat template's."""
+        build = self.engine.builder.build_chat
+        return self._run(
+            lambda: build(messages, sampling_params, template_options, request_id=request_id, priority=priority),
+            stream,
+        )
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """As Engine.abort."""
+        self.engine.abort(request_id)
+
+    async def stats(self) -> EngineStats:
+        """What runs, what waits, and how fast; see EngineStats."""
+        return await asyncio.to_thread(self.engine.stats)
+
+    async def flush_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        await asyncio.to_thread(self.engine.flush_prefix_cache)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes further requests."""
+        return self.engine.is_alive
+
+    async def close(self) -> None:
+        """Aborts what runs and gives all memory back. May be called again."""
+        await asyncio.to_thread(self.engine.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _run(self, build: Callable[[], Submission], stream: bool) -> AsyncGenerator[RequestOutput, None]:
+        # In a thread: tokenizing a long prompt would hold up every other task.
+        submission = await asyncio.to_thread(build)
+        core = self.engine.core
+
+        def withdraw() -> None:
+            core.withdraw([submission])
+
+        reader = AsyncReader(self._waker(), len(submission.sequences), withdraw)
+        submission.sink = reader
+        submission.is_stream = stream
+        builder = StreamBuilder(submission, self.engine.tokenizer) if stream else None
+        has_ended = False
+        try:
+            core.submit([submission])
+            if builder is not None:
+                while not has_ended:
+                    deltas, has_ended = await reader.take()
+                    if has_ended and submission.failure is not None:
+                        raise submission.failure.with_traceback(None)
+                    yield builder.build(deltas, has_ended)
+            else:
+                await reader.wait()
+                has_ended = True
+                answer = build_answer(submission, self.engine.tokenizer)
+                if submission.failure is not None:
+                    raise submission.failure.with_traceback(None)
+                yield answer
+        finally:
+            if not has_ended:
+                withdraw()
+
+    def _waker(self) -> LoopWaker:
+        loop = asyncio.get_running_loop()
+        waker = self._wakers.get(loop)
+        if waker is None:
+            self._wakers = {other: waker for other, waker in list(self._wakers.items()) if not other.is_closed()}
+            waker = self._wakers[loop] = LoopWaker(loop)
+        return waker

@@ -1,0 +1,87 @@
+"""What the callers of an engine are told when something fails, and what to do then."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import TYPE_CHECKING
+
+from mllm_compile.errors import EngineDeadError, MllmError
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.schedule.request import Request
+
+_RESTART = "Close this engine and make a new one."
+
+
+def closed() -> EngineDeadError:
+    """There are no further requests."""
+    return EngineDeadError("the engine is closed. Make a new one.")
+
+
+def forked() -> EngineDeadError:
+    """In the child of a fork."""
+    return EngineDeadError(
+        f"this engine's thread is in process {os.getppid()}, of which this one is a fork. Make an Engine here; where "
+        "the other one uses a GPU, start this process by spawn, not by fork."
+    )
+
+
+def stopped_unseen() -> EngineDeadError:
+    """The thread has ended and could not say why; made ahead, for when nothing more can be made."""
+    return EngineDeadError(f"the engine's thread ended, and its reason could not be told. {_RESTART}")
+
+
+def stopped(fault: BaseException) -> EngineDeadError:
+    """A fault of the engine itself, or an exception that was thrown into its thread."""
+    error = EngineDeadError(f"the engine met an internal error and stopped: {_describe(fault)}. {_RESTART}")
+    error.__cause__ = fault
+    return error
+
+
+def device_lost(work: str, error: Exception, fault: Exception) -> EngineDeadError:
+    """A step of `work` failed by `error`, and the device does not answer by `fault`."""
+    return EngineDeadError(
+        f"a step of {work} failed: {_describe(error)}; the device cannot be used any more: {_describe(fault)}. "
+        f"{_RESTART}"
+    )
+
+
+def step_failed(work: str, error: Exception) -> MllmError:
+    """A step of `work` failed, and the engine goes on."""
+    if isinstance(error, MllmError):  # such as DeviceMemoryError: it says all by itself
+        return error
+    failure = MllmError(f"a step of {work} failed: {_describe(error)}. The engine goes on.")
+    failure.__cause__ = error
+    return failure
+
+
+def no_numbers(request: Request) -> MllmError:
+    """The model computed no numbers for the request's next token, or the request forbids all tokens."""
+    params = request.params
+    what = "prompt" if not request.output_token_ids else f"output after {len(request.output_token_ids)} tokens"
+    restricts = params.min_tokens > 0 or params.allowed_token_ids is not None or params.bad_words
+    forbidden = " or all its tokens were forbidden by this request's parameters" if restricts else ""
+    return MllmError(
+        f"the model's logits at the end of the {what} hold NaN or inf{forbidden}, so there is no next token. Other "
+        "requests go on. Check that the checkpoint is whole, and try model.dtype: float32: float16 overflows where "
+        "bfloat16 and float32 do not."
+    )
+
+
+def no_text(error: Exception) -> MllmError:
+    """A fault of the tokenizer."""
+    if isinstance(error, MllmError):
+        return error
+    return MllmError(f"the tokens could not be turned into text: {_describe(error)}")
+
+
+def drop_locals(error: BaseException | None) -> None:
+    """Lets go of what the frames of an error hold: the tensors of the step would stay on the device with them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,318 @@
+"""Engine: what a Python program holds to generate text.
+
+A thin room: requests are made by engine/requests.py, run by engine/loop.py, answers put together by answers.py. Many
+threads may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks from the same one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from mllm_compile.engine.answers import build_answer
+from mllm_compile.engine.loop import EngineCore, StepRunner
+from mllm_compile.engine.outputs import RequestOutput
+from mllm_compile.engine.requests import (
+    Message,
+    Prompt,
+    Prompts,
+    PromptTokenizer,
+    RequestBuilder,
+    as_request_ids,
+    is_single_prompt,
+    warn_of_refused,
+)
+from mllm_compile.engine.sequences import Submission
+from mllm_compile.engine.stats import EngineStats, ForwardTimesSource
+from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
+from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
+from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.progress import Reporter, reporter_for
+from mllm_compile.process.timeline import Timeline, timeline_of
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from mllm_compile.config.resolved import ResolvedConfig
+    from mllm_compile.config.schema import EngineSource
+    from mllm_compile.runtime.schedule.scheduler import Scheduler
+
+# Work that is over before this shows no bar.
+_BAR_AFTER_S = 1.0
+_BAR_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What an engine is made of; `assemble` makes it from a config, tests make it from fakes.
+
+    Attributes:
+        scheduler, step_runner: used by the engine's thread alone from now on.
+        tokenizer: None when the model has none.
+        vocab_size: rows of the model's embedding.
+        eos_token_ids: ids that end a completion.
+        default_params: for requests without SamplingParams.
+        check_device: raises when the device cannot be used any more.
+        shutdown: gives the device's memory back; called once, after the last step.
+        config: what the engine runs with, every `auto` resolved.
+        forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
+    """
+
+    scheduler: Scheduler
+    step_runner: StepRunner
+    tokenizer: PromptTokenizer | None
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    check_device: Callable[[], None] = lambda: None
+    shutdown: Callable[[], None] = lambda: None
+    config: ResolvedConfig | None = None
+    forward_times: ForwardTimesSource = tuple
+
+
+class Engine:
+    """Serves one model.
+
+    Use it as a context manager or call `close()`: both give all memory back. `timeline` says how long its start took.
+
+    Args:
+        config: a YAML file, or what it would hold, as an EngineConfig or a dict (compiles first when no cached runtime
+            fits); or the folder of a runtime, which is served with the config that it was compiled from.
+        reporter: where compiling and loading show their progress; None: bars on a terminal, elsewhere the log
+            "mllm_compile.progress": that it compiles as a WARNING, each stage at level INFO.
+        log_interval_s: seconds between two log lines with figures (logger "mllm_compile.engine", level INFO) while
+            there is work; 0 for none.
+        forward_times: measure every forward, for `stats().forward_times`. To look, not to serve: the host then waits
+            for the device around each of them.
+
+    Raises:
+        MllmError: of the kind that says what is wrong with the config, the model, or the device.
+    """
+
+    def __init__(
+        self,
+        config: EngineSource,
+        *,
+        reporter: Reporter | None = None,
+        log_interval_s: float = 10.0,
+        forward_times: bool = False,
+    ) -> None:
+        self.timeline = timeline_of(reporter or reporter_for())
+        with kept_bytecode(), compiled_ahead(OF_TORCH):
+            with self.timeline.stage("import torch"), uncollected():
+                from mllm_compile.engine.assemble import assemble
+            parts = assemble(config, self.timeline, forward_times=forward_times)
+        self._start(parts, log_interval_s)
+
+    @classmethod
+    def from_parts(cls, parts: EngineParts, *, log_interval_s: float = 10.0) -> Self:
+        """An engine over parts that are there already."""
+        engine = cls.__new__(cls)
+        engine.timeline = Timeline()
+        engine._start(parts, log_interval_s)
+        return engine
+
+    def _start(self, parts: EngineParts, log_interval_s: float) -> None:
+        self.config = parts.config
+        self.tokenizer = parts.tokenizer
+        self.default_params = parts.default_params
+        self.builder = RequestBuilder(
+            tokenizer=parts.tokenizer,
+            vocab_size=parts.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+            default_params=parts.default_params,
+        )
+        self.core = EngineCore(
+            parts.scheduler,
+            parts.step_runner,
+            check_device=parts.check_device,
+            shutdown=parts.shutdown,
+            forward_times=parts.forward_times,
+            log_interval_s=log_interval_s,
+        )
+        # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.
+        self._close = weakref.finalize(self, self.core.close)
+        try:
+            self.core.start()
+        except BaseException:  # Ctrl-C, or no thread can be started
+            self._close()
+            raise
+
+    # --- whole answers ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Answers prompts, all of them at once as far as there is room.
+
+        Of several prompts, one that is refused or whose step failed does not hurt the others: its output has
+        `finish_reason` "error" and says why in `error`; one warning in the log says how many were refused and why. A
+        single prompt raises that error instead. An interruption
+        (Ctrl-C) aborts the prompts of this call, and the engine can be used on.
+
+        Args:
+            prompts: a text, a list of token ids, vLLM's dict of either (`{"prompt": …}`, `{"prompt_token_ids": …}`,
+                `"cache_salt"` beside: prompts share cached KV within one salt only), or a list of such.
+            sampling_params: for all prompts, or one for each; None takes the model's own defaults.
+            progress: show a bar when it takes longer than a second; None: on a terminal only.
+            priority: lower is served first.
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            RequestError: a single prompt is refused, or the arguments as a whole are wrong.
+            MllmError: the step of a single prompt failed.
+            EngineDeadError: the engine is closed, or dead after an error on the device.
+        """
+        submissions = self.builder.build(prompts, sampling_params, priority)
+        return self._answer(submissions, is_single_prompt(prompts), progress)
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        priority: int = 0,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """As generate, for one conversation or a list of them.
+
+        Args:
+            messages: a list of `{"role": …, "content": …}`, or a list of such lists.
+            sampling_params, progress, priority: as in generate.
+            template_options: of the model's chat template, such as `tools` or `enable_thinking=False`.
+        """
+        submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
+        return self._answer(submissions, is_single, progress)
+
+    def _answer(self, submissions: list[Submission], is_single: bool, progress: bool | None) -> list[RequestOutput]:
+        if is_single and submissions[0].failure is not None:
+            raise submissions[0].failure.with_traceback(None)
+        accepted = [submission for submission in submissions if submission.failure is None]
+        countdown = Countdown(accepted)
+        for submission in accepted:
+            submission.sink = countdown
+        try:
+            self.core.submit(accepted)
+            _wait(countdown, len(accepted), progress)
+        except BaseException:
+            self.core.withdraw(accepted)
+            raise
+        answers = [build_answer(submission, self.tokenizer) for submission in submissions]
+        if is_single and submissions[0].failure is not None:
+            raise submissions[0].failure.with_traceback(None)
+        warn_of_refused(submissions)
+        return answers
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> TokenStream:
+        """Answers one prompt piece by piece; generation starts with this call.
+
+        Each output holds what is new: `print(output.text, end="")`. Leaving the iterator early aborts the request.
+
+        Args:
+            prompt: a text, a list of token ids, or a dict of either as in generate.
+            sampling_params: None takes the model's own defaults.
+            request_id: a name for `abort`; None makes one.
+            priority: lower is served first.
+
+        Raises:
+            RequestError: the prompt is refused (one that can never fit, when the first output is asked for).
+            EngineDeadError: the engine is closed or dead.
+        """
+        return self._stream(self.builder.build_one(prompt, sampling_params, request_id=request_id, priority=priority))
+
+    def stream_chat(
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        **template_options: Any,
+    ) -> TokenStream:
+        """As stream, for one conversation; template_options as in chat."""
+        return self._stream(
+            self.builder.build_chat(
+                messages, sampling_params, template_options, request_id=request_id, priority=priority
+            )
+        )
+
+    def _stream(self, submission: Submission) -> TokenStream:
+        queue = StreamQueue(len(submission.sequences))
+        submission.sink = queue
+        submission.is_stream = True
+        # Made first: it withdraws when an interruption leaves it to nobody.
+        # Through self: while a stream is read, its engine is no garbage.
+        stream = TokenStream(
+            submission, queue, self.tokenizer, lambda: self.core.withdraw([submission]), self.core.check_process
+        )
+        self.core.submit([submission])
+        return stream
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several, with finish_reason 'abort'; nothing happens to one that has ended already.
+
+        Raises:
+            RequestError: neither an id nor ids.
+        """
+        self.core.abort(as_request_ids(request_id))
+
+    def stats(self) -> EngineStats:
+        """What runs, what waits, and how fast; see EngineStats."""
+        return self.core.stats()
+
+    def flush_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self.core.flush_prefix_cache()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes further requests."""
+        return self.core.end_error is None
+
+    def close(self) -> None:
+        """Aborts what runs and gives all memory back. May be called again."""
+        self.core.close()
+        self._close.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
+    """Waits for all answers, with a bar over the number of answered prompts if it takes long."""
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    if not is_shown:
+        countdown.wait()
+    elif not countdown.wait(_BAR_AFTER_S):
+        with reporter_for(plain_lines=True).stage("generate", total=total) as stage:
+            shown = 0
+            while shown < total:
+                countdown.wait(_BAR_INTERVAL_S)
+                done = total - countdown.remaining
+                stage.advance(done - shown)
+                shown = done

@@ -1,0 +1,539 @@
+"""The engine's one thread: takes requests in, runs steps, hands tokens out.
+
+EngineCore owns the scheduler and the step runner; nobody else touches them while its thread runs. Callers put commands
+into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the tokens of
+step n are waited for, so the device is not idle while the host works. Free of torch: any StepRunner will do.
+
+When a step fails, its requests end with an error and their pages come back; the others go on if the device still
+answers, else the engine is dead and says why. However the thread ends, everybody who waits is told. Read next:
+runtime/schedule/scheduler.py, sequences.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from mllm_compile.engine import end_errors
+from mllm_compile.engine.outputs import FinishReason
+from mllm_compile.engine.sequences import Sequence, Submission
+from mllm_compile.engine.stats import EngineStats, ForwardTimesSource, StatsRecorder
+from mllm_compile.errors import EngineDeadError, MllmError, RequestError
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.step.output import StepOutput
+
+logger = logging.getLogger("mllm_compile.engine")
+
+T = TypeVar("T")
+
+_TRIES = 3  # to tell everybody that the engine has ended
+_LOOK_S = 1.0  # an idle engine looks after so many seconds whether it was closed
+
+
+def _nothing() -> None:
+    """What there is to do where nobody says otherwise."""
+
+
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepOutput:
+        """Blocks until its tokens are on the host; raises what went wrong on the device."""
+
+
+class StepRunner(Protocol):
+    """Runs steps in the order in which they are submitted; runtime/step/runner.py has the real one."""
+
+    def submit(self, batch: ScheduledBatch) -> StepHandle:
+        """Launches a step without waiting for it, nor for the one before.
+
+        Raises:
+            DeviceMemoryError: it does not fit; it has not happened, and later steps can.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: ScheduledBatch
+    handle: StepHandle
+
+
+class _Call(Generic[T]):
+    """A function that the engine's thread runs for someone else."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self.future: Future[T] = Future()
+
+    def __call__(self) -> None:
+        if self.future.done():  # the thread ended right after it
+            return
+        try:
+            self.future.set_result(self._function())
+        except Exception as error:  # it is the caller's, who gets it from the future
+            self.future.set_exception(error)
+        except BaseException as fault:  # it is the thread's end
+            self.future.set_exception(end_errors.stopped(fault))
+            raise
+
+
+class EngineCore:
+    """Runs requests to their end; `submit`, `abort`, `stats`, `flush_prefix_cache` and `close` from any thread.
+
+    `start` comes first: who makes one makes sure of `close` before, so that nothing is left of a start that is
+    interrupted.
+
+    Args:
+        scheduler: not used by anyone else from now on.
+        step_runner: likewise.
+        check_device: raises when the device cannot be used any more; asked after a step has failed.
+        shutdown: gives the device's memory back; called once, by `close`, after the last step.
+        forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
+        log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        step_runner: StepRunner,
+        *,
+        check_device: Callable[[], None] = _nothing,
+        shutdown: Callable[[], None] = _nothing,
+        forward_times: ForwardTimesSource = tuple,
+        log_interval_s: float = 10.0,
+    ) -> None:
+        self._scheduler = scheduler
+        self._check_device = check_device
+        self._shutdown = shutdown
+        self._log_interval_s = log_interval_s
+        self._next_log = time.monotonic() + log_interval_s
+        self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1, forward_times)
+
+        self._condition = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error
+        self._end_error: EngineDeadError | None = None  # set once: no step will run after it
+        self._unanswered: set[Submission] = set()  # taken, and not yet told their end
+        self._is_closing = False
+        self._giving_back = threading.RLock()
+        self._closes_itself = False  # `close` was called on the engine's own thread
+        self._is_forked = False  # this is a forked process, which has no such thread
+
+        # Of the engine's thread alone.
+        self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
+        self._in_flight: _Step | None = None
+        self._submissions: dict[str, Submission] = {}
+        self._live: dict[Request, Sequence] = {}  # what the scheduler holds
+        self._watched: dict[Request, Sequence] = {}  # those of them whose every token matters
+        # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
+        self._leaders: dict[Request, Submission] = {}
+
+        self._stopped_unseen = end_errors.stopped_unseen()
+
+        # Only the thread holds the step runner: what it has on the device goes when the thread ends.
+        self._thread = threading.Thread(target=self._run, args=(step_runner,), name="mllm-engine", daemon=True)
+        _cores.add(self)
+
+    def start(self) -> None:
+        """Starts the thread; once, before anything else but `close`."""
+        self._thread.start()
+
+    # --- any thread ---------------------------------------------------------------------------------------------------
+
+    @property
+    def end_error(self) -> EngineDeadError | None:
+        """Why no further request is taken; None while the engine can go on."""
+        if self._end_error is None and self._has_started and not self._thread.is_alive():
+            return self._stopped_unseen
+        return self._end_error
+
+    @property
+    def _has_started(self) -> bool:
+        return self._thread.ident is not None
+
+    def submit(self, submissions: Iterable[Submission]) -> None:
+        """Queues submissions that were not refused yet; their sinks hear of all that follows, refusals included.
+
+        Raises:
+            EngineDeadError: the engine is closed or dead.
+        """
+        arrived = list(submissions)
+        with self._condition:
+            error = self.end_error
+            if error is not None:
+                raise error.with_traceback(None)
+            if self._is_closing:
+                raise end_errors.closed()
+            self._unanswered.update(arrived)
+            self._inbox.append(lambda: self._admit(arrived))
+            self._condition.notify()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests with finish_reason 'abort'; ids that are not, or no longer, there are passed over."""
+        ids = list(request_ids)
+        self._post_if_alive(lambda: self._abort(ids))
+
+    def withdraw(self, submissions: Iterable[Submission]) -> None:
+        """As abort, by those who submitted them: never ends another's request that has the same id."""
+        withdrawn = list(submissions)
+        self._post_if_alive(lambda: self._withdraw(withdrawn))
+
+    def stats(self) -> EngineStats:
+        """Figures as they are between two steps; after the end the last ones."""
+        return self._call(lambda: self._recorder.snapshot(self._scheduler.stats()))
+
+    def flush_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self._call(self._scheduler.flush_prefix_cache)
+
+    def close(self) -> None:
+        """Aborts all requests, waits for the step in flight, ends the thread and gives memory back; once or often."""
+        if self._is_forked:
+            return
+        is_own_thread = threading.current_thread() is self._thread  # a collection of garbage there has found the engine
+        with self._condition:
+            self._is_closing = True
+            self._closes_itself |= is_own_thread
+            self._condition.notify()
+        if not is_own_thread and self._has_started:
+            self._thread.join()
+        if not is_own_thread or self._end_error is not None:  # no step will run
+            self._give_back()
+
+    def _give_back(self) -> None:
+        with self._giving_back:  # who closes at the same time waits; a call that failed is made again
+            self._shutdown()
+            self._shutdown = _nothing
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            EngineDeadError: this process is a fork of the engine's, where no news will come.
+        """
+        if self._is_forked and self._end_error is not None:
+            raise self._end_error.with_traceback(None)
+
+    def _after_fork(self) -> None:
+        """In the child: no step will run here, and the lock may be held by a thread that is not here."""
+        self._is_forked = True
+        self._condition = threading.Condition()
+        self._end_error = self._end_error or end_errors.forked()
+
+    def _post_if_alive(self, command: Callable[[], None]) -> None:
+        with self._condition:
+            if self.end_error is None:
+                self._inbox.append(command)
+                self._condition.notify()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        call = _Call(function)
+        with self._condition:
+            if self.end_error is None:
+                self._inbox.append(call)
+                self._condition.notify()
+                call_here = False
+            else:
+                call_here = True  # the thread has let go of everything
+        if call_here:
+            self._thread.join()
+            call()
+        return call.future.result()
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _run(self, runner: StepRunner) -> None:
+        error = self._stopped_unseen
+        try:
+            while self._take_commands():
+                self._step(runner)
+            self._finish_step_in_flight()
+            self._abort(list(self._submissions))
+            error = end_errors.closed()
+        except EngineDeadError as dead:
+            error = dead
+            logger.error("%s", dead)
+        except BaseException as fault:  # also what is no Exception, and what was thrown into this thread
+            error = end_errors.stopped(fault)
+            logger.exception("the engine met an internal error")
+            end_errors.drop_locals(fault)
+        finally:
+            del runner  # the error that callers get holds this frame
+            self._surely_end(error)
+        if self._closes_itself:
+            self._give_back()
+
+    def _take_commands(self) -> bool:
+        """Carries out what callers want; blocks while there is nothing to do. False: the engine is to end."""
+        has_work = self._in_flight is not None or self._scheduler.has_work()
+        with self._condition:
+            while not (has_work or self._inbox or self._is_closing):
+                # Not for ever: a collection right here may close the engine, and notify nobody who waits already.
+                self._condition.wait(_LOOK_S)
+            self._commands += self._inbox
+            self._inbox.clear()
+            is_closing = self._is_closing
+        self._carry_out_commands()
+        return not is_closing
+
+    def _carry_out_commands(self) -> None:
+        while self._commands:
+            self._commands[0]()
+            self._commands.popleft()
+
+    def _surely_end(self, error: EngineDeadError) -> None:
+        """`_end`, which is interrupted where another exception is thrown into this thread meanwhile."""
+        for _ in range(_TRIES):
+            with suppress(BaseException):
+                self._end(error)
+                return
+
+    def _end(self, error: EngineDeadError) -> None:
+        """No step will run any more: whoever still waits gets `error`, whatever fails on the way; may be repeated."""
+        with self._condition:
+            self._end_error = error
+            self._commands += self._inbox
+            self._inbox.clear()
+        while self._commands:  # calls are answered; submissions are refused, now that _end_error is set
+            with suppress(BaseException):
+                self._commands[0]()
+            self._commands.popleft()
+        for submission in list(self._unanswered):
+            with suppress(BaseException):
+                self._fail(submission, error)
+            submission.engine_ended(error)  # for what could not be told as it should be
+            self._unanswered.discard(submission)
+        step, self._in_flight = self._in_flight, None
+        if step is not None:  # the memory that it works in is given back next
+            with suppress(BaseException):
+                _settle(step.handle)
+
+    def _admit(self, submissions: list[Submission]) -> None:
+        for submission in submissions:
+            if self._end_error is not None:
+                return  # all that wait are told
+            if submission.request_id in self._submissions:
+                message = f"request id {submission.request_id!r} is in use; give each live request an id of its own"
+                submission.refuse(RequestError(message))
+                self._unanswered.discard(submission)
+            else:
+                self._submissions[submission.request_id] = submission
+                self._add_first(submission)
+
+    def _add_first(self, submission: Submission) -> None:
+        """Queues the completions of a new submission, siblings later where they can share the first one's prompt.
+
+        No more of them at once than can run: who comes after waits for those, not for all that were asked for.
+        """
+        config = self._scheduler.config
+        shares = config.enable_prefix_cache and len(submission.prompt_token_ids) > config.page_size
+        if len(submission.sequences) > 1 and shares:
+            self._leaders[submission.sequences[0].request] = submission
+            self._queue(submission, 1)
+        else:
+            self._queue(submission, config.max_running_requests)
+
+    def _queue(self, submission: Submission, count: int) -> None:
+        """Queues up to `count` more of its completions."""
+        for _ in range(min(count, len(submission.unqueued))):
+            if submission.unqueued:  # else it failed with one of them
+                self._add(submission.unqueued.popleft())
+
+    def _add(self, sequence: Sequence) -> None:
+        request = sequence.request
+        try:
+            self._scheduler.add(request)
+        except RequestError as error:
+            self._fail(sequence.submission, error)
+            return
+        self._live[request] = sequence
+        if sequence.is_watched:
+            self._watched[request] = sequence
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            submission = self._submissions.get(request_id)
+            if submission is not None:
+                self._end_submission(submission, "abort")
+
+    def _withdraw(self, submissions: list[Submission]) -> None:
+        for submission in submissions:
+            if self._submissions.get(submission.request_id) is submission:
+                self._end_submission(submission, "abort")
+
+    def _fail(self, submission: Submission, error: MllmError) -> None:
+        submission.failure = error
+        self._end_submission(submission, "error")
+
+    def _end_submission(self, submission: Submission, reason: FinishReason) -> None:
+        """Ends every completion that still runs."""
+        submission.unqueued.clear()
+        for sequence in submission.sequences:
+            if sequence.finish_reason is None:
+                if sequence.request in self._live:  # else it was not queued yet
+                    self._scheduler.abort(sequence.request)
+                sequence.end(reason)
+                self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """A completion has ended and its end was told."""
+        request, submission = sequence.request, sequence.submission
+        self._live.pop(request, None)
+        self._watched.pop(request, None)
+        self._leaders.pop(request, None)
+        self._recorder.completion_ended(sequence.finish_reason or "error")
+        self._queue(submission, 1)
+        if submission.is_finished:
+            self._unanswered.discard(submission)
+            if self._submissions.get(submission.request_id) is submission:
+                del self._submissions[submission.request_id]
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _step(self, runner: StepRunner) -> None:
+        """Launches the next step, if there is one, then waits for the one before it."""
+        batch = self._scheduler.schedule()
+        launched = None
+        if batch is not None:
+            _forget_prompt_logprobs(batch)
+            try:
+                launched = _Step(batch, runner.submit(batch))
+            except Exception as error:
+                self._finish_step_in_flight()
+                self._steps_failed([batch], error)
+                return
+        previous, self._in_flight = self._in_flight, launched
+        if previous is not None:
+            self._finish_step(previous)
+        self._log_figures()
+
+    def _finish_step_in_flight(self) -> None:
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._finish_step(step)
+
+    def _finish_step(self, step: _Step) -> None:
+        """Waits for a step and hands its tokens out; the one launched after it stays in flight."""
+        batch = step.batch
+        try:
+            output = step.handle.wait()
+        except Exception as error:
+            lost = [batch]
+            later, self._in_flight = self._in_flight, None
+            if later is not None:
+                _settle(later.handle)
+                lost.append(later.batch)
+            self._steps_failed(lost, error)
+            return
+        result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
+        output.record_logprobs(result.accepted)
+        self._recorder.step_over(batch, result.accepted)
+        for request in result.broken:
+            self._break(request)
+        if self._leaders:
+            self._release_siblings(batch, result.accepted)
+        if self._watched:
+            for row in result.accepted:
+                sequence = self._watched.get(batch.requests[row])
+                if sequence is not None:
+                    self._advance(sequence)
+        for request in result.finished:
+            sequence = self._live.get(request)
+            if sequence is not None:  # not watched, else it is gone already
+                sequence.end()
+                self._forget(sequence)
+
+    def _break(self, request: Request) -> None:
+        """The scheduler has ended a request whose logits were no numbers."""
+        self._recorder.logits_were_no_numbers()
+        sequence = self._live.get(request)
+        if sequence is not None:
+            failure = end_errors.no_numbers(request)
+            logger.error("request %s: %s", request.request_id, failure)
+            self._fail(sequence.submission, failure)
+
+    def _release_siblings(self, batch: ScheduledBatch, accepted: list[int]) -> None:
+        """Queues the siblings of every first completion that has its first token: the prompt's KV is cached now."""
+        for row in accepted:
+            submission = self._leaders.pop(batch.requests[row], None)
+            if submission is not None:
+                self._queue(submission, self._scheduler.config.max_running_requests - 1)
+
+    def _advance(self, sequence: Sequence) -> None:
+        """Looks at a watched sequence's new tokens."""
+        try:
+            stop_string = sequence.advance()
+        except Exception as error:  # a fault of the tokenizer; the other requests are not hurt by it
+            failure = end_errors.no_text(error)
+            logger.warning("request %s: %s", sequence.request.request_id, failure)
+            self._fail(sequence.submission, failure)
+            return
+        if stop_string is not None:
+            self._scheduler.finish(sequence.request, "stop", stop_string)
+        if sequence.finish_reason is not None:
+            self._forget(sequence)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _steps_failed(self, batches: list[ScheduledBatch], error: Exception) -> None:
+        """Ends the requests of lost steps.
+
+        Raises:
+            EngineDeadError: the device does not answer any more.
+        """
+        shape = f"{batches[0].num_requests} requests and {batches[0].num_tokens} tokens"
+        logger.error("a step of %s failed", shape, exc_info=error)
+        end_errors.drop_locals(error)
+        lost = [request for batch in batches for request in self._scheduler.fail(batch)]
+        try:
+            self._check_device()
+        except Exception as fault:
+            raise end_errors.device_lost(shape, error, fault) from error
+        failure = end_errors.step_failed(shape, error)
+        for request in lost:
+            sequence = self._live.get(request)
+            if sequence is not None:
+                self._fail(sequence.submission, failure)
+        logger.warning("%d requests ended with an error; the engine goes on", len(lost))
+
+    def _log_figures(self) -> None:
+        now = time.monotonic()
+        if self._log_interval_s and now >= self._next_log:
+            self._next_log = now + self._log_interval_s
+            logger.info("%s", self._recorder.snapshot(self._scheduler.stats()))
+
+
+# Of this process: a fork has the objects, and not the threads that run them.
+_cores: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+
+
+def _cut_off() -> None:
+    for core in tuple(_cores):
+        core._after_fork()
+
+
+os.register_at_fork(after_in_child=_cut_off)
+
+
+def _forget_prompt_logprobs(batch: ScheduledBatch) -> None:
+    """A prompt that was preempted half-way is computed, and scored, from its start again."""
+    for request in batch.admitted:
+        if request.needs_prompt_logprobs:
+            request.prompt_logprobs.clear()
+
+
+def _settle(handle: StepHandle) -> None:
+    """Waits for a step whose result is of no use, so that nothing of it runs any more."""
+    try:
+        handle.wait()
+    except Exception as error:
+        logger.debug("the step after the failed one failed too: %s", error)

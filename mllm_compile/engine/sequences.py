@@ -1,0 +1,252 @@
+"""A prompt on its way through the engine: its requests, what they have produced, and who waits for it.
+
+A Submission is one prompt; it has `n` Sequences, each with a runtime Request. The engine's thread calls
+`Sequence.advance` and `Sequence.end`; everything that a reader's thread can do instead (detokenizing without stop
+strings, log-probability dictionaries, metrics) is left to it: see answers.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mllm_compile.engine import end_errors
+from mllm_compile.engine.outputs import FinishReason
+from mllm_compile.errors import MllmError
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.text.detokenizer import Decoder, Detokenizer
+from mllm_compile.text.stop_strings import StopMatcher
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.sampling.params import SamplingParams
+    from mllm_compile.runtime.step.output import TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step brought to one completion of a stream."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenScores]
+    text: str | None  # None: the reader detokenizes
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Sink(Protocol):
+    """Who waits for a submission. Called on the engine's thread: must return at once and not raise."""
+
+    def on_delta(self, submission: Submission, delta: Delta) -> None:
+        """A stream has news."""
+
+    def on_end(self, submission: Submission) -> None:
+        """All its completions have ended, or the engine has; a second call changes nothing."""
+
+
+class Submission:
+    """One prompt and its completions.
+
+    Args:
+        request_id: unique among the requests that the engine holds.
+        prompt: its text, None when it was given as token ids.
+        prompt_token_ids: what the model sees.
+        params: as the user gave them; each of the `n` completions gets its own seed (`seed + index`).
+        eos_token_ids: ids that end a completion.
+        priority: lower is served first.
+        decoder: the tokenizer; None when there is none (then params ask for no text).
+        bad_phrases: the tokens of params.bad_words.
+        cache_salt: prompts share KV within one salt only; None: with all that have none.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int],
+        priority: int,
+        decoder: Decoder | None,
+        bad_phrases: tuple[tuple[int, ...], ...] = (),
+        cache_salt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.failure: MllmError | None = None  # why it was refused, or the step that it was in failed
+        self.sink: Sink | None = None
+        self.is_stream = False
+        self.sequences = [
+            Sequence(
+                self,
+                index,
+                Request(
+                    request_id=request_id if params.n == 1 else f"{request_id}/{index}",
+                    prompt_token_ids=prompt_token_ids,
+                    params=params.of_answer(index),
+                    eos_token_ids=eos_token_ids,
+                    priority=priority,
+                    bad_phrases=bad_phrases,
+                    cache_salt=() if cache_salt is None else (cache_salt,),
+                ),
+                decoder,
+            )
+            for index in range(params.n)
+        ]
+        self.unqueued = deque(self.sequences)  # those that the scheduler does not have yet
+        self._num_unfinished = params.n
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    def refuse(self, error: MllmError) -> None:
+        """It cannot be served, or not to its end: every completion that still runs ends with "error"."""
+        self.failure = error
+        for sequence in self.sequences:
+            sequence.end("error")
+
+    def engine_ended(self, error: MllmError) -> None:
+        """Nobody works on it any more: whoever waits hears of `error`, unless all of it had ended."""
+        if not self.is_finished:
+            self.failure = error
+        for sequence in self.sequences:
+            sequence.finish_reason = sequence.finish_reason or "error"
+        if self.sink is not None:
+            self.sink.on_end(self)
+
+    def sequence_ended(self) -> None:
+        """One of its sequences has ended; the last one tells the sink."""
+        self._num_unfinished -= 1
+        if not self._num_unfinished and self.sink is not None:
+            self.sink.on_end(self)
+
+
+class Sequence:
+    """One completion: a request and, where stop strings watch it, its text so far."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_num_taken",
+        "_stop_matcher",
+        "finish_reason",
+        "index",
+        "request",
+        "stop_reason",
+        "submission",
+        "text_parts",
+    )
+
+    def __init__(self, submission: Submission, index: int, request: Request, decoder: Decoder | None) -> None:
+        params = request.params
+        self.submission = submission
+        self.index = index
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.text_parts: list[str] = []  # with stop strings only: all text that was shown
+        self._num_taken = 0  # output tokens already looked at
+        self._stop_matcher: StopMatcher | None = None
+        self._detokenizer: Detokenizer | None = None
+        if params.stop and decoder is not None:
+            self._stop_matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+            self._detokenizer = Detokenizer(decoder, request.prompt_token_ids, params.skip_special_tokens)
+
+    @property
+    def has_stop_strings(self) -> bool:
+        return self._stop_matcher is not None
+
+    @property
+    def is_watched(self) -> bool:
+        """Somebody wants to know about each of its tokens, not only about its end."""
+        return self.has_stop_strings or self.submission.is_stream
+
+    def advance(self) -> str | None:
+        """The scheduler appended tokens to the request, and perhaps ended it.
+
+        Returns:
+            The stop string that ends it now, when the scheduler does not know yet that it is over.
+        """
+        request = self.request
+        first, self._num_taken = self._num_taken, len(request.output_token_ids)
+        new_ids = request.output_token_ids[first:]
+        is_over = request.finish_reason is not None
+        text, matched = self._new_text(new_ids) if self.has_stop_strings else (None, None)
+        if matched is not None:
+            self.finish_reason, self.stop_reason = "stop", matched
+        elif is_over:
+            self._take_reason()
+        if self.submission.is_stream:
+            self._publish(new_ids, request.output_logprobs[first : self._num_taken], text)
+        if self.finish_reason is not None:
+            self.submission.sequence_ended()
+        return None if is_over else matched
+
+    def end(self, reason: FinishReason | None = None) -> None:
+        """It is over without a new token, or nobody watched its tokens.
+
+        Args:
+            reason: "abort" or "error"; None takes the scheduler's.
+        """
+        if self.finish_reason is not None:
+            return
+        text = None
+        if self._stop_matcher is not None and self._detokenizer is not None and reason != "error":
+            try:
+                text = self._stop_matcher.push(self._detokenizer.flush())[0] + self._stop_matcher.flush()
+                self.text_parts.append(text)
+            except Exception as error:  # a fault of the tokenizer
+                self.submission.failure, reason = end_errors.no_text(error), "error"
+        if reason is None:
+            self._take_reason()
+        else:
+            self.finish_reason = reason
+        if self.submission.is_stream:
+            self._publish([], [], text)
+        self.submission.sequence_ended()
+
+    def _take_reason(self) -> None:
+        self.finish_reason = self.request.finish_reason  # type: ignore[assignment]
+        self.stop_reason = self.request.stop_reason
+
+    def _new_text(self, new_ids: list[int]) -> tuple[str, str | None]:
+        """Text that can be shown now, and the stop string that is complete now."""
+        assert self._detokenizer is not None and self._stop_matcher is not None, "only called with stop strings"
+        request = self.request
+        is_over = request.finish_reason is not None
+        shown = shown_token_ids(request.params, new_ids, request.finish_reason, request.stop_reason)
+        text = self._detokenizer.push(shown)
+        if is_over:
+            text += self._detokenizer.flush()
+        matched = None
+        if len(request.output_token_ids) >= request.params.min_tokens:
+            text, matched = self._stop_matcher.push(text)
+            if is_over and matched is None:
+                text += self._stop_matcher.flush()
+        if text:
+            self.text_parts.append(text)
+        return text, matched
+
+    def _publish(self, token_ids: list[int], logprobs: list[TokenScores], text: str | None) -> None:
+        sink = self.submission.sink
+        if sink is not None:
+            delta = Delta(self.index, token_ids, logprobs, text, self.finish_reason, self.stop_reason)
+            sink.on_delta(self.submission, delta)
+
+
+def shown_token_ids(
+    params: SamplingParams, token_ids: list[int], finish_reason: str | None, stop_reason: int | str | None
+) -> list[int]:
+    """The ids that become text: without the token that ended the output, unless it was asked to be shown.
+
+    Args:
+        params: of the request.
+        token_ids: its whole output, or the last tokens of it.
+        finish_reason, stop_reason: as the scheduler or a stop string set them; None while it runs.
+    """
+    ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+    return token_ids[:-1] if ended_by_token and not params.include_stop_str_in_output else token_ids

@@ -1,0 +1,268 @@
+"""Figures of a running engine: counters, rates and latency histograms.
+
+EngineStats is what `Engine.stats()` returns, a snapshot. StatsRecorder belongs to the engine's thread and is written
+once a step, with numpy over the step's rows; it never looks at a request one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.schedule.config import SchedulerStats
+    from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+
+ForwardTimesSource = Callable[[], Iterable[tuple[int, int, float]]]
+
+_BUCKETS_A_DECADE = 5
+_RATE_WINDOW_S = 10.0
+_RATE_TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """Counts of observations in seconds.
+
+    Attributes:
+        bounds: upper bounds of the buckets; the last bucket (one more count than bounds) has none.
+        counts: observations a bucket.
+        total: sum of all observations.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    def quantile(self, q: float) -> float | None:
+        """Estimate of the q-quantile (0 ≤ q ≤ 1), linear within a bucket; None without observations."""
+        if not self.count:
+            return None
+        rank = q * self.count
+        for i, count in enumerate(self.counts):
+            if count and rank <= count:
+                low = self.bounds[i - 1] if i else 0.0
+                high = self.bounds[i] if i < len(self.bounds) else low
+                return low + (high - low) * rank / count
+            rank -= count
+        return self.bounds[-1]
+
+
+class Histogram:
+    """Log-spaced buckets from `smallest` to `largest` seconds."""
+
+    def __init__(self, smallest: float, largest: float) -> None:
+        num = round(math.log10(largest / smallest) * _BUCKETS_A_DECADE) + 1
+        self._bounds = np.geomspace(smallest, largest, num)
+        self._counts = np.zeros(num + 1, dtype=np.int64)
+        self._total = 0.0
+
+    def observe(self, seconds: np.ndarray) -> None:
+        """Adds observations, float64 of any length."""
+        np.add.at(self._counts, np.searchsorted(self._bounds, seconds, side="left"), 1)
+        self._total += float(seconds.sum())
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._total)
+
+
+class RateMeter:
+    """Events a second over the last ten seconds, or since the start while that is less."""
+
+    def __init__(self, now: float) -> None:
+        self._start = now
+        self._ticks: deque[tuple[float, int]] = deque()  # (time, events from then until the next tick)
+
+    def add(self, num: int, now: float) -> None:
+        if self._ticks and now - self._ticks[-1][0] < _RATE_TICK_S:
+            time, count = self._ticks[-1]
+            self._ticks[-1] = (time, count + num)
+        else:
+            self._ticks.append((now, num))
+            while now - self._ticks[0][0] > _RATE_WINDOW_S:
+                self._ticks.popleft()
+
+    def rate(self, now: float) -> float:
+        recent = sum(count for time, count in self._ticks if now - time <= _RATE_WINDOW_S)
+        return recent / max(min(now - self._start, _RATE_WINDOW_S), _RATE_TICK_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTime:
+    """How long the model took for steps of one padded number of tokens, sampling and scheduling left out."""
+
+    num_tokens: int
+    count: int
+    median_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of `Engine.stats()`.
+
+    Attributes:
+        running: requests that hold KV pages.
+        waiting: requests that wait for a place.
+        kv_pages_used: pages that requests hold, shared ones counted once.
+        kv_pages_cached: pages that the prefix cache owns, in use or not; those not in use make room when needed.
+        kv_pages_total: pages that there are.
+        prefix_hit_tokens: prompt tokens found in the prefix cache since the start.
+        prefix_query_tokens: prompt tokens looked up since the start.
+        preemptions: requests put back to recompute since the start, because pages ran out.
+        recomputed_tokens: tokens whose KV these lost.
+        generated_tokens: tokens handed out since the start.
+        prompt_tokens: prompt tokens computed since the start (a recomputed one counts again).
+        tokens_per_second: generated tokens a second over the last ten seconds.
+        prompt_tokens_per_second: likewise, prompt tokens.
+        steps: steps since the start.
+        finished: ended completions since the start by finish reason.
+        broken_logits: those of them that ended with an error because their logits held NaN or inf.
+        time_to_first_token: seconds from arrival to the first token.
+        time_between_tokens: seconds from one token of a request to its next.
+        forward_times: by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
+    """
+
+    running: int
+    waiting: int
+    kv_pages_used: int
+    kv_pages_cached: int
+    kv_pages_total: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    generated_tokens: int
+    prompt_tokens: int
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    steps: int
+    finished: Mapping[str, int]
+    broken_logits: int
+    time_to_first_token: HistogramSnapshot
+    time_between_tokens: HistogramSnapshot
+    forward_times: tuple[ForwardTime, ...] = ()
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pages that requests hold, 0 to 1."""
+        return self.kv_pages_used / self.kv_pages_total if self.kv_pages_total else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of looked-up prompt tokens that the prefix cache held, 0 to 1."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+    def __str__(self) -> str:
+        parts = [
+            f"running {self.running}",
+            f"waiting {self.waiting}",
+            f"{self.tokens_per_second:.1f} tokens/s out",
+            f"{self.prompt_tokens_per_second:.1f} tokens/s in",
+            f"KV {self.kv_usage:.1%}",
+            f"prefix hits {self.prefix_hit_rate:.1%}",
+            f"preemptions {self.preemptions}",
+        ]
+        if self.broken_logits:
+            parts.append(f"requests with NaN or inf logits {self.broken_logits}")
+        for name, histogram in (
+            ("first token", self.time_to_first_token),
+            ("between tokens", self.time_between_tokens),
+        ):
+            p50, p99 = histogram.quantile(0.5), histogram.quantile(0.99)
+            if p50 is not None and p99 is not None:
+                parts.append(f"{name} p50 {p50 * 1e3:.1f} ms p99 {p99 * 1e3:.1f} ms")
+        return ", ".join(parts)
+
+
+class StatsRecorder:
+    """Collects the figures; all but `snapshot` is called on the engine's thread.
+
+    Args:
+        num_slots: rows that a step's `rows` point into.
+        forward_times: gives (num_tokens, count, median in ms) rows.
+    """
+
+    def __init__(self, num_slots: int, forward_times: ForwardTimesSource = tuple) -> None:
+        now = time.monotonic()
+        self._forward_times = forward_times
+        self._last_token_time = np.zeros(num_slots, dtype=np.float64)  # by slot
+        self._first_token = Histogram(1e-3, 1e3)
+        self._between_tokens = Histogram(1e-4, 1e2)
+        self._generated = RateMeter(now)
+        self._prompt = RateMeter(now)
+        self._num_generated = 0
+        self._num_prompt = 0
+        self._num_steps = 0
+        self._finished: Counter[str] = Counter()
+        self._num_broken = 0
+
+    def step_over(self, batch: ScheduledBatch, accepted: Sequence[int]) -> None:
+        """A step's tokens have reached the host.
+
+        Args:
+            accepted: indices of the batch's rows whose token was handed out, ascending.
+        """
+        now = time.monotonic()
+        self._num_steps += 1
+        self._num_generated += len(accepted)
+        self._generated.add(len(accepted), now)
+        num_prompt = batch.num_tokens - batch.num_decodes
+        self._num_prompt += num_prompt
+        self._prompt.add(num_prompt, now)
+        num_decodes = bisect_left(accepted, batch.num_decodes)
+        slots = batch.rows[np.array(accepted, dtype=np.intp)]
+        self._between_tokens.observe(now - self._last_token_time[slots[:num_decodes]])
+        self._last_token_time[slots] = now
+        arrivals = [
+            batch.requests[row].arrival_time
+            for row in accepted[num_decodes:]
+            if len(batch.requests[row].output_token_ids) == 1  # else it was preempted and is recomputed
+        ]
+        if arrivals:
+            self._first_token.observe(now - np.array(arrivals))
+
+    def completion_ended(self, finish_reason: str) -> None:
+        self._finished[finish_reason] += 1
+
+    def logits_were_no_numbers(self) -> None:
+        """A request ended because of that."""
+        self._num_broken += 1
+
+    def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
+        now = time.monotonic()
+        return EngineStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            kv_pages_used=scheduler.pages_used,
+            kv_pages_cached=scheduler.pages_cached,
+            kv_pages_total=scheduler.pages_total,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_queried_tokens,
+            preemptions=scheduler.preemptions,
+            recomputed_tokens=scheduler.recomputed_tokens,
+            generated_tokens=self._num_generated,
+            prompt_tokens=self._num_prompt,
+            tokens_per_second=self._generated.rate(now),
+            prompt_tokens_per_second=self._prompt.rate(now),
+            steps=self._num_steps,
+            finished=dict(self._finished),
+            broken_logits=self._num_broken,
+            time_to_first_token=self._first_token.snapshot(),
+            time_between_tokens=self._between_tokens.snapshot(),
+            forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),
+        )

@@ -1,0 +1,60 @@
+"""Where a cache lies and what its folders are for; imports nothing heavy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from mllm_compile.errors import ConfigError
+from mllm_compile.files.writable_place import cache_place
+
+RUNTIMES = "runtimes"
+CACHE_VARIABLE = "MLLM_COMPILE_CACHE"
+
+
+def auto_cache_dir() -> tuple[str, str]:
+    """The cache of whoever names none, an absolute path, and why it is that one.
+
+    Raises:
+        ConfigError: nothing says where.
+    """
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return _absolute(folder), f"${CACHE_VARIABLE}"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return _absolute(os.path.join(base, "mllm_compile")), "$XDG_CACHE_HOME"
+    try:
+        return str(Path.home() / ".cache" / "mllm_compile"), "the user's cache"
+    except RuntimeError as error:  # a user without a home
+        raise ConfigError(f"nothing says where the cache is ({error}): set cache.dir, or {CACHE_VARIABLE}") from error
+
+
+def _absolute(folder: str) -> str:
+    return os.path.abspath(os.path.expanduser(folder))
+
+
+def compiler_cache(cache_dir: str | Path) -> Path:
+    """What Inductor and Triton keep between compiles; it can be removed at any time that nothing compiles."""
+    return Path(cache_dir) / "compilers"
+
+
+def bytecode_cache(cache_dir: str | Path) -> Path:
+    """What Python keeps where the installation does not; it can be removed at any time."""
+    return Path(cache_dir) / "bytecode"
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder for what is executed later, or checks the one that is there.
+
+    Raises:
+        ConfigError: it cannot be made, is no folder, belongs to another user, or others can write to it.
+    """
+    with cache_place(folder.parent).writing(), contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} is no folder, belongs to another user or can be written by others; what compilers keep there is "
+            "executed. Remove it, or set cache.dir to a folder of your own."
+        )

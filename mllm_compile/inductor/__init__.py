@@ -1,0 +1,1 @@
+"""All that knows Inductor: no other room imports torch._inductor."""

@@ -1,0 +1,1 @@
+"""What is replaced inside torch and Inductor, one file each."""

@@ -1,0 +1,162 @@
+"""Decode attention as pieces of the program: the kernel of runtime/ops/split_decode.py, for the model's layers.
+
+Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
+for many, where it is bandwidth. On Hopper kernels of runtime/attention/hopper/ stand for both where they serve the
+layer; one request that may be long keeps its piece. FlashInfer's kernels serve what these do not, and every prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mllm_compile.config.resolved import ResolvedConfig, ResolvedRuntime
+from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.kernels.cuda import can_compile_kernels
+from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.runtime.attention.flashinfer.kernels import HEAD_DIMS
+from mllm_compile.runtime.attention.hopper.clusters import (
+    LONG_TOKENS,
+    MOST_SEQUENCES,
+    MOST_SEQUENCES_OF_LONG,
+    choose_split,
+    cluster_kernels,
+    fewest_sequences,
+)
+from mllm_compile.runtime.attention.hopper.shapes import are_served
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel, takes
+from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
+from mllm_compile.runtime.program.spec import DecodeForm, LayerSpec, Program
+
+_MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
+
+_SOURCE = '''"""{name}"""
+
+import torch
+
+
+class Piece(torch.nn.Module):
+    # R requests (the dynamic size T), N splits, W pages of the page table, P slots
+    # q, out: [R, {heads}, {dim}] {dtype}; keys, values: [P, {kv_heads}, {dim}] {dtype}
+    # page_table: [R, W] int32; seq_lens: [R] int32; partial: [R, N, {heads}, {dim}] float32
+    # tops, totals: [R, N, {heads}] float32; done: [R, {kv_heads}] int32
+
+    def forward(self, q, keys, values, page_table, seq_lens, out, partial, tops, totals, done):
+        torch.ops.mllm.split_decode(
+            q, keys, values, page_table, seq_lens, out, partial, tops, totals, done, page_size={page_size},
+            max_splits={max_splits}, sm_scale={sm_scale!r}, soft_cap={soft_cap!r}, window_left={window_left},
+            fetch_first={fetch_first}
+        )
+        return ()
+'''
+
+
+def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
+    """The program with decode attention of ours for the layers that it serves, and the pieces for that."""
+    if not config.compile.split_decode:
+        return program, ()
+    forms: dict[str, tuple[DecodeForm, ...]] = {}
+    of_kinds: dict[LayerSpec, tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]] = {}
+    for layer in program.layers:
+        if _is_served(layer):
+            kind = replace(layer, name="", layer_id=0)
+            if kind not in of_kinds:
+                of_kinds[kind] = _forms(config, kind, len(of_kinds))
+            forms[layer.name] = of_kinds[kind][0]
+    written = tuple(piece for _, pieces in of_kinds.values() for piece in pieces)
+    return replace(program, decode_attention=forms), written
+
+
+def _is_served(layer: LayerSpec) -> bool:
+    return (
+        layer.sinks is None
+        and layer.head_dim == layer.v_head_dim
+        and layer.head_dim in HEAD_DIMS
+        and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
+    )
+
+
+def _forms(
+    config: ResolvedConfig, layer: LayerSpec, index: int
+) -> tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]:
+    """A layer's forms and their pieces.
+
+    In deterministic mode there is one for any batch: a step may hold many tokens of one request, so that no key can be
+    fetched before the kernel ahead has ended; and a request's numbers must not depend on how many others there are.
+    """
+    many = _piece(config, layer, f"decode_{index}_many", OF_MANY, fetch_first=False)
+    of_many = DecodeForm(None, many.name, OF_MANY)
+    if config.runtime.deterministic:
+        return (of_many,), (many,)
+    few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
+    forms: tuple[DecodeForm, ...] = DecodeForm(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
+    if _has_kernels(config, layer):
+        forms = _hopper_forms(config.runtime, layer, *forms)
+    called = {form.piece for form in forms}
+    return forms, tuple(piece for piece in (few, many) if piece.name in called)
+
+
+def _hopper_forms(
+    runtime: ResolvedRuntime, layer: LayerSpec, few: DecodeForm, many: DecodeForm
+) -> tuple[DecodeForm, ...]:
+    """Clusters for few requests, shares for many; of the pieces what these leave to them."""
+    kv_heads = layer.num_kv_heads
+    may_be_long = runtime.max_model_len > LONG_TOKENS
+    has_shares, has_many = takes(kv_heads), runtime.max_running_requests > MOST_REQUESTS
+    forms = []
+    served = 0  # sequences
+    if may_be_long and kv_heads < fewest_sequences():
+        served = fewest_sequences() - 1
+        forms.append(replace(few, most_sequences=served))
+    most = MOST_SEQUENCES_OF_LONG if may_be_long else MOST_SEQUENCES
+    splits = {choose_split(count * kv_heads) for count in range(served // kv_heads + 1, most // kv_heads + 1)}
+    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size)
+    if splits:
+        forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
+    if has_shares:
+        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size)
+        forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
+    if has_many or not has_shares:
+        forms.append(many)
+    return tuple(forms)
+
+
+def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
+    """Whether those of runtime/attention/hopper/ serve the layer."""
+    return (
+        config.compile.hopper_decode
+        and layer.window_left < 0
+        and layer.logits_soft_cap == 0
+        and are_served(layer.num_heads, layer.num_kv_heads, layer.head_dim, config.runtime.page_size)
+        and can_compile_kernels(config.runtime.device)
+    )
+
+
+def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
+    dtype, heads, kv_heads, dim = config.model.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim
+    source = _SOURCE.format(
+        name=name,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=dtype,
+        page_size=config.runtime.page_size,
+        max_splits=splits.most,
+        sm_scale=layer.sm_scale,
+        soft_cap=layer.logits_soft_cap,
+        window_left=layer.window_left,
+        fetch_first=fetch_first,
+    )
+    shapes: Sequence[tuple[tuple[int | str, ...], str]] = (
+        (("T", heads, dim), dtype),
+        (("P", kv_heads, dim), dtype),
+        (("P", kv_heads, dim), dtype),
+        (("T", "W"), "int32"),
+        (("T",), "int32"),
+        (("T", heads, dim), dtype),
+        (("T", "N", heads, dim), "float32"),
+        (("T", "N", heads), "float32"),
+        (("T", "N", heads), "float32"),
+        (("T", kv_heads), "int32"),
+    )
+    return WrittenPiece(name, source, tuple(PieceInput.contiguous(shape, kind) for shape, kind in shapes))

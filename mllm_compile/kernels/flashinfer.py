@@ -1,0 +1,77 @@
+"""FlashInfer's kernels for a model, copied into its runtime, so that a machine without nvcc serves from it.
+
+Which kernels those are only FlashInfer and the backend know together. So the backend is made as an engine makes it,
+which loads (or builds) every kernel that a batch may get, and what FlashInfer then has registered is copied.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import DeviceError
+from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.attention.split.split_decode import Decoder
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.store.source import attention_layer
+
+# In place of the program's own decode pieces, which may not be compiled yet: FlashInfer has no part in them.
+_NO_DECODERS = [Decoder(lambda inputs: None)]
+
+
+def collect_kernels(config: ResolvedConfig, program: Program, folder: Path, reporter: Reporter) -> None:
+    """Fills `folder` with `<kernel>/<kernel>.so`, the way FlashInfer's own package of prebuilt kernels is laid out.
+
+    Raises:
+        DeviceError: a kernel is missing and cannot be built here.
+        UnsupportedModelError, ConfigError: a layer that FlashInfer has no kernel for.
+    """
+    with reporter.stage("attention kernels"), torch.cuda.device(torch.device(config.runtime.device)):
+        _load_kernels(config, program)
+        from flashinfer.jit.core import jit_spec_registry
+
+        for name, spec in jit_spec_registry.get_all_specs().items():
+            library = spec.get_library_path()
+            if library.is_file():
+                (folder / name).mkdir(parents=True)
+                shutil.copyfile(library, folder / name / f"{name}.so")
+
+
+def _load_kernels(config: ResolvedConfig, program: Program) -> None:
+    from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
+
+    runtime = config.runtime
+    dtype = getattr(torch, config.model.dtype)
+    device = torch.device(runtime.device)
+    layers = program.layers
+    sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
+    first = layers[0]
+    FlashInferAttnBackend(
+        first.num_heads,
+        first.num_kv_heads,
+        first.head_dim,
+        getattr(torch, runtime.kv_cache_dtype),
+        dtype,
+        runtime.page_size,
+        torch.zeros(1, runtime.page_size, dtype=torch.int32, device=device),
+        device,
+        runtime.max_running_requests,
+        page_size=runtime.page_size,
+        layers=[attention_layer(layer, sinks) for layer in layers],
+        deterministic=runtime.deterministic,
+        decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
+    )
+    try:
+        from flashinfer.page import get_page_module
+        from flashinfer.sampling import get_sampling_module
+
+        get_page_module()
+        get_sampling_module()
+    except RuntimeError as error:
+        raise DeviceError(
+            f"FlashInfer could not build its sampling kernels: {str(error).strip().splitlines()[0]} "
+            "Install its prebuilt ones: pip install flashinfer-jit-cache."
+        ) from error

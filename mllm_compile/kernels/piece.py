@@ -1,0 +1,16 @@
+"""A piece that no graph was traced for: its source is written by the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mllm_compile.inductor.compile_piece import PieceInput
+
+
+@dataclass(frozen=True)
+class WrittenPiece:
+    """A piece's name, its source, and what the piece compiler needs to know of its inputs."""
+
+    name: str
+    source: str
+    inputs: tuple[PieceInput, ...]

@@ -1,0 +1,68 @@
+"""The choice of tokens as pieces of the program: kernels of runtime/, for the model's vocabulary.
+
+Three: the most probable tokens and draws, from the program's logits (ops/greedy.py, ops/draw.py); and draws from scores
+that filters or penalties have been at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.runtime.program.spec import Program, SamplingForms
+from mllm_compile.runtime.sampling.counter_rng import padded_vocab_size
+
+_SOURCE = '''"""{name}"""
+
+import torch
+
+
+class Piece(torch.nn.Module):
+    # {shapes}
+
+    def forward(self, {inputs}):
+        return (torch.ops.mllm.{op}({operands}),)
+'''
+
+
+def add_sampling_pieces(
+    config: ResolvedConfig, program: Program, logits: torch.Tensor
+) -> tuple[Program, tuple[WrittenPiece, ...]]:
+    """The program with pieces that choose tokens, and those pieces; on CUDA, where the kernels run.
+
+    Args:
+        logits: [S, V], as the graph gives them: not every model's are of the model's own dtype.
+    """
+    if config.compile.backend == "eager" or not config.runtime.device.startswith("cuda"):
+        return program, ()
+    dtype = str(logits.dtype).removeprefix("torch.")
+    pieces = sampling_pieces(dtype, int(logits.shape[1]))
+    return replace(program, sampling=SamplingForms(dtype, *(piece.name for piece in pieces))), pieces
+
+
+def sampling_pieces(dtype: str, vocab_size: int) -> tuple[WrittenPiece, WrittenPiece, WrittenPiece]:
+    """(greedy, draw from logits, draw from scores); logits are [S, vocab_size] of that type."""
+    logits = PieceInput.contiguous(("S", vocab_size), dtype)
+    scores = PieceInput.contiguous(("S", padded_vocab_size(vocab_size)), "float32")
+    temperatures = PieceInput.contiguous(("S",), "float32")
+    seeds = positions = PieceInput.contiguous(("S",), "int64")
+    return (
+        _piece("greedy", "greedy_tokens", {"logits": logits}),
+        _piece(
+            "draw_from_logits",
+            "draw_tokens",
+            {"logits": logits, "temperatures": temperatures, "seeds": seeds, "positions": positions},
+        ),
+        _piece("draw_from_scores", "draw_tokens", {"logits": scores, "seeds": seeds, "positions": positions}),
+    )
+
+
+def _piece(name: str, op: str, inputs: dict[str, PieceInput]) -> WrittenPiece:
+    shapes = "; ".join(f"{n}: [{', '.join(map(str, spec.shape))}] {spec.dtype}" for n, spec in inputs.items())
+    operands = ", ".join(f"{n}={n}" for n in inputs)
+    source = _SOURCE.format(name=name, op=op, shapes=shapes, inputs=", ".join(inputs), operands=operands)
+    return WrittenPiece(name, source, tuple(inputs.values()))

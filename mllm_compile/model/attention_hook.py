@@ -1,0 +1,93 @@
+"""The hook into Transformers: an attention implementation called "mllm" that emits one opaque op on flat tokens.
+
+Registered through Transformers' own AttentionInterface, so no model is changed. No mask function is registered under
+the name, hence Transformers builds no mask: causality and windows are the op's business. What a model says in a call
+that the op has no place for is written into the op's `refusals`, and the gate (mllm_compile/model/gate.py) reads it
+there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.attention)
+
+ATTENTION_IMPLEMENTATION = "mllm"
+
+# Said by every model to every implementation, without changing what attention computes for packed causal tokens.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+        "deterministic",
+        "target_dtype",
+        "implementation",
+        "layer_idx",
+        "num_items_in_batch",
+    }
+)
+
+
+def mllm_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
+
+    Returns:
+        [1, T, H, Dv], and no attention weights.
+    """
+    refusals = [
+        f"keyword {name}" for name in sorted(kwargs) if kwargs[name] is not None and name not in _WITHOUT_EFFECT
+    ]
+    if attention_mask is not None:
+        refusals.append("an attention mask")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        refusals.append("attention that is not causal")
+    if dropout:
+        refusals.append("dropout")
+    # Two names of one symbol compare without a branch on its value; of two symbols that may differ, none can be served.
+    if key.shape[2] is not query.shape[2] and key.shape[2] != query.shape[2]:
+        refusals.append("keys that are not the tokens' own")
+    _, num_heads, num_tokens, head_dim = query.shape
+    flat_query = query.transpose(1, 2).reshape(num_tokens, num_heads, head_dim).contiguous()
+    flat_key = key.transpose(1, 2).reshape(num_tokens, key.shape[1], head_dim)
+    flat_value = value.transpose(1, 2).reshape(num_tokens, value.shape[1], value.shape[3])
+    output = torch.ops.mllm.attention(
+        flat_query,
+        flat_key,
+        flat_value,
+        s_aux,
+        float(head_dim**-0.5 if scaling is None else scaling),
+        float(softcap or 0.0),
+        -1 if sliding_window is None else sliding_window - 1,
+        "; ".join(refusals),
+    )
+    return output.unsqueeze(0), None
+
+
+def register_attention_hook() -> None:
+    """Makes `attn_implementation="mllm"` known to Transformers; calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_IMPLEMENTATION, mllm_attention)

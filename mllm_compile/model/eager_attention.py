@@ -1,0 +1,40 @@
+"""The other hook into Transformers: attention that runs, over the paged cache, for a model that is not compiled.
+
+As attention_hook.py, but every call does its work at once, through the op that the compiled program calls. Which layer
+it is follows from the order of the calls, as the names in the program did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from mllm_compile.runtime.forward_context import get_forward_context
+from mllm_compile.runtime.ops.attention import attention_with_output
+
+EAGER_IMPLEMENTATION = "mllm_eager"
+LAYER_NAMES = "eager_layer_names"  # in the forward context's additional_kwargs: an iterator, a name for each call
+
+
+def eager_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
+
+    Scale, window, cap and sinks are the layer's: the gate has seen that they are what the model asks for.
+
+    Returns:
+        [1, T, H, Dv], and no attention weights.
+    """
+    layer_name = next(get_forward_context().additional_kwargs[LAYER_NAMES])
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    attention_with_output(q, k, v, out, layer_name)
+    return out[None], None
+
+
+def register_eager_attention() -> None:
+    """Makes `attn_implementation="mllm_eager"` known to Transformers; calling it again changes nothing."""
+    AttentionInterface.register(EAGER_IMPLEMENTATION, eager_attention)

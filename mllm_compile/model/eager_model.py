@@ -1,0 +1,90 @@
+"""runtime.skip_compiled: serve with Transformers' own model, untouched, in place of what was compiled from it.
+
+For finding out whose a wrong answer is. Attention, KV cache, scheduling and sampling stay ours; graph, pieces and
+loading of weights are Transformers'. It takes memory and time: the weights are there twice, and every token of a step
+gets logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import CheckpointError
+from mllm_compile.model.refusals import first_line
+from mllm_compile.runtime.forward_context import get_forward_context
+from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
+
+
+class EagerModel:
+    """An Executor over a Transformers model."""
+
+    def __init__(self, model: torch.nn.Module, layer_names: tuple[str, ...]) -> None:
+        self._model = model
+        self._layer_names = layer_names  # in the order of the calls
+
+    def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [T, V] of all tokens: a Transformers model has no seam before its head that all models share."""
+        from mllm_compile.model.eager_attention import LAYER_NAMES
+
+        get_forward_context().additional_kwargs[LAYER_NAMES] = iter(self._layer_names)
+        with torch.no_grad():
+            output = self._model(
+                input_ids=inputs["input_ids"][None], position_ids=inputs["positions"][None], use_cache=False
+            )
+        return output.logits[0]
+
+    def head(self, body: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        return body.index_select(0, logits_indices)
+
+
+class EagerSource:
+    """A ModelSource that adds the eager model to what another one loads."""
+
+    def __init__(self, source: ModelSource, config: ResolvedConfig) -> None:
+        self._source = source
+        self._config = config
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * self._source.weight_bytes
+
+    def load(self, device: torch.device) -> LoadedModel:
+        """Loads both.
+
+        Raises:
+            CheckpointError: Transformers cannot load the model's folder.
+        """
+        model = self._source.load(device)
+        names = tuple(layer.name for layer in model.layers)
+        return replace(model, eager=EagerModel(self._load_transformers_model(device), names))
+
+    def _load_transformers_model(self, device: torch.device) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from mllm_compile.model.eager_attention import EAGER_IMPLEMENTATION, register_eager_attention
+
+        register_eager_attention()
+        settings = self._config.model
+        options: dict[str, Any] = {
+            "dtype": getattr(torch, settings.dtype),
+            "attn_implementation": EAGER_IMPLEMENTATION,
+            "trust_remote_code": settings.trust_remote_code,
+        }
+        try:
+            if settings.load_format == "dummy":  # random, but not the compiled model's random weights
+                config = AutoConfig.from_pretrained(settings.folder, trust_remote_code=settings.trust_remote_code)
+                with device:
+                    model: Any = AutoModelForCausalLM.from_config(config, **options)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(settings.folder, local_files_only=True, **options)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"runtime.skip_compiled: Transformers cannot load {settings.folder}: {first_line(error)} "
+                "Set runtime.skip_compiled: false to serve the compiled model."
+            ) from error
+        return model.to(device).eval()

@@ -1,0 +1,186 @@
+"""Decides whether a traced model will be served right; a model that will not is refused with the reason.
+
+Tracing proves nothing by itself: a model may bypass the attention interface, hide windows in a mask that was never
+built, carry state from token to token, or branch on sizes. check_trace reads the graph before any pass and asks
+Transformers what each attention call may see; check/program.py then runs the compiled program on small inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.hf_model import HFModel
+from mllm_compile.model.refusals import refusing
+from mllm_compile.model.small_weights import materialise
+from mllm_compile.model.trace import Trace
+from mllm_compile.passes.match.nodes import is_attention, is_symbolic, writes_in_place
+
+_ATTENTION_FUNCTIONS = ("scaled_dot_product", "flex_attention", "flash_attention", "multi_head_attention")
+
+
+def check_trace(trace: Trace, hf_model: HFModel) -> None:
+    """Checks the captured graph, and completes its attention ops with the windows that only masks know of.
+
+    Raises:
+        UnsupportedModelError: the traced model would not be served right, with the reasons.
+    """
+    model_type = hf_model.model.config.model_type
+    with refusing(f"{model_type!r} models cannot be checked"):
+        reasons = _one_of_a_kind(_reasons(trace, hf_model))
+    if reasons:
+        shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+        raise UnsupportedModelError(
+            f"{model_type!r} models would not be served right: {shown}. docs/models.md lists what is."
+        )
+
+
+def _one_of_a_kind(reasons: Iterator[str]) -> list[str]:
+    """The first of all reasons that differ in numbers alone: layers mostly fail alike."""
+    kinds: dict[str, str] = {}
+    for reason in reasons:
+        kinds.setdefault(re.sub(r"\.?_?\d+", "", reason), reason)
+    return list(kinds.values())
+
+
+def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
+    gm = trace.graph_module
+    attentions = [node for node in gm.graph.nodes if is_attention(node)]
+    found_in_graph = [
+        *_direct_attention(gm),
+        *(reason for node in attentions for reason in _attention_reasons(node)),
+        *_state_reasons(gm),
+        *_size_reasons(trace),
+    ]
+    yield from _output_reasons(gm)
+    if not attentions:
+        yield "no attention goes through Transformers' attention interface"
+    yield from _constant_reasons(gm, hf_model)
+    yield from found_in_graph
+    if attentions and not found_in_graph:
+        yield from _settle_windows(attentions, trace, hf_model)
+
+
+def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if any(stem in name for stem in _ATTENTION_FUNCTIONS):
+            yield f"{node.name} calls {name} directly, past the attention interface ({_where(node)})"
+
+
+def _output_reasons(gm: fx.GraphModule) -> Iterator[str]:
+    """One output, the logits of the rows that were asked for: every other one is state that the model keeps."""
+    outputs: Any = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    if len(outputs) != 1:
+        yield f"it keeps {len(outputs) - 1} values from one forward to the next"
+        return
+    rows = [node for node in gm.graph.nodes if node.meta.get("input_name") == "logits_indices"]
+    logits = outputs[0].meta["val"].shape
+    if not rows or len(logits) != 2 or logits[0].node.expr != rows[0].meta["val"].shape[0].node.expr:
+        yield "it takes no tensor of rows as logits_to_keep"
+
+
+def _attention_reasons(node: fx.Node) -> Iterator[str]:
+    refusals = str(node.args[7])
+    if refusals:
+        yield f"its attention passes {refusals} ({_where(node)})"
+    sinks = node.args[3]
+    if isinstance(sinks, fx.Node) and "weight_name" not in sinks.meta:
+        yield f"its attention sinks are computed, not a weight ({_where(node)})"
+
+
+def _settle_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
+    """Gives each attention the window of its mask: none was built for the trace, and calls need not repeat it."""
+    from mllm_compile.model.mask_probe import observe_attention_calls
+
+    materialise(hf_model, trace.device)
+    calls = observe_attention_calls(hf_model.model, trace.device)
+    if len(calls) != len(attentions):
+        yield f"it attends {len(calls)} times, of which {len(attentions)} are in the trace"
+        return
+    for node, call in zip(attentions, calls, strict=True):
+        said = int(node.args[6])  # type: ignore[arg-type]
+        try:
+            window_left = call.window_left()
+        except UnsupportedModelError as error:
+            yield f"{error} ({_where(node)})"
+            continue
+        if said not in (-1, window_left):
+            yield f"its attention call sees {said} tokens back, its mask {window_left} ({_where(node)})"
+        node.update_arg(6, window_left)
+
+
+def _constant_reasons(gm: fx.GraphModule, hf_model: HFModel) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        name = node.meta.get("weight_name")
+        if node.op == "placeholder" and node.users and name in hf_model.unknown_constants:
+            yield f"buffer {name!r} is in no checkpoint, and the model's _init_weights does not fill it"
+
+
+def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:
+    """Writes into an input or a view of one would change weights or constants from step to step."""
+    inputs = {
+        node.meta["val"].untyped_storage()._cdata: node
+        for node in gm.graph.nodes
+        if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor)
+    }
+    for node in gm.graph.nodes:
+        if not writes_in_place(node):
+            continue
+        target = node.kwargs.get("out") if isinstance(node.kwargs.get("out"), fx.Node) else node.args[0]
+        val = target.meta.get("val") if isinstance(target, fx.Node) else None
+        written = inputs.get(val.untyped_storage()._cdata) if isinstance(val, torch.Tensor) else None
+        if written is not None:
+            yield f"{node.name} writes into {written.meta.get('weight_name', written.target)} ({_where(node)})"
+
+
+def _size_reasons(trace: Trace) -> Iterator[str]:
+    """No T×T tensor, no size that depends on data, no branch on the number of tokens."""
+    gm = trace.graph_module
+    known = {node.meta["val"].shape[0].node.expr for node in gm.graph.nodes if node.meta.get("input_name")}
+    tokens = _input_size(gm, "input_ids")
+    for node in gm.graph.nodes:
+        for dims in _shapes(node.meta.get("val")):
+            symbols = {symbol for dim in dims if is_symbolic(dim) for symbol in dim.node.expr.free_symbols}
+            if symbols - known:
+                yield f"{node.name} has a size that depends on data ({_where(node)})"
+            if sum(is_symbolic(dim) and tokens in dim.node.expr.free_symbols for dim in dims) > 1:
+                yield f"{node.name} is a tokens × tokens tensor: attention or a mask of its own ({_where(node)})"
+        if node.op == "call_function" and node.target is torch.ops.aten._assert_scalar.default:
+            yield from _guard_reasons(node, known, trace.max_tokens)
+
+
+def _guard_reasons(node: fx.Node, known: set[Any], max_tokens: int) -> Iterator[str]:
+    """The range that the trace was made for, and equal sizes of equal inputs, are no branches."""
+    condition = node.args[0]
+    if not isinstance(condition, fx.Node) or not is_symbolic(condition.meta.get("val")):
+        return
+    if not condition.meta["val"].node.expr.free_symbols <= known:
+        return  # of a size that depends on data, which is a reason of its own
+    operands = [arg for arg in condition.args if not isinstance(arg, fx.Node)]
+    in_range = (condition.target is operator.ge and operands == [1]) or (
+        condition.target is operator.le and operands == [max_tokens]
+    )
+    if not in_range and condition.target is not operator.eq:
+        yield f"it branches on the number of tokens: {condition.meta['val']}"
+
+
+def _input_size(gm: fx.GraphModule, name: str) -> Any:
+    return next(n.meta["val"].shape[0].node.expr for n in gm.graph.nodes if n.meta.get("input_name") == name)
+
+
+def _shapes(val: Any) -> Iterator[tuple[Any, ...]]:
+    for tensor in val if isinstance(val, tuple | list) else (val,):
+        if isinstance(tensor, torch.Tensor):
+            yield tuple(tensor.shape)
+
+
+def _where(node: fx.Node) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0].partition("].model.")[2] or "the model itself" if stack else "the model itself"

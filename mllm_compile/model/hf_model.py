@@ -1,0 +1,241 @@
+"""Transformers' own model, built without its weights: on meta, then as fake tensors of the target device.
+
+Owns what a trace needs of the model and what no checkpoint holds (non-persistent buffers, computed once on the CPU).
+Weights are runtime/weights/loader.py's business; which checkpoint tensor is which parameter is checkpoint/plan.py's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.hold_rope import hold_rope
+from mllm_compile.model.refusals import first_line, refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from mllm_compile.runtime.program.spec import LayerSpec
+
+
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The figures that the runtime wants to know of a model; layers' own shapes are in the traced graph."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    context_len: int
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A model on meta, and the values of its non-persistent buffers.
+
+    Attributes:
+        model: every parameter on meta, in its final dtype.
+        constants: buffer name → value on the CPU; these are in no checkpoint.
+        unknown_constants: names of such buffers whose value could not be computed.
+    """
+
+    model: PreTrainedModel
+    constants: dict[str, torch.Tensor]
+    unknown_constants: frozenset[str]
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        return self.model.config.get_text_config(decoder=True)
+
+    def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
+        """What the model's config says; of heads, where `layers` are given, the largest that they have.
+
+        Raises:
+            UnsupportedModelError: the config does not say what every causal LM has.
+        """
+        hidden_size = self._size("hidden_size")
+        num_heads = max((layer.num_heads for layer in layers), default=0) or self._size("num_attention_heads")
+        num_kv_heads = max((layer.num_kv_heads for layer in layers), default=0)
+        head_dim = max((layer.head_dim for layer in layers), default=0)
+        return ModelSizes(
+            num_hidden_layers=self._size("num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_kv_heads=num_kv_heads or self._size("num_key_value_heads", num_heads),
+            head_dim=head_dim or self._size("head_dim", hidden_size // num_heads),
+            hidden_size=hidden_size,
+            vocab_size=self._size("vocab_size"),
+            context_len=self._size("max_position_embeddings", NO_LIMIT),
+        )
+
+    def _size(self, name: str, otherwise: int | None = None) -> int:
+        """Transformers' attribute maps give each config these names, whatever its own are."""
+        with refusing(f"config.json of this {self.model.config.model_type!r} model"):
+            value = getattr(self.text_config, name, None)
+        value = otherwise if value is None else value
+        if type(value) is not int or value < 1:
+            raise UnsupportedModelError(
+                f"config.json of this {self.model.config.model_type!r} model says no {name} (got {value!r})"
+            )
+        return value
+
+
+def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:
+    """Builds the causal LM of a model folder on meta, with our attention implementation.
+
+    Raises:
+        UnsupportedModelError: Transformers knows no causal LM for this config, or building it fails.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each config class has checks of its own
+        raise UnsupportedModelError(
+            f"Transformers cannot read {folder}/config.json: {first_line(error)}. Check it, or install a newer "
+            "transformers."
+        ) from error
+    return build_config_on_meta(config, dtype, trust_remote_code)
+
+
+def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:
+    """As build_on_meta, from a config object."""
+    from transformers import AutoModelForCausalLM
+
+    from mllm_compile.model.attention_hook import ATTENTION_IMPLEMENTATION, register_attention_hook
+
+    register_attention_hook()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=ATTENTION_IMPLEMENTATION,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+            )
+    except Exception as error:
+        if isinstance(error, KeyError):
+            _refuse_unknown_activation(config, error)
+        reason = first_line(error)
+        if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
+            reason = "it takes its attention from a table of its own, past Transformers' attention interface"
+        raise UnsupportedModelError(
+            f"{config.model_type!r} is not a causal language model that Transformers can build with a custom attention "
+            f"implementation: {reason}"
+        ) from error
+    model.eval().requires_grad_(False)
+    constants = compute_constants(model)
+    hold_rope(model)
+    return HFModel(model, *constants)
+
+
+def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> None:
+    """Raises UnsupportedModelError where that is the key which a model was not built for."""
+    from transformers.activations import ACT2FN
+
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(config.get_text_config(), key, None)
+        if isinstance(name, str) and name not in ACT2FN and error.args == (name,):
+            closest = next(iter(difflib.get_close_matches(name, ACT2FN, n=1)), None)
+            hint = f" Did you mean {closest!r}?" if closest else ""
+            raise UnsupportedModelError(
+                f"{key} is {name!r} in the model's config.json, an activation that Transformers does not know.{hint}"
+            ) from error
+
+
+def compute_constants(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Values of the non-persistent buffers (rotary frequencies, embedding scales), computed on the CPU.
+
+    They are in no checkpoint; `_init_weights` of the sub-model that holds them is what fills them when Transformers
+    loads one.
+
+    Returns:
+        Buffer name → value, and the names of those that `_init_weights` does not fill.
+    """
+    constants: dict[str, torch.Tensor] = {}
+    unknown: set[str] = set()
+    for module_name, module in model.named_modules():
+        owner = _owner(model, module_name)
+        names = [n for n, b in module._buffers.items() if b is not None and n in module._non_persistent_buffers_set]
+        # From two different beginnings: what is filled comes out the same.
+        first, second = (_initialised(owner, module, names, filler) for filler in (0, 1))
+        for name in names:
+            full_name = f"{module_name}.{name}" if module_name else name
+            value = first.get(name)
+            if value is not None and torch.equal(value, second[name]):
+                constants[full_name] = value
+            else:
+                unknown.add(full_name)
+    return constants, frozenset(unknown)
+
+
+def _owner(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+    """The innermost sub-model that the module is in, or is."""
+    from transformers import PreTrainedModel
+
+    owner, module = model, model
+    for name in filter(None, module_name.split(".")):
+        module = getattr(module, name)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+    return owner
+
+
+def _initialised(
+    owner: PreTrainedModel, module: torch.nn.Module, names: list[str], filler: int
+) -> dict[str, torch.Tensor]:
+    """The module's buffers after `_init_weights`, which finds them on the CPU and full of `filler`; {} if it fails."""
+    meta_buffers = {name: module._buffers[name] for name in names}
+    if not meta_buffers:
+        return {}
+    try:
+        for name, meta in meta_buffers.items():
+            module._buffers[name] = torch.full_like(meta, filler, device="cpu")  # type: ignore[arg-type]
+        with torch.no_grad(), torch.device("cpu"):
+            owner._init_weights(module)
+        return {name: module._buffers[name].detach().cpu().clone() for name in names}  # type: ignore[union-attr]
+    except Exception:
+        return {}  # a module that mixes these with parameters, which are on meta: the gate asks whether any is needed
+    finally:
+        module._buffers.update(meta_buffers)
+
+
+def fake_copy(model: PreTrainedModel, mode: FakeTensorMode, device: str) -> dict[int, str]:
+    """Replaces every parameter and buffer by a fake tensor of `device`, ties kept.
+
+    Returns:
+        id of each fake parameter or buffer → its (first) fully-qualified name.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    originals: list[torch.Tensor] = []  # kept alive: ids of collected tensors are reused
+
+    def fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=False)
+            originals.append(tensor)
+            fakes[id(tensor)] = copy
+            names[id(copy)] = name
+        return fakes[id(tensor)]
+
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None:
+                    tensors[name] = fake(tensor, prefix + name)
+    return names

@@ -1,0 +1,127 @@
+"""Asks Transformers which tokens each attention call of a model may see.
+
+With our attention implementation no mask is built (attention_hook.py), so a model whose windows or chunks live in its
+mask alone would lose them silently. Here the model runs once, on two tokens, with an implementation that keeps the mask
+*functions* that Transformers makes: f(batch, head, query, key) → bool, which can be asked about any position, also far
+past what a small numeric check reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.attention_choice import attention_implementation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROBE_IMPLEMENTATION = "mllm_probe"
+MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
+
+_SAMPLE_TOKENS = 2
+_POWERS = [1 << exponent for exponent in range(3, 21)]
+_QUERIES = [*range(6), *(power + delta for power in _POWERS for delta in (-1, 0, 1))]
+_FAR = 1 << 21  # no model's window is longer
+_DISTANCES = [*range(-3, 6), *(power + delta for power in _POWERS for delta in (-1, 0, 1))]
+
+
+@dataclass(frozen=True)
+class ObservedCall:
+    """One call of the attention interface.
+
+    Attributes:
+        mask: the function of the mask that the call was given; None for a call without a mask.
+        is_altered: the call got a mask that Transformers' mask functions did not make as it stands.
+    """
+
+    mask: MaskFunction | None
+    is_altered: bool = False
+
+    def window_left(self) -> int:
+        """How many earlier tokens the call sees besides the token itself; -1: all of them.
+
+        Raises:
+            UnsupportedModelError: what it sees is not that, at any position.
+        """
+        if self.is_altered:
+            raise UnsupportedModelError("the model changes its attention mask")
+        if self.mask is None:
+            return -1
+        try:
+            window_left = -1 if self._sees(_FAR) else self._farthest_seen()
+            follows_window = self._follows(window_left)
+        except Exception as error:  # it reads tensors of the sample's size
+            raise UnsupportedModelError("its attention mask is no rule on positions alone") from error
+        if not follows_window:
+            raise UnsupportedModelError("its attention mask is neither causal nor a causal window")
+        return window_left
+
+    def _sees(self, distance: int) -> bool:
+        return bool(self._visible(torch.tensor(_FAR), torch.tensor(_FAR - distance)))
+
+    def _farthest_seen(self) -> int:
+        """By bisection, as if it sees all up to a distance; whether it does is then asked."""
+        seen, unseen = 0, _FAR
+        while unseen - seen > 1:
+            middle = (seen + unseen) // 2
+            seen, unseen = (middle, unseen) if self._sees(middle) else (seen, middle)
+        return seen
+
+    def _follows(self, window_left: int) -> bool:
+        edges = [] if window_left < 0 else [window_left - 1, window_left, window_left + 1]
+        queries = torch.tensor([*_QUERIES, *(edge + 2 for edge in edges)])[:, None]
+        distances = torch.tensor([*_DISTANCES, *edges])[None, :]
+        keys = queries - distances
+        expected = (distances >= 0) & ((distances <= window_left) if window_left >= 0 else True)
+        return bool((self._visible(queries, keys) == expected)[keys >= 0].all())
+
+    def _visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return self.mask(torch.tensor(0), torch.tensor(0), queries, keys)  # type: ignore[misc]
+
+
+def observe_attention_calls(model: PreTrainedModel, device: str) -> list[ObservedCall]:
+    """Runs `model`, whose weights are real (any will do), and returns its attention calls in order.
+
+    Raises:
+        UnsupportedModelError: the model cannot run with another attention implementation.
+    """
+    observer = _Observer()
+    AttentionInterface.register(PROBE_IMPLEMENTATION, observer.attend)
+    AttentionMaskInterface.register(PROBE_IMPLEMENTATION, observer.make_mask)
+    input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
+    with attention_implementation(model, PROBE_IMPLEMENTATION), torch.no_grad():
+        model(input_ids=input_ids, use_cache=False)
+    return observer.calls
+
+
+class _Observer:
+    def __init__(self) -> None:
+        self.calls: list[ObservedCall] = []
+        self._functions: dict[int, MaskFunction] = {}
+        self._masks: list[torch.Tensor] = []  # kept alive: ids of collected tensors are reused
+
+    def make_mask(self, q_length: int, kv_length: int, mask_function: MaskFunction, **kwargs: Any) -> torch.Tensor:
+        mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+        self._masks.append(mask)
+        self._functions[id(mask)] = mask_function
+        return mask
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        function = None if attention_mask is None else self._functions.get(id(attention_mask))
+        self.calls.append(ObservedCall(function, is_altered=attention_mask is not None and function is None))
+        batch, num_heads, num_tokens, _ = query.shape
+        return value.new_zeros(batch, num_tokens, num_heads, value.shape[3]), None

@@ -1,0 +1,170 @@
+"""Traces a model once, whole, into one FX graph whose sizes are T tokens and S logit rows.
+
+torch.compile with a capturing backend and fullgraph; parameters are fake tensors, token ids and positions tiny real
+ones. T and S are *unbacked* symbols: a branch on either raises instead of being baked, so a finished trace is the proof
+that the graph holds for every size. What comes out has the placeholders `input_ids` [T], `positions` [T],
+`logits_indices` [S], and one per weight, `meta["weight_name"]` its fully-qualified name.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.hf_model import HFModel, fake_copy
+from mllm_compile.model.refusals import first_line, refusing
+
+INPUT_NAMES = ("input_ids", "positions", "logits_indices")
+_SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
+_SAMPLE_ROWS = 3
+_MAX_CAUSE = 300  # Dynamo repeats whole graphs
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One traced model.
+
+    Attributes:
+        graph_module: the captured graph; every node has `meta["val"]`.
+        max_tokens: the largest T that the graph was traced for.
+        device: the device that it was traced for.
+    """
+
+    graph_module: fx.GraphModule
+    max_tokens: int
+    device: str
+
+
+class _FlatTokens(torch.nn.Module):
+    """The model as a function of flat tokens: no cache, no mask, logits of chosen rows only."""
+
+    def __init__(self, model: torch.nn.Module, max_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.max_tokens = max_tokens
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        for sized in (input_ids, logits_indices):
+            torch._check(sized.shape[0] >= 1)
+            torch._check(sized.shape[0] <= self.max_tokens)
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_indices,
+        )
+        return output.logits[0]
+
+
+def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
+    """Traces `hf_model` for `device`; its parameters are fake tensors afterwards.
+
+    Raises:
+        UnsupportedModelError: the model cannot be traced as one graph, or branches on the number of tokens.
+    """
+    from torch._dynamo.decorators import mark_unbacked
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    input_ids = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
+    positions = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
+    logits_indices = torch.zeros(_SAMPLE_ROWS, dtype=torch.int64, device=device)
+    mark_unbacked(input_ids, 0, shape_id="T")
+    mark_unbacked(positions, 0, shape_id="T")
+    mark_unbacked(logits_indices, 0, shape_id="S")
+    with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
+        weight_names = fake_copy(hf_model.model, mode, device)
+        try:
+            captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
+        _name_placeholders(captured, weight_names)
+    return Trace(captured, max_tokens, device)
+
+
+class _Captured(Exception):
+    """The graph is whole, and nothing else is wanted of Dynamo."""
+
+
+def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    import torch._dynamo
+
+    captured: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def capturing_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        captured.append((graph_module, list(example_inputs)))
+        raise _Captured  # or Dynamo would write guards, and run the graph on fake weights: an eighth of its time
+
+    torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs that nobody has
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            torch.compile(module, backend=capturing_backend, fullgraph=True)(*inputs)
+    except Exception as error:
+        if not captured:
+            raise UnsupportedModelError(f"the model cannot be traced as one graph: {_reason(error)}") from error
+    finally:
+        torch._dynamo.reset_code_caches()
+    graph_module, example_inputs = captured[0]
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        node.meta["example_input"] = example
+    return graph_module
+
+
+def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str]) -> None:
+    """Gives placeholders their public names and every node `meta["val"]` (Dynamo calls it example_value)."""
+    for node in graph_module.graph.nodes:
+        if "example_value" in node.meta:
+            node.meta["val"] = node.meta.pop("example_value")
+        elif node.op == "call_function" and node.target is operator.setitem:
+            node.meta["val"] = None  # it writes, and gives nothing
+        if node.op != "placeholder":
+            continue
+        example = node.meta.pop("example_input")
+        if isinstance(example, torch.SymInt):
+            continue
+        weight_name = weight_names.get(id(example))
+        if weight_name is not None:
+            node.meta["weight_name"] = weight_name
+            continue
+        stem = node.name.removeprefix("l_").rstrip("_")
+        if stem not in INPUT_NAMES:
+            raise UnsupportedModelError(
+                f"the trace has an input of unknown origin, {node.name!r}: not a weight by identity"
+            )
+        node.meta["input_name"] = stem
+
+
+def _unserved_layers(config: Any) -> str:
+    """A hint: recurrent and sparse layers fail in many ways, and their config mostly names them."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    return f". Its config names layers of kind {', '.join(sorted(kinds))}, which are not served yet" if kinds else ""
+
+
+def _reason(error: BaseException) -> str:
+    """What a Dynamo error says of the cause, and where in the model's code it was."""
+    text = str(error)
+    cause = _cause(text)[:_MAX_CAUSE] or first_line(error)[:_MAX_CAUSE]
+    frames = [(Path(path).name, line) for path, line in re.findall(r'File "([^"]+)", line (\d+), in \w+', text)]
+    in_model = [frame for frame in frames if frame[0].startswith("modeling")] or frames
+    return f"{cause} ({in_model[-1][0]}:{in_model[-1][1]})" if in_model else cause
+
+
+def _cause(text: str) -> str:
+    undecidable = r"Could not (?:guard on|extract specialized integer from) data-dependent expression (.+?) \(unhinted"
+    if branch := re.search(undecidable, text):
+        of_tokens = re.search(r"\bu0\b", branch[1])
+        return f"it branches on {'the number of tokens' if of_tokens else 'data'}: {branch[1]}"
+    for raised in (r"got (\w+Error\(.+\))", r"raised exception (\w+\(.+\))"):
+        if found := re.search(raised, text):
+            return found[1]
+    explanation = re.search(r"^ *Explanation: (\S.+)$", text, re.MULTILINE)
+    return explanation[1] if explanation else ""

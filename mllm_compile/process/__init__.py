@@ -1,0 +1,1 @@
+"""This process and its terminal: progress, times, bytecode, garbage collection."""

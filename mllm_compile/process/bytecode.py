@@ -1,0 +1,164 @@
+"""Python's bytecode of torch, Transformers and the rest, kept where the installation does not keep it.
+
+Installers may leave compiling to the first import (uv does; pip with --no-compile), and in a container that import
+often cannot write: PYTHONDONTWRITEBYTECODE is set, or the packages belong to another user. Then every process compiles
+every module again: on such a machine 2.4 s of the 6.2 in which an engine started from its runtime.
+
+It lies in the user's cache, also where a config names another: modules are imported before any config is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mllm_compile.errors import ConfigError
+from mllm_compile.files.cache_folders import auto_cache_dir, bytecode_cache, make_private
+
+_setting = threading.Lock()
+
+
+@contextmanager
+def kept_bytecode() -> Iterator[None]:
+    """Modules that are imported meanwhile are compiled once, into the user's cache, where torch's are not kept beside
+    their sources. Whoever has set PYTHONPYCACHEPREFIX has a place of their own.
+    """
+    with _setting:
+        before = sys.dont_write_bytecode
+        ours = None
+        if sys.pycache_prefix is None and not _is_kept_beside("torch"):
+            with contextlib.suppress(ConfigError, OSError):
+                ours = _folder()
+                sys.pycache_prefix, sys.dont_write_bytecode = ours, False
+    try:
+        yield
+    finally:
+        with _setting:
+            if ours is not None and sys.pycache_prefix == ours:
+                sys.pycache_prefix, sys.dont_write_bytecode = None, before
+
+
+def environment() -> dict[str, str]:
+    """What makes a new Python process keep its bytecode where this one does, if that is not beside its sources."""
+    if sys.pycache_prefix is None:
+        return {}
+    return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix} | ({} if sys.dont_write_bytecode else {_NO_BYTECODE: ""})
+
+
+@contextmanager
+def compiled_ahead(packages: Sequence[str]) -> Iterator[None]:
+    """These packages (OF_TORCH, OF_A_COMPILE) are compiled by other processes, ahead of whoever imports them meanwhile,
+    where that has not been done and is to be kept."""
+    process = None
+    with contextlib.suppress(OSError):  # there is no room for one: whoever imports compiles
+        process = _start_compiling(packages)
+    try:
+        yield
+    finally:
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended long ago
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _start_compiling(packages: Sequence[str]) -> subprocess.Popen[bytes] | None:
+    workers = min(_MOST_WORKERS, (os.cpu_count() or 1) - 2)  # this process imports, and the compiler process does
+    if sys.pycache_prefix is None or sys.dont_write_bytecode or not sys.executable or workers < 2:
+        return None
+    folders = [folder for folder in map(_package_folder, packages) if folder is not None]
+    if all(_is_compiled(os.path.join(folder, "__init__.py")) for folder in folders):
+        return None
+    left_out = f"^({'|'.join(map(re.escape, folders))})/(.*/)?({_NOT_AHEAD})/"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "compileall", "-qq", "-j", str(workers), "-x", left_out, *folders],
+        env=os.environ | environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+
+
+# In the order in which they are needed: with torch itself, and by a model's compile.
+OF_TORCH = (
+    "torch/nn",
+    "torch/fx",
+    "torch/utils",
+    "torch/distributed",
+    "torch/ao",
+    "torch/_higher_order_ops",
+    "torch/_subclasses",
+    "torch/_refs",
+    "torch/_decomp",
+    "numpy/_core",
+    "numpy/lib",
+)
+OF_A_COMPILE = (
+    "sympy",
+    "huggingface_hub",
+    "jinja2",
+    "torch/_dynamo",
+    "mpmath",
+    "transformers",
+    "torch/_functorch",
+    "torch/_inductor",
+    "networkx",
+)
+_NOT_AHEAD = "tests|testing|onnx|models"
+_MOST_WORKERS = 8
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"  # counts where it is not empty
+_VERSIONED = ("torch", "transformers", "mllm_compile")
+
+
+def _is_kept_beside(package: str) -> bool:
+    """Whether its bytecode is there, or will be when it is imported."""
+    source = _source(package)
+    if source is None or _is_compiled(source):
+        return True
+    return not sys.dont_write_bytecode and os.access(os.path.dirname(source), os.W_OK)
+
+
+def _source(package: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ValueError, ModuleNotFoundError):  # it was put into sys.modules by hand; what it is in is not there
+        return None
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def _package_folder(path: str) -> str | None:
+    """Of a package, or of one inside it, which is not imported for that."""
+    package, _, inside = path.partition("/")
+    source = _source(package)
+    folder = os.path.join(os.path.dirname(source), inside).rstrip("/") if source is not None else ""
+    return folder if os.path.isdir(folder) else None
+
+
+def _is_compiled(source: str) -> bool:
+    return os.path.exists(importlib.util.cache_from_source(source))
+
+
+def _folder() -> str:
+    """One for each installation and its versions: files of another may have the same time, size and place."""
+    bytecode = bytecode_cache(auto_cache_dir()[0])
+    make_private(bytecode)
+    of_what = sys.prefix, *map(_version, _VERSIONED)
+    return str(bytecode / hashlib.sha256("\n".join(of_what).encode()).hexdigest()[:16])
+
+
+def _version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,85 @@
+"""The stages between a model and its program as text, for people: what `mllm-compile inspect` writes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mllm_compile.compiler.target import find_target
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import ConfigError
+from mllm_compile.process.progress import Reporter
+from mllm_compile.process.timeline import timeline_of
+from mllm_compile.report.part_names import PartName, part_names
+from mllm_compile.runtime.program.spec import AttentionStep, Program
+
+if TYPE_CHECKING:
+    from mllm_compile.passes.pipeline import PassReport
+
+_LINE = 110
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What the passes did, one report each, and what the program's distinct pieces are called."""
+
+    reports: list[PassReport]
+    pieces: list[PartName]
+
+
+def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None = None) -> Inspected:
+    """Writes the graph before and after every pass, and the program with its pieces, as numbered text files.
+
+    Those of an earlier call are removed from the folder first; other files stay.
+
+    Raises:
+        ConfigError: the folder cannot be made; and as find_target.
+    """
+    from mllm_compile.compiler.lowering import build_model, lower, remove_graph_texts
+    from mllm_compile.compiler.program_builder import weight_shapes
+
+    timeline = timeline_of(reporter)
+    with timeline.stage("resolve"):
+        target = find_target(config)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out_dir} cannot be made ({error.strerror}). Give another folder.") from error
+    remove_graph_texts(out_dir)
+    program_text = out_dir / "program.txt"
+    program_text.unlink(missing_ok=True)
+    lowered = lower(target.config, build_model(target.config, target.model, timeline), out_dir, timeline)
+    shapes = {name: shape for name, (shape, _) in weight_shapes(lowered.graph).items()}
+    lines = program_lines(lowered.program, shapes)
+    program_text.write_text("\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8")
+    return Inspected(lowered.reports, list(part_names(lowered.program, shapes).values()))
+
+
+def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_steps: int | None = None) -> list[str]:
+    """The program for people: each step under what it is called, no line longer than it must be.
+
+    Args:
+        shapes: of the program's weights.
+        most_steps: leave out those behind them.
+    """
+    names = part_names(program, shapes)
+    lines = []
+    for step in program.steps[:most_steps]:
+        if isinstance(step, AttentionStep):
+            lines += [f"# {step.layer}: attention", *_wrapped(_attention_line(step)), ""]
+        else:
+            call = f"{', '.join(step.outputs)} = {step.piece}({', '.join(step.inputs)})"
+            lines += [f"# {names[step.piece]}", *_wrapped(call), ""]
+    return lines
+
+
+def _attention_line(step: AttentionStep) -> str:
+    told = "" if step.unrotated is None else f", or, rotating itself, {', '.join(step.unrotated.values)}"
+    return f"{step.out} = attention[{step.layer}]({step.q}, {step.k}, {step.v}{told})"
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, _LINE, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)

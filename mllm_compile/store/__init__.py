@@ -1,0 +1,1 @@
+"""The cached runtime on disk: its key, its files, who may use and replace them."""

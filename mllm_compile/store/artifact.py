@@ -1,0 +1,301 @@
+"""The cached runtime on disk: a folder that is complete or absent, and is checked before anything in it is executed.
+
+    manifest.json          format, key and its factors, config, model sizes, sha256 and size of every other file
+    program.json           steps, layers, and where each weight comes from
+    constants.safetensors  buffers that no checkpoint holds
+    pieces/                one file for each distinct piece: <hash>.pt2 to run, <hash>.py to read (or to run: eager)
+    kernels/               FlashInfer's kernels that the model's layers need; absent where none do
+    cubins/                CUDA kernels of its own for few tokens (program.cuda_kernels); absent where it has none
+    tokenizer/             tokenizer.json and what belongs to it; absent where the model folder has none
+    graphs/                the graph after each pass, as text
+    config.json, …         the model's own, for whoever reads the folder
+    weights/               with --pack-weights: the weights in the program's own layout, as safetensors
+    measured/              what was measured on a device, one sealed file each (store/measurements.py); added while
+    serving
+
+No pickle anywhere. Where folders lie and how they get there whole is store/publish.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mllm_compile.checkpoint.files import WeightFiles
+from mllm_compile.errors import ArtifactError, NewFormatError, OldFormatError
+from mllm_compile.files.save_tensors import save_tensors
+from mllm_compile.files.sealed_json import unseal, write_sealed
+from mllm_compile.files.trusted_folder import FileFacts, TrustedFolder
+from mllm_compile.model.hf_model import ModelSizes
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.weights.loader import WeightSpec
+from mllm_compile.store.key import FORMAT_VERSION
+from mllm_compile.store.measurements import MEASURED
+
+MANIFEST = "manifest.json"
+PROGRAM = "program.json"
+CONSTANTS = "constants.safetensors"
+PIECES = "pieces"
+KERNELS = "kernels"
+CUBINS = "cubins"
+TOKENIZER = "tokenizer"
+GRAPHS = "graphs"
+WEIGHTS = "weights"
+# Weights are gigabytes: their headers are checked, their data only by --verify-weights.
+_UNHASHED_FOLDERS = (WEIGHTS + "/", MEASURED + "/")
+MAX_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says.
+
+    Attributes:
+        factors: the key's factors by name.
+        config: the config that it was compiled from, resolved; an engine that is given the folder serves with it.
+        sizes: the model's figures.
+        piece_suffix: which of a piece's two files runs.
+        weights: the files that weights are read from.
+        about: how it came about, for people: stages, passes, device, time.
+        files: every file of the folder that is hashed.
+    """
+
+    factors: Mapping[str, str]
+    config: Mapping[str, Any]
+    sizes: ModelSizes
+    piece_suffix: str
+    weights: WeightFiles
+    about: Mapping[str, Any]
+    files: Mapping[str, FileFacts]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_VERSION,
+            "factors": dict(self.factors),
+            "config": dict(self.config),
+            "sizes": asdict(self.sizes),
+            "piece_suffix": self.piece_suffix,
+            "weights": self.weights.to_json(),
+            "about": dict(self.about),
+            "files": {name: facts.to_json() for name, facts in self.files.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        return cls(
+            factors=data["factors"],
+            config=data["config"],
+            sizes=ModelSizes(**data["sizes"]),
+            piece_suffix=data["piece_suffix"],
+            weights=WeightFiles.from_json(data["weights"]),
+            about=data["about"],
+            files={name: FileFacts.from_json(facts) for name, facts in data["files"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An opened runtime folder: every file that the manifest names has the hash that it says.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what manifest.json says.
+        program: the steps.
+        weights: where each weight comes from.
+        constants: names of the program's weights that are in constants.safetensors.
+        pieces: the file that runs, by piece; its bytes, as they were checked.
+        cubins: the binaries of program.cuda_kernels() by name, as they were checked.
+        constants_data: constants.safetensors, as it was checked.
+        trusted: the handle that everything was read through.
+    """
+
+    folder: Path
+    manifest: Manifest
+    program: Program
+    weights: tuple[WeightSpec, ...]
+    constants: tuple[str, ...]
+    pieces: Mapping[str, bytes]
+    cubins: Mapping[str, bytes]
+    constants_data: bytes
+    trusted: TrustedFolder
+
+    @property
+    def factors(self) -> Mapping[str, str]:
+        return self.manifest.factors
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.manifest.sizes
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        return self._subfolder(TOKENIZER)
+
+    @property
+    def kernels_folder(self) -> Path | None:
+        """By the handle, not the name: what is loaded from there later is of the folder that was checked."""
+        return None if self._subfolder(KERNELS) is None else self.trusted.pinned_path / KERNELS
+
+    @property
+    def measured_folder(self) -> Path:
+        return self.folder / MEASURED
+
+    def _subfolder(self, name: str) -> Path | None:
+        has_files = any(file.startswith(name + "/") for file in self.manifest.files)
+        return self.folder / name if has_files else None
+
+
+def write_program(
+    folder: Path, program: Program, weights: tuple[WeightSpec, ...], constants: Mapping[str, torch.Tensor]
+) -> None:
+    """Writes program.json and constants.safetensors.
+
+    Raises:
+        OSError: as save_tensors.
+    """
+    data = {
+        "program": program.to_json(),
+        "weights": [spec.to_json() for spec in weights],
+        "constants": sorted(constants),
+    }
+    (folder / PROGRAM).write_text(json.dumps(data, indent=1), encoding="utf-8")
+    save_tensors({name: value.contiguous() for name, value in constants.items()}, folder / CONSTANTS)
+
+
+def hash_files(folder: Path) -> dict[str, FileFacts]:
+    """The facts of every file that a manifest hashes."""
+    facts = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST and not name.startswith(_UNHASHED_FOLDERS):
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            facts[name] = FileFacts(digest, path.stat().st_size)
+    return facts
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes manifest.json, last of all. Also where one is: the write is atomic."""
+    write_sealed(folder / MANIFEST, manifest.to_json())
+
+
+def set_modes(folder: Path) -> None:
+    """Whatever the umask: all may read what is in the folder, nobody else may write."""
+    for path in folder.rglob("*"):
+        os.chmod(path, 0o755 if path.is_dir() else 0o644)
+
+
+def is_runtime(folder: Path) -> bool:
+    """Whether a compile made it, whole or damaged: many a folder of something else has a manifest.json."""
+    path, manifest = folder / MANIFEST, None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size <= MAX_MANIFEST_BYTES:
+            manifest = json.loads(path.read_bytes())
+    is_ours = isinstance(manifest, dict) and manifest.keys() >= {"format", "factors"}
+    return is_ours or ((folder / PROGRAM).is_file() and (folder / PIECES).is_dir())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest alone, its seal checked but no other file: for lists and comparisons.
+
+    Raises:
+        ArtifactError: as open_artifact.
+        OtherFormatError: as open_artifact.
+    """
+    return _read_manifest(TrustedFolder(folder))
+
+
+def open_artifact(folder: Path) -> Artifact:
+    """Checks a runtime folder and reads its program and pieces.
+
+    Raises:
+        ArtifactError: it is incomplete, changed, foreign, writable by others, or of another format.
+        OtherFormatError: an older or a newer version wrote it.
+    """
+    trusted = TrustedFolder(folder)
+    manifest = _read_manifest(trusted)
+    _check_listing(trusted, set(manifest.files) | {MANIFEST} | manifest.weights.packed_names)
+    used = {PROGRAM: b"", CONSTANTS: b""}
+    pieces, cubins = {}, {}
+    for name, facts in manifest.files.items():
+        data = trusted.read(name, facts)
+        if name in used:
+            used[name] = data
+        elif name.startswith(PIECES + "/") and name.endswith(manifest.piece_suffix):
+            pieces[name.removeprefix(PIECES + "/").removesuffix(manifest.piece_suffix)] = data
+        elif name.startswith(CUBINS + "/"):
+            cubins[Path(name).stem] = data
+    try:
+        content = json.loads(used[PROGRAM])
+        program = Program.from_json(content["program"])
+        return Artifact(
+            folder=folder,
+            manifest=manifest,
+            program=program,
+            weights=tuple(WeightSpec.from_json(spec) for spec in content["weights"]),
+            constants=tuple(content["constants"]),
+            pieces={piece: pieces[piece] for piece in program.piece_ids()},
+            cubins=cubins,
+            constants_data=used[CONSTANTS],
+            trusted=trusted,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(
+            f"{folder} is not a runtime that this version writes ({error}); compile the model again"
+        ) from error
+
+
+def _read_manifest(trusted: TrustedFolder) -> Manifest:
+    path = trusted.path / MANIFEST
+    data = trusted.read(MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
+    written_format = _format_of(data)
+    if written_format != FORMAT_VERSION:
+        error_class = ArtifactError
+        # Without a seal that holds, the number itself may be what was damaged.
+        if isinstance(written_format, int) and _is_sealed(data, path):
+            error_class = OldFormatError if written_format < FORMAT_VERSION else NewFormatError
+        raise error_class(
+            f"{trusted.path} has format {written_format!r}, this version reads {FORMAT_VERSION}; "
+            f"{'upgrade mllm_compile, or ' if error_class is NewFormatError else ''}compile the model again"
+        )
+    try:
+        return Manifest.from_json(unseal(data, path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"{path} is not what this version writes ({error}); compile the model again") from error
+
+
+def _format_of(data: bytes) -> Any:
+    """Before the seal is looked at, which other formats may not have."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return FORMAT_VERSION  # damaged: unsealing says so
+    return content.get("format") if isinstance(content, dict) else None
+
+
+def _is_sealed(data: bytes, path: Path) -> bool:
+    try:
+        unseal(data, path)
+    except ArtifactError:
+        return False
+    return True
+
+
+def _check_listing(trusted: TrustedFolder, expected: set[str]) -> None:
+    # A process that was killed while it wrote one of these leaves a file that nobody reads.
+    ignored = (MEASURED + "/", f".{MANIFEST}.")
+    present = {name for name in trusted.list_files() if not name.startswith(ignored)}
+    if present != expected:
+        odd = sorted(present ^ expected)[0]
+        raise ArtifactError(
+            f"{trusted.path}: {odd} is {'unknown to' if odd in present else 'missing, though named in'} the manifest; "
+            "compile the model again"
+        )

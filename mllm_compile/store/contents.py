@@ -1,0 +1,142 @@
+"""What lies in a cache: its runtimes, usable or not, and what of it is removed to make room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mllm_compile.errors import ArtifactError, ConfigError
+from mllm_compile.files.cache_folders import bytecode_cache, compiler_cache
+from mllm_compile.files.writable_place import place_of
+from mllm_compile.store.artifact import Manifest, is_runtime, read_manifest
+from mllm_compile.store.publish import folder_bytes, remove_compiler_cache, remove_folder, runtimes_folder, sweep
+
+_RUNTIME_NAME = re.compile(r".+-[0-9a-f]{16}")  # the model's type and a key
+_BYTECODE_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class StoredRuntime:
+    """One runtime of the cache.
+
+    Attributes:
+        folder: where it lies.
+        manifest: None when it is unusable.
+        problem: why; an OtherFormatError where it is only of another version.
+        num_bytes: on the disk.
+        last_used: seconds since the epoch: when an engine last opened it.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    problem: ArtifactError | None
+    num_bytes: int
+    last_used: float
+
+
+def stored_runtimes(cache_dir: str | Path) -> list[StoredRuntime]:
+    """Every runtime of the cache, the last used first.
+
+    Raises:
+        ConfigError: the cache cannot be read.
+    """
+    found = []
+    for folder in filter(_is_ours, _subfolders(runtimes_folder(cache_dir))):
+        manifest, problem = None, None
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError as error:
+            problem = error
+        with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile
+            found.append(StoredRuntime(folder, manifest, problem, folder_bytes(folder), folder.stat().st_mtime))
+    return sorted(found, key=lambda runtime: (-runtime.last_used, runtime.folder.name))
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be read ({error.strerror}); set cache.dir, or MLLM_COMPILE_CACHE, to a folder of yours"
+        ) from error
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a compile made it: in a folder that is no cache, what is called `runtimes` is somebody else's."""
+    if folder.name.startswith("."):  # a compile that is running, or was killed
+        return False
+    return _RUNTIME_NAME.fullmatch(folder.name) is not None or is_runtime(folder)
+
+
+def remove_runtime(folder: Path) -> int:
+    """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all.
+
+    Returns:
+        The bytes that are gone, which are not all where files are another user's.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    with place_of(folder, is_output=False).writing():
+        gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(folder, gone)
+        finally:
+            freed = remove_folder(gone)
+    return freed
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` removed.
+
+    Attributes:
+        runtimes: in the order in which they went, each with the bytes that it gave back.
+        leftovers: bytes of each folder that a killed compile had left.
+        compiler_bytes: of what compilers kept; None: a compile may be using it, and it was left alone.
+        bytecode_bytes: of what Python kept.
+    """
+
+    runtimes: list[StoredRuntime]
+    leftovers: list[int]
+    compiler_bytes: int | None
+    bytecode_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All that was freed."""
+        kept = (self.compiler_bytes or 0) + self.bytecode_bytes
+        return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + kept
+
+
+def _bytecode_folders(folder: Path) -> list[Path]:
+    """As with runtimes: what else lies in a folder of that name is somebody else's."""
+    return [path for path in _subfolders(folder) if _BYTECODE_NAME.fullmatch(path.name)]
+
+
+def prune(cache_dir: str | Path, max_bytes: int | None = None) -> Pruned:
+    """Removes what compilers, Python and killed compiles left, and runtimes.
+
+    Args:
+        max_bytes: beside the unusable runtimes the least recently used go, until this is left; None: no others go.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    leftovers = sweep(runtimes_folder(cache_dir))
+    compiler_bytes = remove_compiler_cache(compiler_cache(cache_dir))
+    bytecode_bytes = sum(map(remove_folder, _bytecode_folders(bytecode_cache(cache_dir))))
+    runtimes = stored_runtimes(cache_dir)
+    removed = [runtime for runtime in runtimes if runtime.manifest is None]
+    kept = [runtime for runtime in runtimes if runtime.manifest is not None]
+    while max_bytes is not None and kept and sum(runtime.num_bytes for runtime in kept) > max_bytes:
+        removed.append(kept.pop())
+    gone = [replace(runtime, num_bytes=remove_runtime(runtime.folder)) for runtime in removed]
+    return Pruned(gone, leftovers, compiler_bytes, bytecode_bytes)

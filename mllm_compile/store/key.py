@@ -1,0 +1,250 @@
+"""The key of a cached runtime: an explicit list of factors with their values, and the hash over them.
+
+A factor is whatever changes what a runtime holds: the program, its pieces, its kernels, where its weights lie, the
+tokenizer. Nothing else is in the key: no path, no file time, no environment, and of a batch's size only whether very
+many requests may decode, which have a kernel of their own. Values are text that people can compare; where one has parts
+(`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import mllm_compile
+from mllm_compile.checkpoint.files import WeightFiles
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
+from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
+from mllm_compile.text.tokenizer import tokenizer_files
+
+# Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
+# are launched (threads, shared memory, arguments).
+FORMAT_VERSION = 18
+# Sources that decide what is compiled; a change in any of them is a miss.
+_SHAPING_SOURCES = (
+    "model/*.py",
+    "compiler/lowering.py",
+    "compiler/program_builder.py",
+    "kernels/decode_attention.py",
+    "kernels/decode_loop.py",
+    "check/decode_loop.py",
+    "kernels/sampling.py",
+    "kernels/piece.py",
+    "check/program.py",
+    "check/kernels.py",
+    "checkpoint/plan.py",
+    "checkpoint/keys.py",
+    "checkpoint/planned_tensor.py",
+    "compiler/piece_source.py",
+    "inductor/compile_piece.py",
+    "inductor/patches/unloadable.py",
+    "inductor/patches/early_launch.py",
+    "kernels/cuda.py",
+    "kernels/nvrtc.py",
+    "runtime/sampling/counter_rng.py",
+    "runtime/ops/turns.py",
+    "runtime/ops/decode_loop.py",
+    "runtime/ops/dependent_launch.py",
+    "runtime/ops/draw.py",
+    "runtime/ops/greedy.py",
+    "runtime/ops/rope_cache.py",
+    "runtime/ops/few_tokens.py",
+    "runtime/ops/few_tokens_shapes.py",
+    "runtime/ops/silu_mul.py",
+    "runtime/cuda/*.py",
+    "runtime/cuda/*.cuh",
+    "runtime/ops/gated_linear/*.py",
+    "runtime/ops/gated_linear/*.cu",
+    "runtime/attention/hopper/*.py",
+    "runtime/attention/hopper/*.cu",
+    "runtime/attention/hopper/*.cuh",
+    "runtime/ops/stream_linear/*.py",
+    "runtime/ops/stream_linear/*.cu",
+    "runtime/ops/stream_linear/*.cuh",
+    "runtime/ops/single_token.py",
+    "runtime/ops/single_token_shapes.py",
+    "runtime/ops/split_decode.py",
+    "runtime/attention/split/splits.py",
+    "runtime/sampling/state.py",
+    "runtime/ops/trace.py",
+    "runtime/weights/loader.py",
+    "runtime/program/executor.py",
+    "runtime/program/spec.py",
+)
+# What a runtime's binaries need of the machine that loads them.
+MACHINE_FACTORS = (
+    "mllm_compile",
+    "torch",
+    "triton",
+    "flashinfer",
+    "cuda",
+    "GPU architecture",
+    "CPU",
+    "instruction set",
+)
+# /proc/cpuinfo's names of what a compiler may use; the rest of its flags changes with kernel and hypervisor.
+_INSTRUCTION_SETS = (
+    "sse",
+    "ssse3",
+    "avx",
+    "fma",
+    "bmi",
+    "amx",
+    "f16c",
+    "abm",
+    "movbe",
+    "popcnt",
+    "vaes",
+    "gfni",
+    "sha",
+)
+PACKED_WEIGHTS = "packed weights"  # of a runtime that holds them: which checkpoint's
+_MIN_TRACED_TOKENS = 8192
+
+
+def max_traced_tokens(config: ResolvedConfig) -> int:
+    """The largest T and S that pieces are compiled for; bounds let Inductor prove that 32-bit indices suffice."""
+    return max(_MIN_TRACED_TOKENS, config.runtime.max_num_batched_tokens)
+
+
+def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles) -> dict[str, str]:
+    """Every factor by name, as text."""
+    return {
+        "format": str(FORMAT_VERSION),
+        **machine_factors(config),
+        "sources": _sources(),
+        "passes": _passes(config.compile.disable_passes),
+        "transformers": _version("transformers"),
+        "model config": _hash(json.dumps(model.config, sort_keys=True).encode()),
+        "model code": _model_code(config, model),
+        "text": _text(model),
+        "weights": weights.fingerprint(),
+        "dtype": config.model.dtype,
+        "backend": config.compile.backend,
+        "attention": _attention(config),
+        "max traced tokens": str(max_traced_tokens(config)),
+    }
+
+
+def machine_factors(config: ResolvedConfig) -> dict[str, str]:
+    """The factors of MACHINE_FACTORS as they are on this machine."""
+    is_cuda = config.runtime.device.startswith("cuda")
+    uses_flashinfer = config.runtime.attention_backend == "flashinfer"
+    return {
+        "mllm_compile": mllm_compile.__version__,
+        "torch": torch.__version__,
+        "triton": _version("triton") if is_cuda else "unused",
+        "flashinfer": _version("flashinfer-python") if uses_flashinfer else "unused",
+        "cuda": str(torch.version.cuda) if is_cuda else "unused",
+        "GPU architecture": _gpu_architecture(config.runtime.device) if is_cuda else "unused",
+        "CPU": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "instruction set": _instruction_set(),
+    }
+
+
+def key_of(factors: Mapping[str, str]) -> str:
+    """16 hex digits over all factors, whatever their order."""
+    return _hash(json.dumps(factors, sort_keys=True).encode())
+
+
+def changed_parts(now: str, then: str) -> tuple[str, str]:
+    """Of two values with parts, those that only one of them has; the values themselves where they have none."""
+    now_parts, then_parts = now.split(", "), then.split(", ")
+    only_now = [part for part in now_parts if part not in then_parts]
+    only_then = [part for part in then_parts if part not in now_parts]
+    if not only_now and not only_then:  # the same parts in another order
+        return now, then
+    return ", ".join(only_now) or "-", ", ".join(only_then) or "-"
+
+
+def _attention(config: ResolvedConfig) -> str:
+    """The backend and what its kernels depend on; a runtime holds those of FlashInfer."""
+    runtime = config.runtime
+    if runtime.attention_backend == "torch":
+        return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
+    mode = ["deterministic"] if runtime.deterministic else []
+    if not config.compile.split_decode:
+        mode.append("decodes by FlashInfer")
+    elif not config.compile.hopper_decode:
+        mode.append("no Hopper kernels")
+    else:  # who decodes few requests, and very many, depends on them
+        mode += ["long requests"] if runtime.max_model_len > LONG_TOKENS else []
+        mode += ["many requests"] if runtime.max_running_requests > MOST_REQUESTS else []
+    kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
+    return ", ".join([runtime.attention_backend, *kv_cache, *mode])
+
+
+def _gpu_architecture(device: str) -> str:
+    major, minor = torch.cuda.get_device_capability(torch.device(device))
+    return f"sm_{major}{minor}"
+
+
+@cache
+def _instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Inductor compiles host code for the very machine (-march=native)."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    known = [flag for flag in flags if flag.startswith(_INSTRUCTION_SETS)]
+    return ", ".join(sorted(known or flags))
+
+
+def _model_code(config: ResolvedConfig, model: ModelFolder) -> str:
+    """The Python files that trust_remote_code runs."""
+    if not config.model.trust_remote_code:
+        return "unused"
+    return _file_hashes(model.path, model.path.glob("*.py")) or "none"
+
+
+def _text(model: ModelFolder) -> str:
+    """The tokenizer and the generation defaults: two models of one shape (a fine-tune and its base) may differ here."""
+    files = [*tokenizer_files(model.path), model.path / GENERATION_CONFIG_FILE]
+    return _file_hashes(model.path, (path for path in files if path.is_file())) or "none"
+
+
+@cache
+def _sources() -> str:
+    root = Path(__file__).parents[1]
+    return _file_hashes(root, (path for pattern in _SHAPING_SOURCES for path in root.glob(pattern)))
+
+
+def _passes(disabled: Iterable[str]) -> str:
+    off = [f"without {name}" for name in sorted(disabled)]
+    return ", ".join([_pass_sources(), *off])
+
+
+@cache
+def _pass_sources() -> str:
+    folder = Path(__file__).parents[1] / "passes"
+    return _file_hashes(folder, folder.rglob("*.py"))
+
+
+def _file_hashes(root: Path, paths: Iterable[Path]) -> str:
+    """`model/tiny.py 1a2b3c4d, …`, sorted."""
+    return ", ".join(
+        f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+        for path in sorted(paths)
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""What was measured on a device, beside the runtime that it was measured with: one sealed file a device.
+
+Keyed by the device's name and memory: an H100 and an H200 run the same code, but hold different numbers of KV pages. A
+damaged file is as good as none: what it held is measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mllm_compile.errors import ArtifactError
+from mllm_compile.files.sealed_json import unseal, write_sealed
+from mllm_compile.files.trusted_folder import TrustedFolder
+
+if TYPE_CHECKING:
+    from mllm_compile.config.resolved import ResolvedConfig
+
+MEASURED = "measured"  # the folder of a runtime
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class DeviceKey:
+    """Which device a measurement holds for."""
+
+    name: str
+    memory_bytes: int
+
+    @property
+    def file_name(self) -> str:
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-").lower() or "device"
+        return f"{slug}-{hashlib.sha256(f'{self.name} {self.memory_bytes}'.encode()).hexdigest()[:8]}.json"
+
+
+def device_key(device: str) -> DeviceKey:
+    """The key of `cpu` or `cuda:N` on this machine."""
+    import torch
+
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceKey(properties.name, properties.total_memory)
+    return DeviceKey("cpu", 0)
+
+
+def read_measured(folder: Path, key: DeviceKey) -> dict[str, Any]:
+    """What was stored for the device: {} where nothing (usable) was.
+
+    Args:
+        folder: the runtime's `measured` folder; it may be missing.
+    """
+    if not (folder / key.file_name).is_file():
+        return {}
+    try:
+        content = unseal(TrustedFolder(folder).read(key.file_name, max_bytes=_MAX_BYTES), folder / key.file_name)
+    except ArtifactError:
+        return {}
+    return content["values"] if content.get("device") == asdict(key) else {}
+
+
+def read_all_measured(folder: Path) -> list[tuple[DeviceKey, dict[str, Any]]]:
+    """Every device's values, for `inspect`."""
+    found = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        with contextlib.suppress(ArtifactError, KeyError, TypeError):
+            content = unseal(TrustedFolder(folder).read(path.name, max_bytes=_MAX_BYTES), path)
+            found.append((DeviceKey(**content["device"]), content["values"]))
+    return found
+
+
+def write_measured(folder: Path, key: DeviceKey, values: Mapping[str, Any]) -> None:
+    """Stores the device's values in place of what was stored; what cannot be written is measured again next time."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o755, exist_ok=True)
+        write_sealed(folder / key.file_name, {"device": asdict(key), "values": dict(values)})
+
+
+_MOST_STARTS = 8
+
+
+def serving_settings(config: ResolvedConfig) -> dict[str, Any]:
+    """The settings that decide what one runtime holds in memory on a device."""
+    return config.model_dump(mode="json", include={"runtime", "cudagraph"})
+
+
+def start_with(values: Mapping[str, Any], config: ResolvedConfig) -> dict[str, Any]:
+    """What the last start with this config left (with_start): {} where there was none."""
+    settings = serving_settings(config)
+    return next((start for start in values.get("starts", ()) if start.get("settings") == settings), {})
+
+
+def with_start(values: Mapping[str, Any], config: ResolvedConfig, start: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with this start in place of an earlier one with the same config; the last few configs are kept."""
+    settings = serving_settings(config)
+    others = [other for other in values.get("starts", ()) if other.get("settings") != settings]
+    return {**values, "starts": [*others[1 - _MOST_STARTS :], {"settings": settings, **start}]}

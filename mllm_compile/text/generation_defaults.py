@@ -1,0 +1,92 @@
+"""What the model's makers say about generating: where an answer ends, and how to sample when the user does not say.
+
+From `generation_config.json`; end-of-sequence ids fall back to `config.json`. Sampling values are used only for
+requests without SamplingParams of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.files.json_file import read_json_object
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+# Key there → field of SamplingParams.
+_SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Defaults that come with a model.
+
+    Attributes:
+        eos_token_ids: each of them ends an answer.
+        sampling: keyword arguments for SamplingParams; only what the file says.
+    """
+
+    eos_token_ids: frozenset[int] = frozenset()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_generation_defaults(folder: Path) -> GenerationDefaults:
+    """Reads a folder that holds config.json and perhaps generation_config.json.
+
+    Raises:
+        ConfigError: a file that is no JSON object, or end-of-sequence ids that are no ids.
+    """
+    generation = read_json_object(folder / GENERATION_CONFIG_FILE, ConfigError) or {}
+    model = read_json_object(folder / "config.json", ConfigError) or {}
+    text_model = model.get("text_config")
+    for source in (generation, model, text_model if isinstance(text_model, dict) else {}):
+        if source.get("eos_token_id") is not None:
+            eos_token_ids = _token_ids(source["eos_token_id"], folder)
+            break
+    else:
+        eos_token_ids = frozenset()
+    return GenerationDefaults(eos_token_ids, _sampling(generation))
+
+
+def default_params(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
+    """For requests without parameters of their own.
+
+    Raises:
+        ConfigError: the file in `folder` has a value that cannot be.
+    """
+    try:
+        return SamplingParams(**defaults.sampling)
+    except RequestError as error:
+        raise ConfigError(f"{folder / GENERATION_CONFIG_FILE}: {error} Correct it in the model's folder.") from None
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    sampling = {
+        ours: generation[theirs] for theirs, ours in _SAMPLING_KEYS.items() if generation.get(theirs) is not None
+    }
+    if generation.get("do_sample") is False:
+        # Transformers keeps temperature and the filters in the file and ignores them: greedy.
+        sampling = {key: value for key, value in sampling.items() if key in ("repetition_penalty", "max_tokens")}
+        sampling["temperature"] = 0.0
+    return sampling
+
+
+def _token_ids(value: Any, folder: Path) -> frozenset[int]:
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+        raise ConfigError(
+            f"{folder}: eos_token_id is {value!r}; expected a token id or a list of them. Correct it in "
+            f"{GENERATION_CONFIG_FILE}, or where that has none in config.json."
+        )
+    return frozenset(ids)

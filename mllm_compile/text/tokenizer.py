@@ -1,0 +1,258 @@
+"""Text to token ids and back, from the `tokenizer.json` of a model, without Transformers.
+
+`export_tokenizer` runs at compile time and may import Transformers, to convert an older format once;
+`load_tokenizer` is what an engine starts from. A folder without a tokenizer serves prompts given as token ids.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mllm_compile.errors import CheckpointError, MllmError, RequestError
+from mllm_compile.files.json_file import read_json_object
+from mllm_compile.text.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+CHAT_TEMPLATE_JSON_FILE = "chat_template.json"
+
+_EXPORTED_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
+    CHAT_TEMPLATE_FILE,
+    CHAT_TEMPLATE_JSON_FILE,
+)
+# Any of these says that the folder has a tokenizer, in a format that Transformers can convert.
+_OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+# Read with an older format by Transformers' converters.
+_COMPANION_FILES = ("merges.txt", "added_tokens.json")
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_PANIC = "pyo3_runtime.PanicException"  # no module has it by name
+_ADVICE = "Correct tokenizer.json, or give token ids and ask for them alone: detokenize=False, no stop."
+
+
+def _fault(error: BaseException) -> str:
+    """What is said of an error of the `tokenizers` library: a panic of its Rust code is no Exception.
+
+    Raises:
+        error: itself, where it is not the library's, such as KeyboardInterrupt.
+    """
+    kind = type(error)
+    if not isinstance(error, Exception) and f"{kind.__module__}.{kind.__qualname__}" != _PANIC:
+        raise error
+    return f"{kind.__name__}: {error}" if str(error) else kind.__name__
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer with its chat templates. Calls may come from several threads.
+
+    Args:
+        backend: the `tokenizers` object; its truncation and padding are switched off.
+        special_tokens: bos_token, eos_token, … as strings.
+        chat_templates: name → Jinja source.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = ChatTemplate(chat_templates, self._special_tokens) if chat_templates else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` adds what the model expects around it (often a first token).
+
+        Raises:
+            RequestError: the tokenizer's code fails at this text.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise RequestError(f"the model's tokenizer cannot encode this text: {_fault(error)}. {_ADVICE}") from None
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As encode, for many texts on several threads."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            raise RequestError(f"the model's tokenizer cannot encode these texts: {_fault(error)}. {_ADVICE}") from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that form no character are U+FFFD.
+
+        Raises:
+            MllmError: the tokenizer's code fails at them.
+        """
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise MllmError(f"the model's tokenizer cannot decode these tokens: {_fault(error)}. {_ADVICE}") from None
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token (`Ġthe`), None outside the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt's text for chat messages; options as `ChatTemplate.render` takes them.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise RequestError("the model has no chat template; pass the prompt as text instead of messages.")
+        return self._chat_template.render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids for chat messages; the template has written out all special tokens, none is added."""
+        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a folder, None when it holds no tokenizer.json.
+
+    Raises:
+        CheckpointError: a tokenizer file is damaged.
+    """
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        return None
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:  # tokenizers raises bare Exception for a bad file
+        raise CheckpointError(f"{path} is no valid tokenizer: {_fault(error)}. Download it again.") from None
+    config = _read(folder / TOKENIZER_CONFIG_FILE)
+    special_tokens = _special_tokens(_read(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
+    return Tokenizer(backend, special_tokens, _chat_templates(folder, config))
+
+
+def tokenizer_files(model_folder: Path) -> list[Path]:
+    """The files of a model folder that `export_tokenizer` reads."""
+    names = (*_EXPORTED_FILES, *_OLDER_FILES, *_COMPANION_FILES)
+    return [model_folder / name for name in names if (model_folder / name).is_file()]
+
+
+def has_tokenizer(model_folder: Path) -> bool:
+    """Whether a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
+    return any((model_folder / name).is_file() for name in (TOKENIZER_FILE, *_OLDER_FILES))
+
+
+def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bool = False) -> bool:
+    """Puts what `load_tokenizer` reads into `out_dir`; converts an older format through Transformers.
+
+    Returns:
+        False when the model has no tokenizer (prompts are then given as token ids).
+
+    Raises:
+        CheckpointError: there are tokenizer files, but no tokenizer.json can be made of them.
+    """
+    if not has_tokenizer(model_folder):
+        return False
+    if not (model_folder / TOKENIZER_FILE).is_file():
+        _convert(model_folder, out_dir, trust_remote_code)
+        return True
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name in _EXPORTED_FILES:
+        if (model_folder / name).is_file():
+            shutil.copyfile(model_folder / name, out_dir / name)
+    return True
+
+
+def _convert(model_folder: Path, out_dir: Path, trust_remote_code: bool) -> None:
+    from transformers import AutoTokenizer
+
+    advice = "Convert it elsewhere, or remove the tokenizer's files to serve prompts given as token ids."
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a converter or a missing optional package raises
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"{model_folder}: Transformers cannot load its tokenizer ({reason}). {advice}") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"{model_folder}: its tokenizer is Python code and has no {TOKENIZER_FILE}. {advice}")
+    tokenizer.save_pretrained(out_dir)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _names_a_template(entry: Mapping[str, Any]) -> bool:
+    return isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; a file of its own wins over the older place in tokenizer_config.json."""
+    path = folder / CHAT_TEMPLATE_FILE
+    if path.is_file():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is no UTF-8 text ({error}). Save it as one, or download it again.") from None
+    template = _read(folder / CHAT_TEMPLATE_JSON_FILE).get("chat_template") or config.get("chat_template")
+    if isinstance(template, list):
+        if not all(isinstance(entry, dict) and _names_a_template(entry) for entry in template):
+            raise CheckpointError(
+                f"{folder}: chat_template is a list whose entries are not all {{'name': …, 'template': …}}. Correct it "
+                f"in {TOKENIZER_CONFIG_FILE}, or download that again."
+            )
+        return {entry["name"]: entry["template"] for entry in template}
+    return {"default": template} if isinstance(template, str) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_object(path, CheckpointError) or {}

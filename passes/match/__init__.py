@@ -1,0 +1,1 @@
+"""Questions about FX nodes, which passes share."""

@@ -1,0 +1,159 @@
+"""Small questions about FX nodes, and the making of new ones that carry `meta["val"]`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+
+import mllm_compile.runtime.ops
+import mllm_compile.runtime.ops.trace  # noqa: F401  (with runtime.ops: the ops that are asked about here)
+
+LINEAR = torch._C._nn.linear
+# Where the kernels run that passes put into pieces, and on what.
+KERNEL_DEVICE_TYPE = "cuda"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor", "setitem")
+)
+
+
+def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[fx.Node]:
+    """True for a call_function node of one of `targets`."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_method_call(node: object, *names: str) -> TypeGuard[fx.Node]:
+    """True for a call_method node of one of `names`."""
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
+
+
+def linear_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Input, weight and bias of a call of LINEAR, by place or by name."""
+    values = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    return values["input"], values["weight"], values.get("bias")  # type: ignore[return-value]
+
+
+def takes_kernels(node: fx.Node) -> bool:
+    """Whether kernels of ours take a value of this device and type."""
+    val = node.meta["val"]
+    return val.device.type == KERNEL_DEVICE_TYPE and val.dtype in KERNEL_DTYPES
+
+
+def is_attention(node: object) -> TypeGuard[fx.Node]:
+    """True for the trace-time attention op."""
+    return is_call(node, torch.ops.mllm.attention, torch.ops.mllm.attention.default)
+
+
+def is_attention_with_output(node: object) -> TypeGuard[fx.Node]:
+    """True for the run-time attention op."""
+    return is_call(node, torch.ops.mllm.attention_with_output.default)
+
+
+def is_weight(node: object) -> TypeGuard[fx.Node]:
+    """True for a placeholder that stands for a parameter, a buffer or a packed weight."""
+    return isinstance(node, fx.Node) and node.op == "placeholder" and "weight_name" in node.meta
+
+
+def input_node(gm: fx.GraphModule, name: str) -> fx.Node:
+    """The placeholder of the batch input `name`."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.meta.get("input_name") == name:
+            return node
+    raise KeyError(f"the graph has no batch input {name!r}")
+
+
+def identifier(name: str) -> str:
+    """`name` as a Python identifier, for a placeholder's target: 'a.q+k.weight' → 'a_q_k_weight'."""
+    return re.sub(r"\W", "_", name)
+
+
+def is_symbolic(value: object) -> bool:
+    """True for a SymInt (or SymBool, SymFloat): a number that depends on T or S."""
+    return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat)
+
+
+def writes_in_place(node: fx.Node) -> bool:
+    """True for a call that changes a tensor it is given (`x.mul_(2)`, `x += y`, `out=`): it counts without a reader."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return (
+        node.target in _IN_PLACE_OPERATORS
+        or (name.endswith("_") and not name.endswith("__"))
+        or bool(node.kwargs.get("inplace"))
+        or node.kwargs.get("out") is not None
+    )
+
+
+def drop_dead_nodes(gm: fx.GraphModule) -> None:
+    """Erases calls whose result nobody reads; FX's own rule takes an unread `x.mul_(2)` for one of them."""
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_in_place(node))
+
+
+def called_pieces(gm: fx.GraphModule) -> list[str]:
+    """The submodules that a parent graph calls, each once, in order of first use."""
+    return list(dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module"))
+
+
+def rewrite_pieces(gm: fx.GraphModule, names: Iterable[str], rewrite: Callable[[fx.Graph, fx.Node], bool]) -> int:
+    """Offers every node of these submodules to `rewrite`, which says whether it has put something in its place.
+
+    Returns:
+        How often it has.
+    """
+    matches = 0
+    for name in names:
+        piece: Any = gm.get_submodule(name)
+        found = sum(rewrite(piece.graph, node) for node in list(piece.graph.nodes))
+        if found:
+            drop_dead_nodes(piece)
+            piece.recompile()
+        matches += found
+    return matches
+
+
+def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *operands: Any) -> None:
+    """Puts a call of `op`, which gives what `node` gave, in its place."""
+    with graph.inserting_before(node):
+        fused = graph.call_function(op, operands)
+    fused.meta.update(node.meta)
+    node.replace_all_uses_with(fused)
+    graph.erase_node(node)
+
+
+def recompute_value(node: fx.Node) -> None:
+    """Sets `meta["val"]` of a call whose arguments have other values than those that it was copied with."""
+    args, kwargs = fx.map_arg(node.args, _value), fx.map_arg(node.kwargs, _value)
+    target = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+    node.meta["val"] = _computed(target, args[1:] if node.op == "call_method" else args, kwargs, args)
+
+
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """Adds a call_function node at the graph's insertion point, its `meta["val"]` computed on fake tensors."""
+    node = graph.call_function(target, args, kwargs)
+    values = fx.map_arg(args, _value)
+    node.meta["val"] = _computed(target, values, fx.map_arg(kwargs, _value), values)
+    return node
+
+
+def _computed(target: Any, args: Any, kwargs: Any, operands: Any) -> Any:
+    """What a call gives, `operands` among whose fake tensors the mode is found."""
+    mode = detect_fake_mode(operands)
+    # The Python dispatcher: without it torch 2.11 asks for the number of elements of a tensor of T tokens.
+    with enable_python_dispatcher(), mode or nullcontext():
+        return target(*args, **kwargs)
+
+
+def _value(node: fx.Node) -> Any:
+    if "val" not in node.meta:
+        raise ValueError(f"{node.name} has no meta['val'], which whoever makes a node sets (passes/base.py)")
+    return node.meta["val"]

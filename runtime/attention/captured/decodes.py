@@ -1,0 +1,108 @@
+"""Attention of captured decodes, one token a request: a capture for each number of rows.
+
+What a captured kernel reads stays where it was at the capture; only its contents change with each replay.
+
+Shape legend: R rows of a captured batch, P page entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GraphBuffers, GroupDecode
+from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.forward_batch import ForwardMode
+
+
+class DecodeSteps:
+    """The captured decodes of one backend."""
+
+    def __init__(
+        self, groups: Sequence[GroupDecode], space: SplitDecodeSpace | None, buffers: Sequence[GraphBuffers]
+    ) -> None:
+        """
+        Args:
+            groups: one a plan group.
+            space: of those that are the program's own kernels, if there are any.
+            buffers: what the captured kernels of each group read.
+        """
+        self._groups = groups
+        self._space = space
+        self._buffers = buffers
+        self._sizes: set[int] = set()
+
+    def capture(self, num_rows: int, rows: torch.Tensor, seq_lens: torch.Tensor) -> list[Any]:
+        """What decodes `num_rows` rows of one token on the dummy page, a plan group each.
+
+        Args:
+            rows: [R] int64, of the table of slots.
+            seq_lens: [R] int32, which captured kernels read.
+        """
+        self._list_pages(rows)
+        wrappers = [
+            group.plan_capture(num_rows, seq_lens, buffers)
+            for group, buffers in zip(self._groups, self._buffers, strict=True)
+        ]
+        self._sizes.add(num_rows)
+        return wrappers
+
+    def replay(self, num_rows: int, rows: torch.Tensor, decodes: DecodeRows) -> list[Any]:
+        """What was captured for `num_rows` rows, made ready for these requests.
+
+        Raises:
+            RuntimeError: nothing was.
+        """
+        if num_rows not in self._sizes:
+            raise RuntimeError(f"no batch of {num_rows} was captured; captured: {sorted(self._sizes)}")
+        self._list_pages(rows)
+        return [group.plan_replay(num_rows, decodes) for group in self._groups]
+
+    def _list_pages(self, rows: torch.Tensor) -> None:
+        if self._space is not None:
+            self._space.list_pages(rows)
+
+
+def make_graph_buffers(
+    num_groups: int,
+    max_rows: int,
+    max_pages: int,
+    device: torch.device,
+    kv_indices: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None,
+) -> list[GraphBuffers]:
+    """Buffers of zeros for each group, but for those that are given.
+
+    Args:
+        max_rows: R of the largest capture.
+        max_pages: of one request.
+        kv_indices, kv_indptr: of the first group, [≥ R * max_pages] and [R + 1] int32.
+        last_page_len: [R] int32, of all groups: page lists and their offsets differ between windows, how full the last
+            page is does not.
+    """
+
+    def or_zeros(given: torch.Tensor | None, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device) if given is None else given
+
+    last_page_len = or_zeros(last_page_len, max_rows)
+    of_groups = [(kv_indices, kv_indptr)] + [(None, None)] * (num_groups - 1)
+    return [
+        GraphBuffers(or_zeros(indices, max_rows * max_pages), or_zeros(indptr, max_rows + 1), last_page_len)
+        for indices, indptr in of_groups
+    ]
+
+
+def check_capturable(forward_mode: ForwardMode, bs: int, num_tokens: int) -> None:
+    """
+    Raises:
+        ConfigError: a batch is no decode of one token a request.
+    """
+    if not forward_mode.is_decode() or bs != num_tokens:
+        raise ConfigError(
+            f"only DECODE with one token a request is captured, got {forward_mode.name} with {num_tokens} tokens "
+            f"of {bs} requests"
+        )

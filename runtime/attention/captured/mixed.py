@@ -1,0 +1,115 @@
+"""Attention of captured steps with prompts: one capture serves whatever decodes and prompts make up so many tokens, of
+one kind or of both.
+
+All that depends on the batch is read on the device. The decode kernels of the program (split_decode.py) read each row's
+length, 0 where the row is no decode, and its pages. FlashInfer's fa3 reads the list of work that its plan writes into
+the int workspace, and page ids; nothing else of a batch, not even the offsets that its wrapper keeps (0.6.18). So its
+page ids are the decode kernels' page table, each request's at its own row, and a replay costs two launches for that
+table, at most two for the decodes' lengths, and a plan.
+
+Decodes come first in a batch, and prompts are written behind them: rows past the decodes are passed over by the
+kernels of the one, rows before the prompts by those of the other, padding by both.
+
+Shape legend: T tokens of a captured step, R requests that it may have, W pages of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, SplitGroup
+from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill, GroupPrefill
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
+from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
+
+
+@dataclass(frozen=True)
+class MixedStep:
+    """A captured step of T tokens.
+
+    Attributes:
+        num_rows: R.
+        decodes: what decodes, a plan group each.
+        prefills: likewise of the prompts.
+    """
+
+    num_rows: int
+    decodes: list[Any]
+    prefills: list[CapturedPrefill]
+
+
+class MixedSteps:
+    """The captured steps of one backend."""
+
+    def __init__(
+        self,
+        decodes: Sequence[SplitGroup],
+        prefills: Sequence[GroupPrefill],
+        space: SplitDecodeSpace,
+        max_requests: int,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            decodes, prefills: one a plan group, in the same order.
+            space: of the decodes.
+        """
+        self._decodes = decodes
+        self._prefills = prefills
+        self._space = space
+        self._decode_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._num_decodes = 0  # of the last replay: lengths behind them are 0
+        self._steps: dict[int, MixedStep] = {}
+
+    def capture(self, num_tokens: int) -> MixedStep:
+        """A step of `num_tokens` to capture; of nothing but padding, until `replay`."""
+        num_rows = min(num_tokens, self._decode_lens.shape[0])
+        rows = DecodeRows(self._decode_lens[:num_rows], _no_pages)
+        step = MixedStep(
+            num_rows,
+            [group.plan(rows) for group in self._decodes],
+            [group.capture(num_tokens, self._space.page_table[:num_rows]) for group in self._prefills],
+        )
+        nothing = torch.zeros(num_rows + 1, dtype=torch.int32)
+        for prefill in step.prefills:
+            prefill.plan(nothing, nothing[1:])
+        self._steps[num_tokens] = step
+        return step
+
+    def replay(
+        self, num_tokens: int, batch: CommonAttentionMetadata, rows: torch.Tensor, num_decodes: int
+    ) -> MixedStep:
+        """Make the captured step of `num_tokens` that of `batch`; nobody waits.
+
+        Args:
+            rows: [≤ R] int64, the requests' rows of the table of slots.
+        """
+        step = self._steps[num_tokens]
+        self._space.list_pages(rows)
+        self._set_decode_lens(batch.seq_lens[:num_decodes])
+
+        # Decodes and padding have no queries here.
+        starts = np.full(step.num_rows + 1, batch.num_actual_tokens, dtype=np.int32)
+        starts[: batch.num_reqs] = np.maximum(batch.query_start_loc_cpu.numpy()[:-1], num_decodes)
+        num_keys = np.zeros(step.num_rows, dtype=np.int32)
+        num_keys[num_decodes : batch.num_reqs] = batch.seq_lens_cpu.numpy()[num_decodes:]
+        for prefill in step.prefills:
+            prefill.plan(torch.from_numpy(starts), torch.from_numpy(num_keys))
+        return step
+
+    def _set_decode_lens(self, seq_lens: torch.Tensor) -> None:
+        num_decodes = seq_lens.shape[0]
+        if num_decodes < self._num_decodes:
+            self._decode_lens[num_decodes : self._num_decodes].zero_()
+        if num_decodes:
+            self._decode_lens[:num_decodes].copy_(seq_lens)
+        self._num_decodes = num_decodes
+
+
+def _no_pages(window_left: int, indices_out: torch.Tensor | None) -> Any:
+    raise RuntimeError("the program's own decode kernels list no pages")

@@ -1,0 +1,1 @@
+"""FlashInfer's kernels: which one a batch gets, their plans and wrappers."""

@@ -1,0 +1,257 @@
+"""Which FlashInfer kernel serves which layer and batch, and which layers none does. Every such choice is made here.
+
+Free of FlashInfer itself, so that a model is refused, and a choice tested, on a machine without a GPU.
+Figures: H200, FlashInfer 0.6.18, bf16, head dim 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.flashinfer.prefill_cost import LEAST_US, PrefillLoad
+from mllm_compile.runtime.attention.metadata import get_per_layer_parameters, infer_global_hyperparameters
+from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
+
+HEAD_DIMS = (64, 128, 256)
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Of FlashInfer, whose fa3 was seen to read nothing of a batch but its plan and the page ids (captured/mixed.py).
+_CAPTURED_VERSION = "0.6.18"
+# µs of a layer: what a captured step may take longer in attention than by the best kernel. What a graph spares the host
+# for it, 35 to 50 µs, is hidden behind the GPU in part.
+_MOST_LOST_US = 20.0
+
+# Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
+# SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
+# requests of one token, their query heads packed, can need.
+_MIN_WORKSPACE_BYTES = 128 << 20
+_BLOCKS_PER_SM = 2
+_QUERY_TILES = (16, 64, 128)
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """Layers that one plan serves: equal in all that a plan or its kernel depends on."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    params: PerLayerParameters
+
+    @classmethod
+    def of(cls, layer: AttentionLayer) -> PlanGroup:
+        return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params)
+
+
+@dataclass(frozen=True)
+class PrefillKernel:
+    """What prefills run on.
+
+    Attributes:
+        name: 'fa2' or 'fa3', as FlashInfer has it.
+        splits: whether blocks may share the keys of a query; fa3's never do.
+    """
+
+    name: str
+    splits: bool
+
+
+def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
+    """Distinct groups in the order of their first layer."""
+    members: dict[PlanGroup, list[AttentionLayer]] = {}
+    for layer in layers:
+        members.setdefault(PlanGroup.of(layer), []).append(layer)
+    for group, of_group in members.items():
+        if infer_global_hyperparameters(get_per_layer_parameters(of_group)) != group.params:
+            raise RuntimeError(f"plan group {group} has layers of other parameters")
+    return list(members)
+
+
+def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
+    """Whether decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
+
+    Measured on an H200 (`examples/decode_attention_speed.py`): with 4 query heads a KV head CUDA cores take up to
+    twice as long, with 2 as long. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves
+    no hole.)
+    """
+    if kv_cache_dtype in _FP8_DTYPES:
+        return True
+    return kv_cache_dtype in QUERY_DTYPES and num_attention_heads // num_kv_heads >= 4
+
+
+def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype, deterministic: bool = False) -> bool:
+    """Whether a group's planned decodes run on tensor cores.
+
+    With a soft cap and in deterministic mode always: decode then runs the prefill's kernel, so a soft-capped model (few
+    are) has one kernel to build, not two; and only that kernel can be told not to split a request's keys by what else
+    is in the batch.
+    """
+    if group.params.logits_soft_cap > 0 or deterministic:
+        return True
+    return should_use_tensor_core(kv_cache_dtype, group.num_heads, group.num_kv_heads)
+
+
+def check_never_split(groups: Iterable[PlanGroup], num_rows: int, num_sms: int) -> None:
+    """Refuse a captured decode of `num_rows` whose keys may be split differently in different batches.
+
+    Under graphs FlashInfer's own disable_split_kv leaves padding blocks without a mask, so none is asked for. Instead
+    the rows must be more than the blocks that it aims at (PrefillSplitQOKVIndptr in scheduler.cuh): its search for a
+    split then ends at the longest request's length, which splits nobody.
+
+    Raises:
+        ConfigError: there are too few rows.
+    """
+    for group in groups:
+        blocks = _BLOCKS_PER_SM * num_sms // group.num_kv_heads
+        if num_rows <= blocks:
+            raise ConfigError(
+                f"runtime.deterministic with captured decodes needs more than {blocks} rows a step for "
+                f"{group.num_kv_heads} KV heads on this GPU, got {num_rows}. Set runtime.max_num_batched_tokens to "
+                f"{blocks + 1} or more, or cudagraph.mode: piecewise."
+            )
+
+
+def prefill_kernels(group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bool) -> tuple[str, ...]:
+    """The kernels that prefills of the group may get.
+
+    Windows and soft caps stay with fa2: their fa3 variants are further kernels of five minutes' compilation each. An
+    fp8 cache does too: fa3 reads one with fp8 queries only (is_fa3_backend_supported in FlashInfer's utils.py).
+    """
+    is_plain = group.params.window_left < 0 and group.params.logits_soft_cap == 0 and kv_cache_dtype not in _FP8_DTYPES
+    return ("fa2", "fa3") if is_hopper and is_plain else ("fa2",)
+
+
+def prefill_costs(
+    group: PlanGroup,
+    kv_cache_dtype: torch.dtype,
+    query_lens: np.ndarray,
+    prefix_lens: np.ndarray,
+    num_sms: int,
+    is_hopper: bool,
+) -> dict[PrefillKernel, float]:
+    """µs that each kernel takes for the prefills of a batch, of those that it may get, as estimated (prefill_cost.py).
+
+    Args:
+        query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
+    """
+    load = _prefill_load(group, query_lens, prefix_lens, num_sms)
+    costs = {
+        PrefillKernel("fa2", splits=False): load.fa2_us(),
+        PrefillKernel("fa2", splits=True): load.split_fa2_us(),
+        PrefillKernel("fa3", splits=False): load.fa3_us(),
+    }
+    possible = prefill_kernels(group, kv_cache_dtype, is_hopper)
+    return {kernel: cost for kernel, cost in costs.items() if kernel.name in possible}
+
+
+def _prefill_load(group: PlanGroup, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int) -> PrefillLoad:
+    window = group.params.window_left
+    seen = prefix_lens if window < 0 else np.minimum(prefix_lens, window)
+    return PrefillLoad(group.num_heads, group.num_kv_heads, group.head_dim, query_lens, seen, num_sms)
+
+
+def choose_prefill_kernel(
+    group: PlanGroup,
+    kv_cache_dtype: torch.dtype,
+    query_lens: np.ndarray,
+    prefix_lens: np.ndarray,
+    num_sms: int,
+    is_hopper: bool,
+) -> PrefillKernel:
+    """The kernel of prefill_costs that takes the least time."""
+    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper)
+    return min(costs, key=costs.__getitem__)
+
+
+CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
+
+
+def prefill_capture_obstacle(
+    group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bool, flashinfer_version: str
+) -> str | None:
+    """Why no capture serves any prefills; None: one does, of fa3, which launches the same blocks for every batch."""
+    if CAPTURED_PREFILL.name not in prefill_kernels(group, kv_cache_dtype, is_hopper):
+        return (
+            f"prompts are captured with FlashInfer's {CAPTURED_PREFILL.name} alone, which needs a Hopper GPU and "
+            "serves no layers with a window or soft cap and no fp8 cache"
+        )
+    if flashinfer_version.partition(".post")[0] != _CAPTURED_VERSION:
+        return f"prompts are captured with FlashInfer {_CAPTURED_VERSION} alone, and {flashinfer_version} is installed"
+    return None
+
+
+def runs_well_captured(
+    group: PlanGroup, kv_cache_dtype: torch.dtype, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int
+) -> bool:
+    """Whether the captured kernel is estimated to serve such prefills about as fast as the fastest one, on Hopper.
+
+    Args:
+        query_lens, prefix_lens: as prefill_costs'; there may be no prefills.
+    """
+    if not query_lens.size:
+        return True
+    # The host is waited for here: nearly all prompts are so short that the other estimates can be spared.
+    if _prefill_load(group, query_lens, prefix_lens, num_sms).fa3_us() <= LEAST_US + _MOST_LOST_US:
+        return True
+    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper=True)
+    return costs[CAPTURED_PREFILL] - min(costs.values()) <= _MOST_LOST_US
+
+
+def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> bool:
+    """Whether prefills read the new k and v as they come (ragged) and not the pages.
+
+    Never with an fp8 cache: a prompt would be computed from exact keys the first time and from rounded ones after a
+    prefix hit or in chunks, and give other tokens.
+    """
+    return not has_prefix and kv_cache_dtype not in _FP8_DTYPES
+
+
+def workspace_bytes(groups: Iterable[PlanGroup], max_requests: int, num_sms: int) -> int:
+    """Bytes of the float workspace that holds the partial results of any batch."""
+    needed = _MIN_WORKSPACE_BYTES
+    for group in groups:
+        blocks = _BLOCKS_PER_SM * num_sms // group.num_kv_heads
+        packed = group.num_heads // group.num_kv_heads
+        decode_tile = next((tile for tile in _QUERY_TILES if packed <= tile), _QUERY_TILES[-1])
+        decode_tiles = -(-max_requests * packed // decode_tile) + max_requests - 1
+        rows = max(blocks * _QUERY_TILES[-1], decode_tiles * decode_tile)
+        needed = max(needed, group.num_heads * rows * (group.head_dim + 1) * 4 + 1024)
+    return needed
+
+
+def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> None:
+    """Refuse what the kernels cannot do, before anything is allocated.
+
+    Raises:
+        ConfigError: the model's dtype is not one of the kernels'.
+        UnsupportedModelError: a layer's shape or feature has no kernel; the message names it.
+    """
+    if q_dtype not in QUERY_DTYPES:
+        raise ConfigError(
+            f"attention_backend flashinfer computes in float16 or bfloat16, but model.dtype is {q_dtype}. "
+            "Set model.dtype: bfloat16, or runtime.attention_backend: torch."
+        )
+    for layer in layers:
+        problem = _problem(layer)
+        if problem:
+            raise UnsupportedModelError(
+                f"attention layer {layer.name}: {problem}, which the flashinfer backend cannot do. "
+                "Set runtime.attention_backend: torch."
+            )
+
+
+def _problem(layer: AttentionLayer) -> str | None:
+    if layer.sinks is not None:
+        return "it has attention sinks"
+    if layer.head_dim != layer.v_head_dim:
+        return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
+    if layer.head_dim not in HEAD_DIMS:
+        return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, HEAD_DIMS))}"
+    if layer.num_heads % layer.num_kv_heads:
+        return f"its {layer.num_heads} query heads do not divide among {layer.num_kv_heads} KV heads"
+    return None

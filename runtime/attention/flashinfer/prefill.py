@@ -1,0 +1,207 @@
+"""Prefills of one plan group, by FlashInfer's wrappers: planned on the host for every batch, run per layer.
+
+Which kernel a batch gets is decided in flashinfer/kernels.py.
+
+Shape legend: R requests with prefills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.attention.flashinfer.kernels import (
+    CAPTURED_PREFILL,
+    PlanGroup,
+    PrefillKernel,
+    choose_prefill_kernel,
+    prefill_capture_obstacle,
+    prefill_kernels,
+    runs_well_captured,
+)
+from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
+
+# (flashinfer's kernel, whether it reads new keys and values and no pages, further arguments by name) → a new wrapper
+WrapperMaker = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """The prefills of a batch."""
+
+    qo_indptr_cpu: torch.Tensor  # [R + 1] int32: where each one's new tokens start
+    query_lens: np.ndarray  # [R] int32: new tokens
+    prefix_lens: np.ndarray  # [R] int32: tokens before them
+    use_ragged: bool  # keys and values are read as they come, not from the pages
+    pages_of: Callable[[int], PagedView]  # window_left → their pages
+
+
+class CapturedPrefill:
+    """A wrapper of fa3 in a captured step: see captured/mixed.py."""
+
+    def __init__(
+        self,
+        wrapper: Any,
+        space: PlanSpace,
+        num_tokens: int,
+        page_starts: torch.Tensor,
+        heads: tuple[int, int, int],
+        page_size: int,
+    ) -> None:
+        """
+        Args:
+            wrapper: planned once by its own `plan`.
+            num_tokens: T.
+            page_starts: [R + 1] int32 on the host: where each row's page ids start.
+            heads: query heads, KV heads, head dim.
+        """
+        self._wrapper = wrapper
+        self._space = space
+        self._num_tokens = num_tokens
+        self._page_starts = page_starts
+        self._num_heads, self._num_kv_heads, self._head_dim = heads
+        self._page_size = page_size
+        self._layout = list(wrapper._plan_info)
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]. Writes and returns out."""
+        return self._wrapper.run(q, pages, out=out)
+
+    def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
+        """By the kernel's own plan: the wrapper's takes a millisecond for 256 rows, of which the kernel reads nothing.
+
+        Args:
+            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32. On the host.
+
+        Raises:
+            RuntimeError: the plan lies elsewhere than the captured kernel reads it.
+        """
+        wrapper = self._wrapper
+        with self._space.planning(wrapper):
+            layout = wrapper._cached_module.plan(
+                wrapper._float_workspace_buffer,
+                wrapper._int_workspace_buffer,
+                wrapper._pin_memory_int_workspace_buffer,
+                starts,
+                self._page_starts,
+                num_keys,
+                self._num_tokens,
+                num_keys.shape[0],
+                self._num_heads,
+                self._num_kv_heads,
+                self._page_size,
+                True,  # for a CUDA graph
+                self._head_dim,
+                self._head_dim,
+                True,  # causal
+                -1,  # no window
+            )
+        if list(layout) != self._layout:
+            raise RuntimeError(
+                f"FlashInfer's plan has moved from {self._layout} to {list(layout)}, where no captured kernel reads "
+                "it. Set cudagraph.mixed_tokens: []."
+            )
+
+
+class GroupPrefill:
+    """One wrapper a kernel and way of reading, made when it is first needed."""
+
+    def __init__(
+        self,
+        make_wrapper: WrapperMaker,
+        group: PlanGroup,
+        page_size: int,
+        kv_cache_dtype: torch.dtype,
+        options: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            options: plan()'s keyword arguments.
+        """
+        self._make_wrapper = make_wrapper
+        self._group = group
+        self._heads = (group.num_heads, group.num_kv_heads, group.head_dim)
+        self._page_size = page_size
+        self._kv_cache_dtype = kv_cache_dtype
+        self._options = options
+        self._device = device
+        properties = torch.cuda.get_device_properties(device)
+        self._num_sms = properties.multi_processor_count
+        self._is_hopper = properties.major == 9
+        self._space = PlanSpace(device)
+        self._wrappers: dict[tuple[str, bool], Any] = {}
+
+    def load(self) -> None:
+        """Plan one token of one page with each kernel: no request waits for one to be loaded, or compiled."""
+        start, one = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        page = PagedView(start, torch.zeros(1, dtype=torch.int32, device=self._device), one)
+        token = PrefillRows(start, one.numpy(), one.numpy() - 1, use_ragged=False, pages_of=lambda window_left: page)
+        # A kernel of one name is the same library for pages and for new tokens alone, split or not.
+        for name in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper):
+            self._plan(PrefillKernel(name, splits=False), token)
+
+    def plan(self, prefills: PrefillRows) -> Any:
+        """The wrapper for a batch that runs now."""
+        lengths = prefills.query_lens, prefills.prefix_lens
+        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
+        return self._plan(kernel, prefills)
+
+    def capture_obstacle(self, flashinfer_version: str) -> str | None:
+        """Why `capture` may not be called; None: it may."""
+        return prefill_capture_obstacle(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
+
+    def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
+        """Whether what `capture` gives serves these prefills [R] about as fast as any other kernel would."""
+        return runs_well_captured(self._group, self._kv_cache_dtype, query_lens, prefix_lens, self._num_sms)
+
+    def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:
+        """For steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""
+        num_rows, num_pages = page_table.shape
+        sizes, ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device), page_table.flatten()
+        buffers = {
+            "qo_indptr_buf": sizes,
+            "paged_kv_indptr_buf": sizes,
+            "paged_kv_indices_buf": ids,
+            "paged_kv_last_page_len_buf": sizes[1:],
+        }
+        wrapper = self._space.adopt(self._make_wrapper(CAPTURED_PREFILL.name, False, use_cuda_graph=True, **buffers))
+        # One request has all tokens in FlashInfer's own plan, which tells the wrapper how many there may be.
+        starts = torch.full((num_rows + 1,), num_tokens, dtype=torch.int32)
+        starts[0] = 0
+        pages = torch.arange(num_rows + 1, dtype=torch.int32) * num_pages
+        one = torch.ones(num_rows, dtype=torch.int32)
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
+        return CapturedPrefill(wrapper, self._space, num_tokens, pages, self._heads, self._page_size)
+
+    def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
+        wrapper = self._wrapper(kernel.name, prefills.use_ragged)
+        starts, options = prefills.qo_indptr_cpu, self._options | {"disable_split_kv": not kernel.splits}
+        with self._space.planning(wrapper):
+            if prefills.use_ragged:
+                wrapper.plan(starts, starts, *self._heads, causal=True, **options)
+            else:
+                view = prefills.pages_of(self._group.params.window_left)
+                wrapper.plan(
+                    starts,
+                    view.indptr_cpu,
+                    view.indices,
+                    view.last_page_len_cpu,
+                    *self._heads,
+                    self._page_size,
+                    causal=True,
+                    max_token_per_sequence=int(prefills.query_lens.max()),
+                    **options,
+                )
+        return wrapper
+
+    def _wrapper(self, kernel: str, use_ragged: bool) -> Any:
+        key = (kernel, use_ragged)
+        if key not in self._wrappers:
+            self._wrappers[key] = self._space.adopt(self._make_wrapper(*key))
+        return self._wrappers[key]

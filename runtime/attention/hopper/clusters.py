@@ -1,0 +1,77 @@
+"""clusters.cu: a head's keys divided among a cluster's blocks; for few requests. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
+
+SPLITS = (2, 4, 8)  # blocks of a cluster
+TILE = 64  # keys that a block works at together
+
+# Requests x KV heads. With 16/8 heads and 32 requests of 577 tokens a layer's kernels take 46.0 µs (shares.cu 47.5,
+# split_decode 54.3), with 40 55.1 (54.4, 53.6), with 16 31.9 (39.1, 36.9).
+MOST_SEQUENCES = 256
+# About as many as there are multiprocessors. With 64 a request of 16384 tokens took 33 µs in place of split_decode's
+# 25, of 4096 9 in place of 11.
+_BLOCKS = 128
+# Where a request may have more, one with too few blocks is left to split_decode, and clusters serve no more sequences
+# than this: one that is much longer than the others has only two blocks a head.
+LONG_TOKENS = 8192
+MOST_SEQUENCES_OF_LONG = 64
+
+_RING_TILES = 3  # of keys and values; two blocks on a multiprocessor
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class ClusterKernel(DecodeKernel):
+    """
+    Attributes:
+        split: blocks of a cluster, which take a head's tiles in turns.
+    """
+
+    source: ClassVar[str] = "attention/hopper/clusters.cu"
+    function: ClassVar[str] = "cluster_decode"
+
+    split: int
+
+    @property
+    def name(self) -> str:
+        return f"clusters_{self.heads_name}_split{self.split}"
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * _WARPS
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring and what its alignment may cost; sums of warps and of the block; barriers."""
+        ring = _RING_TILES * TILE * HEAD_DIM * 2 * 2
+        sums = (_WARPS + 1) * self.group * (HEAD_DIM + 2) * 4
+        return ring + 1024 + sums + 2 * _RING_TILES * 8
+
+    @property
+    def box_rows(self) -> int:
+        """Of a page, that are copied together."""
+        return min(self.page_size, TILE)
+
+    def constants(self) -> dict[str, int]:
+        return {**super().constants(), "SPLIT": self.split, "STAGES": _RING_TILES}
+
+
+def cluster_kernels(num_heads: int, num_kv_heads: int, page_size: int) -> tuple[ClusterKernel, ...]:
+    """Those of a layer, one for each split."""
+    return tuple(ClusterKernel(num_kv_heads, num_heads // num_kv_heads, page_size, split) for split in SPLITS)
+
+
+def fewest_sequences() -> int:
+    """Requests x KV heads with blocks enough to read at the memory's rate where requests are long."""
+    return _BLOCKS // SPLITS[-1]
+
+
+def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:
+    """Blocks of each sequence's cluster: of so many requests x KV heads, of these splits."""
+    return max((split for split in splits if split * num_sequences <= _BLOCKS), default=min(splits))

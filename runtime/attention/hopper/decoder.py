@@ -1,0 +1,107 @@
+"""Runs the kernels in the place of a piece of the program (attention/split/split_decode.py, DecodePiece).
+
+Both are called with the inputs of a piece, of which they need no scratch. Told what q is made of they norm and rotate
+it and the new keys, and write these and the new values into the cache; q is that of `unrotated` then, of any stride.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.attention.hopper.rotation import Rotation
+from mllm_compile.runtime.attention.hopper.shares import HEADS, MISSING, MOST_REQUESTS, TILE, ShareKernel
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.driver import address_of, load_kernel
+from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
+
+_LOG2_E = math.log2(math.e)
+
+
+class ClusterDecode:
+    """Decodes of few requests, of layers that are alike."""
+
+    def __init__(
+        self,
+        kernels: Iterable[ClusterKernel],
+        binaries: Mapping[str, bytes],
+        sm_scale: float,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            kernels: one for each split that batches need.
+            binaries: by name; checked by the caller: they are executed.
+            sm_scale: of the products.
+
+        Raises:
+            ArtifactError: one is missing.
+            DeviceError: one cannot be loaded.
+        """
+        self._scale = ctypes.c_float(sm_scale * _LOG2_E)
+        self._maps = TensorMaps()
+        with torch.cuda.device(device):
+            self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
+
+    def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
+        q, keys, values, page_table, seq_lens, out, *_ = inputs
+        rotation = Rotation(q, keys, values, unrotated)
+        num_sequences = out.shape[0] * keys.shape[1]
+        split = choose_split(num_sequences, self._kernels)
+        kernel, loaded = self._kernels[split]
+        maps = [self._maps.get(cache.flatten(1), tensor_maps.rows, kernel.box_rows) for cache in (keys, values)]
+        loaded.launch(
+            num_sequences * split,
+            kernel.num_threads,
+            (
+                *maps,
+                *map(address_of, (rotation.q, page_table, seq_lens, out)),
+                ctypes.c_int(page_table.shape[1]),
+                self._scale,
+                rotation.argument,
+            ),
+        )
+
+
+class ShareDecode:
+    """Decodes of any number of requests, of layers that are alike, one after another."""
+
+    def __init__(
+        self, kernel: ShareKernel, binaries: Mapping[str, bytes], sm_scale: float, device: torch.device
+    ) -> None:
+        """Arguments and errors: as ClusterDecode, of one kernel."""
+        self._scale = ctypes.c_float(sm_scale * _LOG2_E)
+        self._kernel = kernel
+        self._maps = TensorMaps()
+        with torch.cuda.device(device):
+            self._loaded = load_kernel(kernel, binaries)
+        # What blocks leave to each other within a launch, at whose end all of it is MISSING again.
+        num_words = kernel.num_blocks * HEADS * kernel.part_floats
+        self._parts = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
+
+    def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
+        """Raises ValueError for more requests than the kernel counts."""
+        q, keys, values, page_table, seq_lens, out, *_ = inputs
+        rotation = Rotation(q, keys, values, unrotated)
+        num_requests = out.shape[0]
+        if num_requests > MOST_REQUESTS:
+            raise ValueError(f"{num_requests} requests decode; the kernel counts up to {MOST_REQUESTS}")
+        boxes = (tensor_maps.panels, TILE, self._kernel.box_panels)
+        maps = [self._maps.get(cache.flatten(1), *boxes) for cache in (keys, values)]
+        self._loaded.launch(
+            self._kernel.num_blocks,
+            self._kernel.num_threads,
+            (
+                *maps,
+                *map(address_of, (rotation.q, page_table, seq_lens, out, self._parts)),
+                ctypes.c_int(num_requests),
+                ctypes.c_int(page_table.shape[1]),
+                self._scale,
+                rotation.argument,
+            ),
+        )

@@ -1,0 +1,41 @@
+"""What the decode kernels have in common: what they are compiled for. Free of torch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class DecodeKernel(CudaKernel):
+    """
+    Attributes:
+        kv_heads: of the cache.
+        group: query heads that share one.
+        page_size: tokens of a page.
+    """
+
+    headers: ClassVar[tuple[str, ...]] = ("attention/hopper/rotation.cuh",)
+    switch: ClassVar[str] = "compile.hopper_decode: false"
+
+    kv_heads: int
+    group: int
+    page_size: int
+
+    @property
+    def heads_name(self) -> str:
+        return f"{self.kv_heads}x{self.group}_page{self.page_size}"
+
+    @abstractmethod
+    def constants(self) -> dict[str, int]:
+        return {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "PAGE": self.page_size,
+            "SHARED_BYTES": self.shared_bytes,
+        }

@@ -1,0 +1,110 @@
+// Norm, rotation and KV write of a decode's new tokens, where the piece before has left them to attention.
+//
+// A warp takes a head: a lane has pair `lane` of its columns and the pair that is rotated with it, HALF_PAIRS behind.
+// Sums and products are in float32 and rounded once, as in runtime/ops/rope_cache.py.
+
+struct Rotation {
+  const u32 *k, *v;                  // new keys and values; null: queries are rotated, keys and values are in the cache
+  const u32 *q_weight, *k_weight;    // of the norms before the rotation; null: there are none
+  const u32 *cos, *sin;              // of each request's new token
+  u32 *keys, *values;                // the cache
+  int q_stride, k_stride, v_stride;  // from one token to the next, in pairs
+  float eps;
+};
+
+constexpr int HEAD_PAIRS = 64, HALF_PAIRS = HEAD_PAIRS / 2;
+// Of heads on their way from the lanes that rotate them to those that multiply: rows of other banks.
+constexpr int ROW_PAIRS = HEAD_PAIRS + 4;
+typedef u32 Row[ROW_PAIRS];
+
+struct Head {
+  u32 pairs[2];
+};
+__device__ __forceinline__ Head load_head(const u32* head) {
+  const int lane = threadIdx.x % 32;
+  return {{head[lane], head[HALF_PAIRS + lane]}};
+}
+
+struct Weights {  // of the norms: nobody has to be waited for to read them
+  Head q, k;
+};
+__device__ __forceinline__ Weights load_weights(const Rotation& rotation) {
+  Weights its = {};
+  if (rotation.q_weight) its = {load_head(rotation.q_weight), load_head(rotation.k_weight)};
+  return its;
+}
+struct Angle {  // of a token; in the first layer the kernel ahead may be the one that computes it
+  Head cos, sin;
+};
+__device__ __forceinline__ Angle load_angle(const Rotation& rotation, int token) {
+  const u64 place = (u64)token * HEAD_PAIRS;
+  return {load_head(rotation.cos + place), load_head(rotation.sin + place)};
+}
+// N heads by one token's angle. Sums over lanes side by side: one takes as long as many.
+template <int N>
+__device__ __forceinline__ void rotate(Head (&heads)[N], const Head& weight, const Angle& by, const Rotation& rotation) {
+  float norms[N];
+  if (rotation.q_weight) {
+#pragma unroll
+    for (int n = 0; n < N; n++) norms[n] = sum_of_squares(heads[n].pairs[0]) + sum_of_squares(heads[n].pairs[1]);
+#pragma unroll
+    for (int other = 16; other; other /= 2)
+#pragma unroll
+      for (int n = 0; n < N; n++) norms[n] += __shfl_xor_sync(~0u, norms[n], other);
+  }
+  const u32(&cos)[2] = by.cos.pairs, (&sin)[2] = by.sin.pairs;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    u32(&x)[2] = heads[n].pairs;
+    float a = first_of(x[0]), b = second_of(x[0]), c = first_of(x[1]), d = second_of(x[1]);
+    if (rotation.q_weight) {
+      const float norm = rsqrtf(norms[n] / (2 * HEAD_PAIRS) + rotation.eps);
+      a = a * norm * first_of(weight.pairs[0]), b = b * norm * second_of(weight.pairs[0]);
+      c = c * norm * first_of(weight.pairs[1]), d = d * norm * second_of(weight.pairs[1]);
+    }
+    x[0] = pack(a * first_of(cos[0]) - c * first_of(sin[0]), b * second_of(cos[0]) - d * second_of(sin[0]));
+    x[1] = pack(c * first_of(cos[1]) + a * first_of(sin[1]), d * second_of(cos[1]) + b * second_of(sin[1]));
+  }
+}
+
+// Into a row, from which others read it.
+__device__ __forceinline__ void put_head(Row& row, const Head& head) {
+  const int lane = threadIdx.x % 32;
+  row[lane] = head.pairs[0], row[HALF_PAIRS + lane] = head.pairs[1];
+}
+// The GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand.
+__device__ __forceinline__ void load_operand(u32 (&query)[8][2], const u32* heads, int stride) {
+  const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
+#pragma unroll
+  for (int k = 0; k < 8; k++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) query[k][j] = member < GROUP ? heads[member * stride + k * 8 + j * 4 + quad] : 0;
+}
+
+// Of a KV head.
+__device__ __forceinline__ Head load_new_key(const Rotation& rotation, int token, int head) {
+  return load_head(rotation.k + (u64)token * rotation.k_stride + head * HEAD_PAIRS);
+}
+__device__ __forceinline__ Head load_new_value(const Rotation& rotation, int token, int head) {
+  return load_head(rotation.v + (u64)token * rotation.v_stride + head * HEAD_PAIRS);
+}
+// Of the cache, where the token at `position` of a request is.
+__device__ __forceinline__ u64 slot_in(u32 page, int position) { return (u64)page * PAGE + position % PAGE; }
+__device__ __forceinline__ void write_to_cache(const Rotation& rotation, const Head& key, const Head& value,
+                                               u64 slot, int head) {
+  const u64 place = (slot * KV_HEADS + head) * HEAD_PAIRS + threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    rotation.keys[place + half * HALF_PAIRS] = key.pairs[half];
+    rotation.values[place + half * HALF_PAIRS] = value.pairs[half];
+  }
+}
+// Into the rows of a tile: `chunk_of(c)` is where chunk c (16 bytes) of the row begins.
+template <typename ChunkOf>
+__device__ __forceinline__ void put_into_tile(const Head& head, const ChunkOf& chunk_of) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(half * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[half])
+                 : "memory");
+}

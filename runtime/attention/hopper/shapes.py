@@ -1,0 +1,33 @@
+"""Which decodes the kernels take, for how many requests each is the faster, and what a program stores of them; free of
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mllm_compile.runtime.attention.hopper.clusters import TILE as CLUSTER_TILE
+from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
+from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
+from mllm_compile.runtime.attention.hopper.shares import TILE, ShareKernel
+
+_MIN_KV_HEADS = 8  # with fewer a cluster's request has too few blocks, and a share's rows are short
+_MAX_GROUP = 8  # query heads of a KV head; half the rows of a product
+_MIN_PAGE = TILE  # a tile of shares is of one page
+_KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (ClusterKernel, ShareKernel)}
+
+
+def are_served(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> bool:
+    """Whether there are kernels for such heads and pages."""
+    fits_pages = page_size % CLUSTER_TILE == 0 or (CLUSTER_TILE % page_size == 0 and page_size >= _MIN_PAGE)
+    return fits_pages and rotates_heads(num_heads, num_kv_heads, head_dim)
+
+
+def rotates_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether there are kernels for such heads, in pages of some size; all of them rotate."""
+    return head_dim == HEAD_DIM and num_kv_heads >= _MIN_KV_HEADS and num_heads // num_kv_heads <= _MAX_GROUP
+
+
+def kernel_from_json(data: Mapping[str, Any]) -> DecodeKernel:
+    """What `to_json` gave. Raises KeyError or TypeError for anything else."""
+    return _KERNELS[data["source"]](**{name: value for name, value in data.items() if name != "source"})

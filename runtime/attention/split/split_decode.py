@@ -1,0 +1,161 @@
+"""Decode by the program's own pieces (ops/split_decode.py) and kernels (attention/hopper/): they read table and lengths
+on the device, without a plan.
+
+A step costs the host two small launches at most, for any number of requests and whatever the model's depth.
+
+Shape legend: R requests, N blocks that a request's keys are split among, H query heads, Hk kv heads, D head dim,
+W pages of a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.split.splits import Splits
+
+# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments; kernels that rotate
+# may be given Unrotated behind them.
+DecodePiece = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What decodes batches of some size.
+
+    Attributes:
+        piece: of the program, or kernels in its place.
+        most_sequences: requests x KV heads that it serves; None: any number.
+        splits: of a piece that needs scratch for them.
+        rotates: given queries that are not rotated, it does that, and writes keys and values into the cache.
+    """
+
+    piece: DecodePiece
+    most_sequences: int | None = None
+    splits: Splits | None = None
+    rotates: bool = False
+
+
+Decoders = Sequence[Decoder]  # of a layer: the smallest batches' first, the last for any number
+
+
+def choose_decoder(decoders: Decoders, num_sequences: int) -> Decoder:
+    """The first that serves a batch of so many requests x KV heads."""
+    return next(one for one in decoders if one.most_sequences is None or num_sequences <= one.most_sequences)
+
+
+class SplitDecodeSpace:
+    """What the decodes of one backend share: the page table of the present batch, scratch memory, counters.
+
+    Attributes:
+        page_table: [max requests, W] int32, one row for each listed request.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[tuple[PlanGroup, Decoders]],
+        req_to_token: torch.Tensor,
+        max_requests: int,
+        page_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            groups: those that are served so, and by what.
+            req_to_token: [rows, columns] int32: the slot of each position.
+            dtype: of queries and cache.
+        """
+        self._dtype = dtype
+        self._page_size = page_size
+        device = req_to_token.device
+        self._first_slots = req_to_token[:, ::page_size]  # [rows, W]: of each page
+        self.page_table = torch.zeros(max_requests, self._first_slots.shape[1], dtype=torch.int32, device=device)
+        sizes = [_scratch_sizes(group, decoders, max_requests) for group, decoders in groups]
+        num_partial, num_heads, num_sequences = (max(size) for size in zip(*sizes, strict=True))
+        # Nothing of it lives from one kernel to the next; a kernel leaves the counters at zero again.
+        self._partial = torch.empty(num_partial, dtype=torch.float32, device=device)
+        self._tops = torch.empty(num_heads, dtype=torch.float32, device=device)
+        self._totals = torch.empty_like(self._tops)
+        self._done = torch.zeros(num_sequences, dtype=torch.int32, device=device)
+
+    def load(self, group: PlanGroup, decoders: Decoders) -> None:
+        """Decode one token of the dummy page with each, which loads their kernels."""
+        q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self.page_table.device)
+        page = q.new_zeros(1, self._page_size, group.num_kv_heads, group.head_dim)
+        one = torch.ones(1, dtype=torch.int32, device=q.device)
+        self.list_pages(one.long() - 1)
+        for decoder in decoders:
+            self.prepare(group, [replace(decoder, most_sequences=None)], one).run(q, (page, page), torch.empty_like(q))
+
+    def list_pages(self, rows: torch.Tensor) -> None:
+        """Make the page table that of the requests in `rows` [R] int64; two launches, nobody waits."""
+        table = self.page_table[: rows.shape[0]]
+        torch.index_select(self._first_slots, 0, rows, out=table)
+        table.div_(self._page_size, rounding_mode="floor")
+
+    def prepare(self, group: PlanGroup, decoders: Decoders, seq_lens: torch.Tensor) -> SplitDecode:
+        """Decodes of the first len(seq_lens) listed requests.
+
+        Args:
+            seq_lens: [R] int32, read by the kernel when it runs: at each replay anew if it is captured.
+        """
+        num_requests = seq_lens.shape[0]
+        num_sequences = num_requests * group.num_kv_heads
+        chosen = choose_decoder(decoders, num_sequences)
+        heads = (num_requests, _num_splits(chosen, num_sequences), group.num_heads)
+        scratch = [
+            self._partial[: math.prod(heads) * group.head_dim].view(*heads, group.head_dim),
+            self._tops[: math.prod(heads)].view(heads),
+            self._totals[: math.prod(heads)].view(heads),
+            self._done[:num_sequences].view(num_requests, group.num_kv_heads),
+        ]
+        return SplitDecode(chosen, self.page_table[:num_requests], seq_lens, scratch)
+
+
+class SplitDecode:
+    """Runs as FlashInfer's decode wrappers do, without their plan."""
+
+    def __init__(
+        self, decoder: Decoder, page_table: torch.Tensor, seq_lens: torch.Tensor, scratch: list[torch.Tensor]
+    ) -> None:
+        self._decoder = decoder
+        self._batch = [page_table, seq_lens]
+        self._scratch = scratch
+
+    @property
+    def rotates(self) -> bool:
+        """Whether `run_unrotated` may be called."""
+        return self._decoder.rotates
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]. Writes and returns out."""
+        self._decoder.piece([q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch])
+        return out
+
+    def run_unrotated(self, unrotated: Unrotated, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        """As `run`, of q that is not rotated, with keys and values that are not in the cache yet."""
+        self._decoder.piece([unrotated.q[0], *_by_slot(pages), *self._batch, out], unrotated)
+
+
+def _by_slot(pages: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = pages
+    return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+def _num_splits(decoder: Decoder, num_sequences: int) -> int:
+    return 0 if decoder.splits is None else decoder.splits.of(num_sequences)
+
+
+def _scratch_sizes(group: PlanGroup, decoders: Decoders, max_requests: int) -> tuple[int, int, int]:
+    """What the largest batch needs: floats of partial results, pairs of a split and a query head, counters."""
+    kv_heads = group.num_kv_heads
+    batches = ((count, count * kv_heads) for count in range(1, max_requests + 1))
+    splits = [count * _num_splits(choose_decoder(decoders, sequences), sequences) for count, sequences in batches]
+    splits += [_num_splits(decoder, kv_heads) for decoder in decoders]  # load() runs each with one request
+    return max(splits) * group.num_heads * group.head_dim, max(splits) * group.num_heads, max_requests * kv_heads

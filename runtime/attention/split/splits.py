@@ -1,0 +1,26 @@
+"""Among how many blocks decodes by ops/split_decode.py split a request's keys; free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Splits:
+    """
+    Attributes:
+        blocks: of all sequences (requests x KV heads), about as many as an H200 has at work at once: of the piece for
+            few requests two fit on a multiprocessor, of the other 4.
+        most: of one sequence, a power of two; the piece is compiled for it.
+    """
+
+    blocks: int
+    most: int
+
+    def of(self, num_sequences: int) -> int:
+        return max(1, min(self.blocks // num_sequences, self.most))
+
+
+OF_FEW = Splits(blocks=256, most=32)
+OF_MANY = Splits(blocks=512, most=8)
+MOST_FEW_SEQUENCES = 64  # for which it was measured to be the faster (examples/decode_attention_speed.py)

@@ -1,0 +1,1 @@
+"""The device: opening it, its memory, and copies to and from it."""

@@ -1,0 +1,64 @@
+"""The arrays of a step, brought to the device by one copy: packed one after another, each where it can be viewed in its
+dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.device.staging import StagingRing
+
+_ALIGNMENT = 16  # bytes
+_INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
+
+
+class FieldLayout:
+    """Where each array of a step is in a block of bytes.
+
+    Attributes:
+        end: bytes up to the end of the last one.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], start: int = 0) -> None:
+        """
+        Args:
+            sizes: elements by name, which says the dtype on the device: int32 of a few, int64 of all others.
+            start: bytes to leave free ahead of the first one.
+        """
+        self._places: dict[str, tuple[int, int, torch.dtype]] = {}
+        self.end = start
+        for name, size in sizes.items():
+            dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
+            # Of what begins elsewhere compiled pieces make a copy, and write into that.
+            begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
+            self.end = begin + size * dtype.itemsize
+            self._places[name] = (begin, self.end, dtype)
+
+    def write(self, fields: Mapping[str, np.ndarray], memory: torch.Tensor) -> None:
+        """Put the arrays, of these sizes, into host memory [≥ end] uint8."""
+        block = memory.numpy()
+        for name, (begin, end, dtype) in self._places.items():
+            block[begin:end].view(_NUMPY[dtype])[:] = fields[name]
+
+    def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays in a block [≥ end] uint8, by name."""
+        return {name: block[begin:end].view(dtype) for name, (begin, end, dtype) in self._places.items()}
+
+
+def layout_of(fields: Mapping[str, np.ndarray], start: int = 0) -> FieldLayout:
+    """One that these arrays just fit."""
+    return FieldLayout({name: array.size for name, array in fields.items()}, start)
+
+
+def upload_fields(fields: Mapping[str, np.ndarray], ring: StagingRing, device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of the arrays on the device, by one copy from pinned memory; waits for nobody."""
+    layout = layout_of(fields)
+    buffer = ring.next(layout.end)
+    layout.write(fields, buffer.memory)
+    block = torch.empty(layout.end, dtype=torch.uint8, device=device)
+    block.copy_(buffer.memory[: layout.end], non_blocking=True)
+    buffer.record()
+    return layout.views(block)

@@ -1,0 +1,1 @@
+"""Ops that a graph may hold, a file or folder each."""

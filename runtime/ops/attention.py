@@ -1,0 +1,115 @@
+"""The ops of a compiled program that read the forward context: schemas, fakes and implementations.
+
+Registered with torch.library's define/impl: calling a `torch.library.custom_op` would import Dynamo and Inductor.
+The op that stands for attention while a model is traced is in ops/trace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.forward_context import ForwardContext, get_forward_context
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.attention.base import AttentionLayer
+    from mllm_compile.runtime.attention.metadata import AttentionMetadata
+    from mllm_compile.runtime.forward_batch import ForwardBatch
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+
+
+# mllm::attention_with_output ------------------------------------------------------------------------------------------
+#
+# Reads from the forward context: the layer (no_compile_layers), the batch and its backend (attn_metadata), where to
+# write the new keys and values (slot_mapping).
+_LIBRARY.define(
+    "attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer_name, bool save_kv_cache=True, "
+    "Tensor[]? unrotated=None, float eps=0.0) -> ()",
+)
+
+
+def attention_with_output(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    layer_name: str,
+    save_kv_cache: bool = True,
+    unrotated: Sequence[torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Write k and v into the cache and attend: causal over each request's prefix and new tokens.
+
+    Rows past the batch's tokens are padding: they are neither written to the cache nor computed, and `out` keeps what
+    it had there.
+
+    Args:
+        q: [T, H, D]; k: [T, Hk, D]; v: [T, Hk, Dv]; T may be padded.
+        out: [T, H, Dv], written.
+        layer_name: key into the forward context.
+        save_kv_cache: False where the piece before has written k and v.
+        unrotated: what the piece before makes q and k of: q [1, T, H, D], k [1, T, Hk, D], cos and sin [1, T, D], and
+            the weights [D] of the norms before the rotation where there are some. For steps whose attention does that
+            itself, and writes k and v: the piece has left it out (cache_inputs).
+        eps: of these norms.
+
+    Raises:
+        RuntimeError: no forward context is set, or it does not know the layer.
+    """
+    context = get_forward_context()
+    metadata = _metadata_of(context, layer_name)
+    batch = metadata.batch
+    layer = context.no_compile_layers[layer_name]
+    num_tokens = metadata.num_actual_tokens
+    if unrotated is not None and _attention_rotates(context, batch, layer):
+        batch.attn_backend.forward_unrotated(Unrotated.of(unrotated, v, eps), layer, batch, out[:num_tokens])
+        return
+    if num_tokens != q.shape[0]:
+        q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
+    if save_kv_cache:
+        batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, context.slot_mapping[layer_name][:num_tokens], k, v)
+    batch.attn_backend.forward(q, k, v, layer, batch, save_kv_cache=False, out=out)
+
+
+_LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::attention_with_output", lambda *args: None, lib=_LIBRARY)
+
+
+def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
+    """What a piece that writes a layer's KV itself is given: slots [T] int64, padded like the piece's tokens, or [0]
+    where it is to leave that to attention, with the rotation; and the layer's keys [P, Hk, D] and values [P, Hk, Dv],
+    by slot.
+
+    Args:
+        may_be_left: the layer's attention is told what q and k are made of.
+
+    Raises:
+        RuntimeError: no forward context is set, or it does not know the layer.
+    """
+    context = get_forward_context()
+    batch = _metadata_of(context, layer_name).batch
+    layer = context.no_compile_layers[layer_name]
+    keys, values = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    slots = context.slot_mapping[layer_name]
+    return [slots[:0] if may_be_left and _attention_rotates(context, batch, layer) else slots, keys, values]
+
+
+def _attention_rotates(context: ForwardContext, batch: ForwardBatch, layer: AttentionLayer) -> bool:
+    """Not in PIECEWISE: the pieces' graphs are those of any batch of so many tokens."""
+    is_piecewise = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+    return not is_piecewise and batch.attn_backend.rotates(layer)
+
+
+def _metadata_of(context: ForwardContext, layer_name: str) -> AttentionMetadata:
+    metadata = context.attn_metadata.get(layer_name)
+    if metadata is None:
+        raise RuntimeError(
+            f"the forward context has no metadata for attention layer {layer_name!r}, only for "
+            f"{', '.join(context.attn_metadata) or 'none'}"
+        )
+    return metadata

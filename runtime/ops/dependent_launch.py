@@ -1,0 +1,36 @@
+"""Programmatic dependent launch (Hopper and later): a kernel is on its SMs before the one that it reads from has ended.
+
+A kernel that is launched so may fetch what no kernel writes (weights), and must wait before it touches what another
+kernel touches: nobody may count on the one ahead having waited, as some let their dependents start before they have
+(ops/stream_linear/lanes.cu). A kernel that never calls start_dependents lets them start when it ends. The launcher's
+half is mllm_compile/inductor/patches/early_launch.py. Imports Triton: only the kernels do this.
+
+The two instructions are PTX's griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions").
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@cache
+def starts_early() -> bool:
+    """Whether kernels compiled for this machine's GPU do. Asking initialises CUDA, which importing this must not: it is
+    imported by what forks."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@triton.jit
+def start_dependents():
+    """The next kernel may take what room this one leaves on the SMs."""
+    gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_prerequisites():
+    """Returns when every kernel before this one has ended and what it wrote is visible."""
+    gdc_wait()

@@ -1,0 +1,146 @@
+"""gated.cu: how the products of a gated linear are divided among the multiprocessors.
+
+Shape legend: N rows (gates, then ups) and K columns of the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
+from mllm_compile.runtime.cuda.wgmma import multiply_add_all
+
+UNIT_TOKENS = 64
+TILE_UNITS = 4
+_TILE_ROWS = (64, 128, 192)  # at most what registers hold the sums of
+_ROW_BYTES = 128  # of a stage: 64 columns
+_BLOCK_BYTES = 227 << 10
+_OTHER_BYTES = 1024 + 256  # what the ring's alignment may cost, and barriers
+_NUM_THREADS = 384
+_SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
+_EIGHT = 8  # rows of a box, whose swizzle begins anew
+LEAST_UNITS = 4  # steps of fewer are stream_linear's
+MOST_UNITS = 256  # a step with more takes the fastest of those that fewer take
+_TILE_COST = 40  # of beginning and ending a tile, in rows
+
+
+@dataclass(frozen=True)
+class GatedKernel(CudaKernel):
+    """
+    Attributes:
+        rows, columns: N and K.
+        tile_rows: of the weight, a tile's.
+    """
+
+    source: ClassVar[str] = "ops/gated_linear/gated.cu"
+    function: ClassVar[str] = "gated_linear"
+    switch: ClassVar[str] = "compile.disable_passes: [fuse_gated_linear]"
+
+    rows: int
+    columns: int
+    tile_rows: int
+
+    @property
+    def name(self) -> str:
+        return f"gated_{self.rows}x{self.columns}_rows{self.tile_rows}"
+
+    @property
+    def num_threads(self) -> int:
+        return _NUM_THREADS
+
+    @cached_property
+    def share(self) -> int:
+        """Blocks of a cluster, which work on neighbouring rows of the weight for the same tokens."""
+        return 2 if self.tile_rows == _SHARED_ROWS else 1
+
+    @cached_property
+    def stages(self) -> int:
+        return (_BLOCK_BYTES - _OTHER_BYTES) // self._stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self._stage_bytes + _OTHER_BYTES
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.tile_rows + TILE_UNITS * UNIT_TOKENS) * _ROW_BYTES
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> GatedKernel:
+        """What `to_json` gave. Raises TypeError for anything else."""
+        return cls(**{name: value for name, value in data.items() if name != "source"})
+
+    def constants(self) -> dict[str, int]:
+        return {
+            "N": self.rows,
+            "K": self.columns,
+            "UNITS": TILE_UNITS,
+            "ROWS": self.tile_rows,
+            "SHARE": self.share,
+            "STAGES": self.stages,
+            "NUM_THREADS": self.num_threads,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+    def preamble(self) -> str:
+        return multiply_add_all(self.tile_rows)
+
+    def box_tokens(self, num_tokens: int) -> int:
+        """Tokens of x that a block of a cluster asks for at a time: as many as it can, none that are not there."""
+        division = divided(num_tokens)
+        if division.tiles == 1:
+            return math.ceil(num_tokens / self.share / _EIGHT) * _EIGHT
+        return division.units * UNIT_TOKENS // self.share if division.larger == 0 else UNIT_TOKENS
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return min(self._num_sets(num_tokens), self._num_clusters) * self.share
+
+    def cost(self, num_tokens: int) -> float:
+        """Of two kernels the one with less is the faster, as a rule."""
+        turns = math.ceil(self._num_sets(num_tokens) / self._num_clusters)
+        return turns * (self.tile_rows * divided(num_tokens).mean_units / TILE_UNITS + _TILE_COST)
+
+    def _num_sets(self, num_tokens: int) -> int:
+        """Of tiles that a cluster takes at a time."""
+        return divided(num_tokens).tiles * math.ceil(self.rows / self.tile_rows / self.share)
+
+    @property
+    def _num_clusters(self) -> int:
+        """That run at the same time."""
+        return MULTIPROCESSORS // self.share
+
+
+@dataclass(frozen=True)
+class Division:
+    """Tokens divided among tiles, of which the first `larger` have a unit more than `units`; gated.cu's Tokens."""
+
+    tiles: int
+    units: int
+    larger: int
+
+    @property
+    def mean_units(self) -> float:
+        return self.units + self.larger / self.tiles
+
+
+@cache  # asked three times a launch, of some thousands of numbers
+def divided(num_tokens: int) -> Division:
+    """Among as few tiles as there can be, as evenly as can be."""
+    all_units = math.ceil(num_tokens / UNIT_TOKENS)
+    tiles = math.ceil(all_units / TILE_UNITS)
+    return Division(tiles, *divmod(all_units, tiles))
+
+
+def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
+    """Those of a gated linear: each is the fastest for some number of tokens."""
+    kernels = [GatedKernel(rows, columns, tile_rows) for tile_rows in _TILE_ROWS if tile_rows <= rows]
+    return tuple(dict.fromkeys(choose(kernels, units * UNIT_TOKENS) for units in range(LEAST_UNITS, MOST_UNITS + 1)))
+
+
+def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:
+    """The fastest of a weight's for so many tokens."""
+    return min(kernels, key=lambda kernel: kernel.cost(num_tokens))

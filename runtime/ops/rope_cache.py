@@ -1,0 +1,174 @@
+"""One kernel for what stands between the q, k, v projections and attention: norms of q and k, rotation, KV write.
+
+Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into the piece's package.
+Only the piece compiler imports this module: a loaded package needs neither Triton nor this op.
+
+Measured on an H200 in a CUDA graph, 1 and 8 tokens of Qwen3-8B: 1.3 µs, where Inductor's kernels for norm and rotation
+took 4.4 µs and two index copies 4.8; 8192 tokens of 0.6B and 8B: 43 and 62 µs, where the bytes take 34 and 48.
+
+Shape legend: T tokens, H query heads, Hk kv heads, D head dim, P slots of the KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+
+# More heads a block than warps: with one block for every 4 heads, 8192 tokens took twice as long as their bytes do.
+_MAX_BLOCK_HEADS = 8
+_MAX_WARPS = 4
+
+
+@triton.jit
+def _rotate(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, token, places, EPS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """Heads at x_ptr + places (their first halves), normed and rotated: the two halves, in float32."""
+    half = tl.arange(0, D // 2)
+    first = tl.load(x_ptr + places).to(tl.float32)
+    second = tl.load(x_ptr + places + D // 2).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + EPS)[:, None]
+        first = first * scale * tl.load(weight_ptr + half).to(tl.float32)[None, :]
+        second = second * scale * tl.load(weight_ptr + half + D // 2).to(tl.float32)[None, :]
+    angles = token * D + half
+    cos_first, cos_second = tl.load(cos_ptr + angles), tl.load(cos_ptr + angles + D // 2)
+    sin_first, sin_second = tl.load(sin_ptr + angles), tl.load(sin_ptr + angles + D // 2)
+    rotated_first = first * cos_first.to(tl.float32)[None, :] - second * sin_first.to(tl.float32)[None, :]
+    rotated_second = second * cos_second.to(tl.float32)[None, :] + first * sin_second.to(tl.float32)[None, :]
+    return rotated_first, rotated_second
+
+
+@triton.jit
+def _rope_and_cache_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    slots_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    keys_ptr,
+    values_ptr,
+    q_token_stride,
+    k_token_stride,
+    v_token_stride,
+    q_head_stride,
+    k_head_stride,
+    v_head_stride,
+    EPS: tl.constexpr,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK_HEADS heads of one token: of q, then of k, then of v, by the second program id."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    half = tl.arange(0, D // 2)
+    heads = tl.arange(0, BLOCK_HEADS)
+    q_blocks: tl.constexpr = H // BLOCK_HEADS
+    kv_blocks: tl.constexpr = HK // BLOCK_HEADS
+    if block < q_blocks:
+        head = (heads + block * BLOCK_HEADS)[:, None]
+        places = token * q_token_stride + head * q_head_stride + half[None, :]
+        first, second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
+        out = q_out_ptr + (token * H + head) * D + half[None, :]
+        tl.store(out, first.to(q_out_ptr.dtype.element_ty))
+        tl.store(out + D // 2, second.to(q_out_ptr.dtype.element_ty))
+    elif block < q_blocks + kv_blocks:
+        head = (heads + (block - q_blocks) * BLOCK_HEADS)[:, None]
+        places = token * k_token_stride + head * k_head_stride + half[None, :]
+        first, second = _rotate(k_ptr, k_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
+        out = k_out_ptr + (token * HK + head) * D + half[None, :]
+        tl.store(out, first.to(k_out_ptr.dtype.element_ty))
+        tl.store(out + D // 2, second.to(k_out_ptr.dtype.element_ty))
+        cached = keys_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
+        tl.store(cached, first.to(keys_ptr.dtype.element_ty))
+        tl.store(cached + D // 2, second.to(keys_ptr.dtype.element_ty))
+    else:
+        head = (heads + (block - q_blocks - kv_blocks) * BLOCK_HEADS)[:, None]
+        source = v_ptr + token * v_token_stride + head * v_head_stride + half[None, :]
+        cached = values_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
+        tl.store(cached, tl.load(source))
+        tl.store(cached + D // 2, tl.load(source + D // 2))
+
+
+@triton_op("mllm::rope_and_cache", mutates_args={"keys", "values"})
+def rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated q and k, the latter and v also written to the KV cache.
+
+    Sums and products are in float32, rounded once at the end; the traced model rounds after each of them.
+
+    Args:
+        q: [1, T, H, D]; k: [1, T, Hk, D]; v: [T, Hk, D]; heads may have any stride, D is contiguous.
+        cos, sin: [1, T, D], contiguous.
+        q_weight, k_weight: [D] of the RMS norms before the rotation, both or neither.
+        eps: theirs.
+        slots: [T] int64; or [0]: then nothing is computed or written, since attention does it
+            (runtime/ops/attention.py).
+        keys, values: [P, Hk, D], contiguous, written at those slots.
+
+    Returns:
+        q [T, H, D] and k [T, Hk, D], contiguous; without slots of any numbers.
+    """
+    _, num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    k_out = torch.empty((num_tokens, num_kv_heads, head_dim), dtype=k.dtype, device=k.device)
+    block_heads = math.gcd(num_heads, num_kv_heads, _MAX_BLOCK_HEADS)
+    wrap_triton(_rope_and_cache_kernel)[(slots.shape[0], (num_heads + 2 * num_kv_heads) // block_heads)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        q if q_weight is None else q_weight,
+        k if k_weight is None else k_weight,
+        slots,
+        q_out,
+        k_out,
+        keys,
+        values,
+        q.stride(1),
+        k.stride(1),
+        v.stride(0),
+        q.stride(2),
+        k.stride(2),
+        v.stride(1),
+        EPS=eps,  # a float that is no constant reaches a packaged kernel as a double, and with it all that follows
+        H=num_heads,
+        HK=num_kv_heads,
+        D=head_dim,
+        BLOCK_HEADS=block_heads,
+        NORM=q_weight is not None,
+        EARLY=starts_early(),
+        num_warps=min(block_heads, _MAX_WARPS),
+    )
+    return q_out, k_out

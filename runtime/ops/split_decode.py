@@ -1,0 +1,292 @@
+"""Decode attention over the paged KV cache: each request's keys are split among blocks, in one kernel, without a plan.
+
+Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into a package: it is a piece
+of the program (mllm_compile/kernels/decode_attention.py). Only the piece compiler imports this module: a loaded package
+needs neither Triton nor this op.
+
+How many blocks a request gets is the caller's choice by the number of requests alone; a block without keys ends at
+once. The last block of a head to end adds up what the others left, always in the same order. So of the other requests
+only how many they are changes a request's numbers, and the deterministic mode holds that fixed.
+
+`examples/decode_attention_speed.py` compares it with FlashInfer's kernels.
+
+Shape legend: R requests, N blocks that a request's keys are split among, H query heads, Hk kv heads, D head dim,
+W pages of the page table, P slots of the KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+
+_MIN_DOT_ROWS = 16  # of tl.dot; query heads of a KV head are padded to as many
+_MAX_COMBINED = 16384  # numbers that _combine has in registers, 128 a thread
+_LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _slots_of(table_ptr, offsets, valid, PAGE: tl.constexpr):
+    """Where in the cache the keys at `offsets` of a request are."""
+    pages = tl.load(table_ptr + offsets // PAGE, mask=valid, other=0).to(tl.int64)
+    return pages * PAGE + offsets % PAGE
+
+
+@triton.jit
+def _add_keys(
+    q, k, v, valid, top, total, acc, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr
+):  # fmt: skip
+    """One step of the softmax that is computed as keys come: (largest logit, sum, weighted values) with these keys."""
+    logits = tl.dot(q, tl.trans(k)) * SCALE  # of base 2
+    if SOFT_CAP > 0:
+        # tanh(x) = 2 / (1 + exp(-2x)) - 1, and exp(-2x) = exp2(-2.885… x). The cap is of base 2 as the logits are.
+        logits = SOFT_CAP * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 / SOFT_CAP * logits)) - 1.0)
+    logits = tl.where(valid[None, :], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    weights = tl.exp2(logits - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+    return new_top, total, acc
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    partial_ptr,
+    tops_ptr,
+    totals_ptr,
+    num_active,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+):
+    """Adds up what the blocks of one kv head left: not from this SM's own cache (.cg), they may be of other SMs."""
+    members = tl.arange(0, PADDED_GROUP)
+    dims = tl.arange(0, D)
+    is_member = members < GROUP
+    top = tl.full((PADDED_GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED_GROUP,), tl.float32)
+    acc = tl.zeros((PADDED_GROUP, D), tl.float32)
+    for first in tl.static_range(0, MAX_SPLITS, SPLITS_AT_ONCE):
+        if first < num_active:
+            splits = first + tl.arange(0, SPLITS_AT_ONCE)
+            parts = splits[:, None] * GROUP + members[None, :]
+            is_part = (splits < num_active)[:, None] & is_member[None, :]
+            tops = tl.load(tops_ptr + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            totals = tl.load(totals_ptr + parts, mask=is_part, other=0.0, cache_modifier=".cg")
+            sums_ptr = partial_ptr + parts[:, :, None] * D + dims[None, None, :]
+            sums = tl.load(sums_ptr, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+            new_top = tl.where(is_member, tl.maximum(top, tl.max(tops, 0)), 0.0)
+            factors = tl.exp2(tops - new_top[None, :])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(factors * totals, 0)
+            acc = acc * shrink[:, None] + tl.sum(sums * factors[:, :, None], 0)
+            top = new_top
+    out = acc / tl.where(is_member, total, 1.0)[:, None]
+    places = members[:, None] * D + dims[None, :]
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+
+
+@triton.jit
+def _split_decode_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    tops_ptr,
+    totals_ptr,
+    done_ptr,
+    table_stride,
+    num_splits,
+    window_left,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DOT_ROWS: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    FETCH_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (kv head, request, split): blocks start in this order, so those without keys come last.
+
+    With FETCH_FIRST the first keys and values are on their way before the kernel ahead has ended, all but those of the
+    request's last token: it writes them. What stands in the page table and before the last token is of earlier kernels.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    if EARLY and not FETCH_FIRST:
+        wait_for_prerequisites()
+        start_dependents()
+    num_keys = tl.load(seq_lens_ptr + row)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(num_keys - 1 - window_left, 0)
+    share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK
+    num_active = tl.cdiv(num_keys - first, share)
+    start = first + split * share
+    if EARLY and FETCH_FIRST:  # noqa: SIM102 # the one is known when the kernel is compiled
+        # In a step without decodes somebody has to wait, or the kernel behind would not be behind those ahead.
+        if (row == 0) & (start >= num_keys):
+            wait_for_prerequisites()
+            start_dependents()
+    if start < num_keys:
+        end = tl.minimum(start + share, num_keys)
+        row_table = table_ptr + row.to(tl.int64) * table_stride
+        dims = tl.arange(0, D)
+        block = tl.arange(0, BLOCK)
+        group = tl.arange(0, DOT_ROWS)
+        heads = row.to(tl.int64) * HK * GROUP + head * GROUP + group
+        is_head = (group < GROUP)[:, None]
+        top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((DOT_ROWS,), tl.float32)
+        acc = tl.zeros((DOT_ROWS, D), tl.float32)
+        if FETCH_FIRST:
+            offsets = start + block
+            valid = offsets < end
+            places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
+            is_old = (offsets < tl.minimum(end, num_keys - 1))[:, None]
+            k = tl.load(keys_ptr + places, mask=is_old, other=0.0)
+            v = tl.load(values_ptr + places, mask=is_old, other=0.0)
+            if EARLY:
+                wait_for_prerequisites()
+                start_dependents()
+            is_last = (offsets == num_keys - 1)[:, None]
+            k += tl.load(keys_ptr + places, mask=is_last, other=0.0)
+            v += tl.load(values_ptr + places, mask=is_last, other=0.0)
+            q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
+            for offset in range(start, end, BLOCK):
+                current_k, current_v = k, v
+                offsets = offset + BLOCK + block
+                is_next = offsets < end
+                places = (_slots_of(row_table, offsets, is_next, PAGE) * HK + head)[:, None] * D + dims[None, :]
+                k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0)
+                v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0)
+                is_key = offset + block < end
+                top, total, acc = _add_keys(q, current_k, current_v, is_key, top, total, acc, SCALE, SOFT_CAP)
+        else:
+            q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
+            for offset in tl.range(start, end, BLOCK, num_stages=STAGES):
+                offsets = offset + block
+                valid = offsets < end
+                places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
+                k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0)
+                v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0)
+                top, total, acc = _add_keys(q, k, v, valid, top, total, acc, SCALE, SOFT_CAP)
+        if num_active == 1:
+            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + heads[:, None] * D + dims[None, :], out, mask=is_head)
+        else:
+            sequence = row.to(tl.int64) * HK + head
+            parts = (sequence * num_splits + split) * GROUP + group
+            tl.store(partial_ptr + parts[:, None] * D + dims[None, :], acc, mask=is_head)
+            tl.store(tops_ptr + parts, top, mask=group < GROUP)
+            tl.store(totals_ptr + parts, total, mask=group < GROUP)
+            tl.debug_barrier()  # all threads have stored before one says so
+            if tl.atomic_add(done_ptr + sequence, 1, sem="acq_rel") == num_active - 1:
+                tl.store(done_ptr + sequence, 0)
+                first_part = sequence * num_splits
+                _combine(
+                    out_ptr + (row.to(tl.int64) * HK + head) * GROUP * D,
+                    partial_ptr + first_part * GROUP * D,
+                    tops_ptr + first_part * GROUP,
+                    totals_ptr + first_part * GROUP,
+                    num_active,
+                    GROUP,
+                    PADDED_GROUP,
+                    D,
+                    MAX_SPLITS,
+                    SPLITS_AT_ONCE,
+                )
+
+
+@triton_op("mllm::split_decode", mutates_args={"out", "partial", "tops", "totals", "done"})
+def split_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    tops: torch.Tensor,
+    totals: torch.Tensor,
+    done: torch.Tensor,
+    page_size: int,
+    max_splits: int,
+    sm_scale: float,
+    soft_cap: float,
+    window_left: int,
+    fetch_first: bool,
+) -> None:
+    """Attention of one new token a request over its keys, those of the token included.
+
+    Args:
+        q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype.
+        page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
+            a row is passed over and its output left as it is. Blocks without keys wait for nobody, but for row 0's.
+        out: [R, H, D], contiguous, written.
+        partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
+        done: [R, Hk] int32, zeros, and zeros again in the end.
+        page_size: tokens of a page.
+        max_splits: N at most, a power of two.
+        sm_scale: of the products; soft_cap: tanh's, 0 for none; window_left: keys seen before the own, -1 for all.
+        fetch_first: a token's keys are of earlier steps but for its own. Not so where a step holds several tokens of
+            a request.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[1]
+    num_splits = partial.shape[1]
+    group = num_heads // num_kv_heads
+    padded_group = triton.next_power_of_2(group)
+    wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, num_splits)](
+        q,
+        keys,
+        values,
+        page_table,
+        seq_lens,
+        out,
+        partial,
+        tops,
+        totals,
+        done,
+        page_table.shape[1],
+        num_splits,
+        window_left,
+        SCALE=sm_scale * _LOG2_E,
+        SOFT_CAP=soft_cap * _LOG2_E,
+        GROUP=group,
+        PADDED_GROUP=padded_group,
+        DOT_ROWS=max(_MIN_DOT_ROWS, padded_group),
+        HK=num_kv_heads,
+        D=head_dim,
+        PAGE=page_size,
+        BLOCK=32 if head_dim > 128 else 64,
+        MAX_SPLITS=max_splits,
+        SPLITS_AT_ONCE=min(max_splits, _MAX_COMBINED // (padded_group * head_dim)),
+        HAS_WINDOW=window_left >= 0,
+        FETCH_FIRST=fetch_first,
+        STAGES=3,
+        EARLY=starts_early(),
+        num_warps=4,
+        num_stages=1 if fetch_first else 3,
+    )

@@ -1,0 +1,134 @@
+"""rows.cu: whole rows in long pieces, at all of the memory's rate; for large weights. 8 tokens.
+
+Shape legend: as linear.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import ClassVar, NamedTuple
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, LinearKind, LinearTiling
+
+MAX_TOKENS = 8
+
+_STEP = 32  # columns of a warp's step
+_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
+_MIN_COLUMNS = 1536
+_MIN_BYTES_A_NS = 28  # as Triton's kernels
+_MOST_PIECES, _MOST_STAGES = 8, 8  # of a block's columns; of a ring
+
+
+class _Division(NamedTuple):
+    """How weights of up to `most_columns` are divided; the fields are RowTiling's."""
+
+    most_columns: int
+    split: int
+    clusters: int
+    warps: int
+    resident: int
+
+
+# A warp's inputs are in registers, at most 96 of a lane. The first two are for Qwen3-8B at 8 tokens on an H200 the
+# fastest of four to six each, alone and in a layer's chain of kernels; the others keep what a lane holds as small.
+# All clusters run at the same time: 264 or 132 blocks, but a cluster lies in one group of 16 or 18 multiprocessors, and
+# with clusters of 8 four blocks of a group of 18 stay empty.
+_DIVISIONS = (
+    _Division(8192, 2, MULTIPROCESSORS, 8, 2),
+    _Division(12288, 2, MULTIPROCESSORS // 2, 16, 1),
+    _Division(16384, 4, MULTIPROCESSORS // 2, 8, 2),
+    _Division(32768, 8, 32, 8, 2),
+)
+
+
+@dataclass(frozen=True)
+class RowTiling(LinearTiling):
+    """
+    Attributes:
+        split: blocks of a cluster, which divide the columns.
+        clusters: they take groups of rows in turns.
+        warps: of a block.
+        resident: blocks of a multiprocessor.
+        piece: columns of a row in a stage.
+        stages: of the ring, each NORM_ROWS rows.
+    """
+
+    source: ClassVar[str] = "ops/stream_linear/rows.cu"
+    function: ClassVar[str] = "stream_linear"
+
+    split: int
+    clusters: int
+    warps: int
+    resident: int
+    piece: int
+    stages: int
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return self.clusters * self.split
+
+    @cached_property
+    def num_threads(self) -> int:
+        return 32 * self.warps
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """The ring; sums of warps and of the cluster's blocks, factors and barriers."""
+        groups = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
+        finished = math.ceil(groups / self.split)
+        sums = self.warps * MAX_TOKENS * (NORM_ROWS + 4) + finished * self.split * MAX_TOKENS * NORM_ROWS
+        return self.stages * NORM_ROWS * self.piece * 2 + (sums + MAX_TOKENS) * 4 + (2 * self.stages + finished) * 8
+
+    def constants(self) -> dict[str, int]:
+        return {
+            **self.kind.constants(),
+            "SPLIT": self.split,
+            "WARPS": self.warps,
+            "CLUSTERS": self.clusters,
+            "RESIDENT": self.resident,
+            "PIECE": self.piece,
+            "STAGES": self.stages,
+        }
+
+
+def takes(rows: int, columns: int) -> bool:
+    """Whether a weight [rows, columns] divides so, into pieces that read fast."""
+    if not _MIN_COLUMNS <= columns <= _DIVISIONS[-1].most_columns or columns % (_STEP * _division_of(columns).split):
+        return False
+    return _bytes_a_ns(choose(LinearKind(rows, columns))) >= _MIN_BYTES_A_NS
+
+
+@cache
+def choose(kind: LinearKind) -> RowTiling:
+    """Pieces and stages that should read the fastest; of equals those with the most stages."""
+    tilings = (tiling for count in range(1, _MOST_PIECES + 1) for tiling in _tilings(kind, count))
+    return max(tilings, key=lambda tiling: (_bytes_a_ns(tiling), tiling.stages))
+
+
+def _tilings(kind: LinearKind, num_pieces: int) -> Iterator[RowTiling]:
+    _, split, clusters, warps, resident = _division_of(kind.columns)
+    piece = math.ceil(kind.columns / split / num_pieces / (_STEP * warps)) * _STEP * warps
+    for stages in range(2, _MOST_STAGES + 1):
+        tiling = RowTiling(kind, MAX_TOKENS, split, clusters, warps, resident, piece, stages)
+        if tiling.shared_bytes <= _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES:
+            yield tiling
+
+
+def _bytes_a_ns(tiling: RowTiling) -> float:
+    """A model of what a multiprocessor reads, of 35 bytes a nanosecond at most.
+
+    TMA takes 45 ns a piece however short, and what is on its way arrives 4.8 µs later: for gate_up of Qwen3-8B at 8
+    tokens pieces of 1 KB took 70 µs, rings of 2 x 66 KB 55 µs, and what is taken 47.
+    """
+    columns = tiling.kind.columns // tiling.split
+    by_piece = columns * 2 / math.ceil(columns / tiling.piece) / 45
+    by_ring = tiling.resident * tiling.stages * NORM_ROWS * tiling.piece * 2 / 4800
+    return min(by_piece, by_ring, 35.0)
+
+
+def _division_of(columns: int) -> _Division:
+    return next(division for division in _DIVISIONS if columns <= division.most_columns)

@@ -1,0 +1,79 @@
+"""Which of the kernels takes a linear, and for how many tokens; free of torch, so that passes can ask anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.ops.stream_linear import lanes as by_lanes
+from mllm_compile.runtime.ops.stream_linear import rows as by_rows
+from mllm_compile.runtime.ops.stream_linear import tiles as by_tiles
+from mllm_compile.runtime.ops.stream_linear import wide as by_wide_tiles
+from mllm_compile.runtime.ops.stream_linear.lanes import LaneTiling
+from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, NORM_ROWS, LinearKind, LinearTiling
+from mllm_compile.runtime.ops.stream_linear.rows import RowTiling
+from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling
+from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
+
+MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 208, 64
+# A piece has a form for the first that all its linears take.
+FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, MAX_HEAD_TOKENS)
+
+_ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
+_HEAD_ROWS = 65536
+_LARGE_BYTES = MULTIPROCESSORS * (110 << 10)  # of a weight of which not all is on its way before the inputs are there
+_TILINGS = {tiling.source: tiling for tiling in (LaneTiling, TileTiling, RowTiling, WideTiling)}
+
+
+def is_streamed(rows: int, columns: int, tokens: int) -> bool:
+    """Whether a weight [rows, columns] divides into tiles, and is read the faster so with up to `tokens` tokens.
+
+    With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not: in steps
+    of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms, and with 256 they are
+    faster so, as those of Qwen3-4B with 240.
+    """
+    if rows % _ROWS_UNIT or columns % _COLUMNS_UNIT or rows * tokens >= 2**31:
+        return False
+    if is_head(rows):
+        return tokens <= MAX_HEAD_TOKENS
+    return tokens <= (MAX_LARGE_TOKENS if _is_large(rows, columns) else MAX_STREAMED_TOKENS)
+
+
+def is_head(rows: int) -> bool:
+    """Whether a weight has so many rows that it is taken for a head's."""
+    return rows >= _HEAD_ROWS
+
+
+def is_read_in_rows(rows: int, columns: int) -> bool:
+    """Whether rows.cu takes a weight for its few tokens: the faster for one of large weights that are no head's."""
+    return _is_large(rows, columns) and not is_head(rows) and by_rows.takes(rows, columns)
+
+
+def is_held(rows: int, columns: int) -> bool:
+    """Whether lanes.cu takes a weight for its few tokens."""
+    return not is_read_in_rows(rows, columns) and by_lanes.takes(LinearKind(rows, columns))
+
+
+def _is_large(rows: int, columns: int) -> bool:
+    return rows * columns * 2 > _LARGE_BYTES
+
+
+def num_streamed_norm_blocks(rows: int, columns: int) -> int:
+    """How many sums of squares a linear leaves for the norm of its outputs, whichever kernel computes it."""
+    return rows // (by_lanes.TILE_ROWS if is_held(rows, columns) else NORM_ROWS)
+
+
+def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
+    """The tiling for a bucket of tokens."""
+    if tokens <= by_rows.MAX_TOKENS and is_read_in_rows(kind.rows, kind.columns):
+        return by_rows.choose(kind)
+    if tokens <= by_lanes.MAX_TOKENS and by_lanes.takes(kind):
+        return by_lanes.choose(kind)
+    return by_wide_tiles.choose(kind, tokens) if tokens > by_tiles.MAX_TOKENS else by_tiles.choose(kind, tokens)
+
+
+def tiling_from_json(data: Mapping[str, Any]) -> LinearTiling:
+    """What `to_json` gave. Raises KeyError or TypeError for anything else."""
+    rest = {name: value for name, value in data.items() if name not in ("source", "kind")}
+    return _TILINGS[data["source"]](kind=LinearKind(**data["kind"]), **rest)

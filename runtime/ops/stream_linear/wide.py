@@ -1,0 +1,190 @@
+"""wide.cu: how a linear of 129 to 256 tokens is divided among the multiprocessors.
+
+Shape legend: as linear.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.cuda.wgmma import multiply_add_all
+from mllm_compile.runtime.ops.stream_linear.linear import Boxes, LinearKind, LinearTiling
+
+# A tiling is stored without what follows from these, for which its binary was compiled: who changes one raises
+# FORMAT_VERSION.
+_PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
+_GROUP_ROWS = 64  # of the weight, that four warps multiply
+_EIGHT = 8  # tokens, of which a tile has a multiple
+_MOST_TOKENS = 256  # of a tile: columns of a wgmma
+_WARP_BYTES = 512  # in which a warp turns its sums: 16 tokens of 16 outputs, of a gated one 32 of 8
+# Three groups leave a launch 128 registers a thread, among which an instruction's sums must be, and what else it needs.
+_MOST_PART = 200
+_GROUPS, _TOKEN_TILES, _SPLITS = (1, 2, 3), (1, 2, 3, 4), (1, 2)
+_BLOCK_BYTES = 227 << 10
+_LEAST_STAGES, _MOST_STAGES = 2, 16
+
+# What a tiling costs, in µs: of beginning and ending; of a cycle of products (2048 a cycle), of what goes through
+# shared memory (128 bytes a cycle) or of waiting for a stage that was asked for when another was free, whichever are
+# more; of what blocks read, a KB, and what they send each other; and, a part of all that, of dividing tokens among
+# tiles. Of 37 linears of Qwen3-0.6B and 8B, of 144 to 256 tokens, with one to fifteen tilings each on an H200, the one
+# with the least took 1 % longer than the fastest on average, 9 % at most.
+_BEGIN, _CYCLE, _READ_KB, _SENT_KB, _TOKEN_TILE = 2.9, 0.0005, 3e-5, 0.08, 0.1
+_PRODUCTS_A_CYCLE, _BYTES_A_CYCLE = 2048, 128
+_STAGE_CYCLES, _STAGE_BYTES_A_CYCLE = 300, 32  # from asking for a stage until it is there
+
+
+@dataclass(frozen=True)
+class WideTiling(LinearTiling):
+    """
+    Attributes:
+        groups: of four warps, each of which multiplies 64 rows of the weight.
+        token_tiles: how many tiles the tokens are divided among.
+        split: blocks of a cluster, which divide the columns.
+    """
+
+    source: ClassVar[str] = "ops/stream_linear/wide.cu"
+    headers: ClassVar[tuple[str, ...]] = ("ops/stream_linear/boxes.cuh",)
+    function: ClassVar[str] = "wide_linear"
+
+    groups: int
+    token_tiles: int
+    split: int
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, a tile's."""
+        return self.groups * _GROUP_ROWS
+
+    @cached_property
+    def tile_tokens(self) -> int:
+        """That a tile has room for."""
+        return self.box_tokens(self.tokens)
+
+    def boxes(self, num_tokens: int) -> Boxes:
+        return Boxes(self.rows, 1, self.box_tokens(num_tokens))
+
+    def box_tokens(self, num_tokens: int) -> int:
+        """Of a tile, and of a copy of x, of so many tokens in all; as wide.cu's Division has it."""
+        if self.token_tiles == 1:
+            return num_tokens
+        return _EIGHT * math.ceil(num_tokens / self.token_tiles / _EIGHT)
+
+    @cached_property
+    def parts(self) -> int:
+        """Of a tile's tokens, each multiplied by an instruction of its own."""
+        return 2 if self.groups == max(_GROUPS) and self.tile_tokens > _MOST_PART else 1
+
+    @cached_property
+    def num_tiles(self) -> int:
+        return math.ceil(self.kind.rows / self.rows) * self.token_tiles
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Undivided tiles are taken in turns by as many blocks as there are multiprocessors."""
+        return self.num_tiles * self.split if self.split > 1 else min(self.num_tiles, MULTIPROCESSORS)
+
+    @property
+    def num_threads(self) -> int:
+        """Of the warp groups that multiply, and of the one that loads."""
+        return 128 * (self.groups + 1)
+
+    @cached_property
+    def x_stages(self) -> int:
+        """Of the ring of x: as many as the weight's can have too."""
+        return min((_BLOCK_BYTES - self._other_bytes) // self._stage_bytes, self._steps, _MOST_STAGES)
+
+    @cached_property
+    def weight_stages(self) -> int:
+        """Of the weight's ring: what fits beside."""
+        room = _BLOCK_BYTES - self._other_bytes - self.x_stages * self.tile_tokens * _ROW_BYTES
+        return min(room // (self.rows * _ROW_BYTES), self._steps, _MOST_STAGES)
+
+    @property
+    def shared_bytes(self) -> int:
+        stages = self.weight_stages * self.rows + self.x_stages * self.tile_tokens
+        return stages * _ROW_BYTES + self._other_bytes
+
+    @property
+    def _steps(self) -> int:
+        """Stages of a tile, a block's."""
+        return self.kind.columns // _PANEL // self.split
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.rows + self.tile_tokens) * _ROW_BYTES
+
+    @property
+    def _sent_bytes(self) -> int:
+        """Of sums that a block is sent, at most."""
+        if self.split == 1:
+            return 0
+        unit = 32 if self.kind.gated else 16
+        own = math.ceil(math.ceil(self.tile_tokens / unit) / self.split)
+        return own * unit * self.rows * 4
+
+    @property
+    def _other_bytes(self) -> int:
+        """What the ring's alignment may cost, others' sums, what warps turn, factors and barriers."""
+        turned = 4 * self.groups * _WARP_BYTES
+        return 1024 + self._sent_bytes + turned + _MOST_TOKENS * 4 + (2 * _MOST_STAGES + 2) * 8
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it fits into a multiprocessor, its registers too, and its clusters into one wave."""
+        fits = self.tile_tokens <= _MOST_TOKENS and self.kind.columns // _PANEL % self.split == 0
+        has_registers = self.parts == 1 or not self.kind.residual  # residuals are in registers, as sums are
+        at_once = self.split == 1 or self.num_blocks <= MULTIPROCESSORS
+        return fits and has_registers and at_once and self.x_stages >= min(_LEAST_STAGES, self._steps)
+
+    @property
+    def cost(self) -> float:
+        """Of two tilings the one with less is the faster, as a rule."""
+        rows, tokens = self.rows, self.tile_tokens
+        products = rows * tokens * _PANEL / _PRODUCTS_A_CYCLE
+        read = self.groups * (_GROUP_ROWS * self.parts + tokens) + rows + tokens  # rows of shared memory, and written
+        turns = math.ceil(self.num_tiles * self.split / MULTIPROCESSORS)
+        wait = (_STAGE_CYCLES + self._stage_bytes / _STAGE_BYTES_A_CYCLE) / max(1, self.x_stages - 1)
+        cycles = turns * self._steps * max(products, read * _ROW_BYTES / _BYTES_A_CYCLE, wait)
+        read_kb = self.num_tiles * self.split * self._steps * self._stage_bytes / 1000
+        time = _BEGIN + cycles * _CYCLE + read_kb * _READ_KB
+        if self.split > 1:
+            time += rows * tokens * 2 / 1024 * _SENT_KB
+        return time * (1 + _TOKEN_TILE * (self.token_tiles - 1))
+
+    def constants(self) -> dict[str, int]:
+        return {
+            **self.kind.constants(),
+            "GROUPS": self.groups,
+            "TOKEN_TILES": self.token_tiles,
+            "TOKENS": self.tile_tokens,
+            "PARTS": self.parts,
+            "SPLIT": self.split,
+            "BLOCKS": self.num_blocks,
+            "NUM_THREADS": self.num_threads,
+            "SHARED_BYTES": self.shared_bytes,
+            "W_STAGES": self.weight_stages,
+            "X_STAGES": self.x_stages,
+        }
+
+    def preamble(self) -> str:
+        return multiply_add_all(self.tile_tokens // self.parts)
+
+
+@cache
+def choose(kind: LinearKind, tokens: int) -> WideTiling:
+    """The tiling for a bucket of tokens."""
+    return min(all_tilings(kind, tokens), key=lambda tiling: tiling.cost)
+
+
+def all_tilings(kind: LinearKind, tokens: int) -> Iterator[WideTiling]:
+    """Those that are possible."""
+    for groups, token_tiles, split in itertools.product(_GROUPS, _TOKEN_TILES, _SPLITS):
+        tiling = WideTiling(kind, tokens, groups, token_tiles, split)
+        if tiling.is_possible:
+            yield tiling

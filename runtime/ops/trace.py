@@ -1,0 +1,77 @@
+"""The op that stands for attention while a model is traced; a pass lowers it to runtime/ops/attention.py's
+attention_with_output.
+
+Tokens are flat and requests packed, so the op carries all that the interface of Transformers says about one call; what
+the op cannot express is named in `refusals` for the gate. Defined with torch.library's define/impl because calling a
+`torch.library.custom_op` imports Dynamo and Inductor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
+    " str refusals) -> Tensor"
+)
+
+
+def _attention_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    sm_scale: float,
+    logits_soft_cap: float,
+    window_left: int,
+    refusals: str,
+) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    sm_scale: float,
+    logits_soft_cap: float,
+    window_left: int,
+    refusals: str = "",
+) -> torch.Tensor:
+    """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
+
+    Args:
+        q: [T, H, D]; k: [T, Hk, D]; v: [T, Hk, Dv], H a multiple of Hk.
+        sinks: [H] or None: one more logit a head, which takes weight and gives no value.
+        sm_scale: factor on q·k.
+        logits_soft_cap: 0.0 for none, else cap * tanh(logits / cap).
+        window_left: -1 for none, else how many earlier tokens are seen besides the token itself.
+        refusals: ignored here.
+
+    Returns:
+        [T, H, Dv].
+    """
+    num_tokens, num_heads, _ = q.shape
+    group = num_heads // k.shape[1]
+    keys = k.repeat_interleave(group, dim=1)
+    values = v.repeat_interleave(group, dim=1)
+    logits = torch.einsum("qhd,khd->hqk", q, keys) * sm_scale
+    if logits_soft_cap > 0:
+        logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+    position = torch.arange(num_tokens, device=q.device)
+    distance = position[:, None] - position[None, :]
+    visible = distance >= 0
+    if window_left >= 0:
+        visible &= distance <= window_left
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink_logits = sinks.to(logits.dtype)[:, None, None].expand(-1, num_tokens, 1)
+        logits = torch.cat((logits, sink_logits), dim=-1)
+    weights = torch.softmax(logits.float(), dim=-1).to(q.dtype)[..., :num_tokens]
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+_LIBRARY.impl("attention", attention_reference, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::attention", _attention_fake, lib=_LIBRARY)

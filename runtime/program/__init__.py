@@ -1,0 +1,1 @@
+"""The stored program and how it runs."""

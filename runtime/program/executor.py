@@ -1,0 +1,291 @@
+"""Runs a program, cold or warm alike: names become slots, and each step learns which values die after it.
+
+Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.ops.attention import attention_with_output, cache_inputs
+from mllm_compile.runtime.program.spec import BATCH_INPUTS, ROW_INPUT, TOKEN_INPUTS, AttentionStep, PieceStep, Program
+
+PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+# (index of the buffer, q [T, H, D], (H, Dv)) → where attention writes its output [T, H, Dv]. Outputs that are alive at
+# the same time have different indices.
+OutputBuffers = Callable[[int, torch.Tensor, tuple[int, int]], torch.Tensor]
+
+
+class ProgramExecutor:
+    """Runs a program. Holds no batch state: safe inside a CUDA graph capture, values die at their last use."""
+
+    def __init__(
+        self, program: Program, pieces: Mapping[str, PieceFunction], weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """
+        Args:
+            program: what to run.
+            pieces: piece id → compiled function.
+            weights: name → tensor, in its final place.
+
+        Raises:
+            ArtifactError: a piece, a weight, a layer or a value that the program names is not there.
+        """
+        missing = _missing_names(program, pieces, weights)
+        if missing:
+            raise ArtifactError(f"the program needs {', '.join(missing[:5])}, which the runtime does not hold")
+        self.program = program
+        self.weights = dict(weights)
+        self._slots = {name: slot for slot, name in enumerate((*BATCH_INPUTS, *program.weights))}
+        self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
+        self._template += [self.weights[name] for name in program.weights]
+        self._steps = self._link(pieces)
+        # Indices of steps: the first that reads `logits_indices`, and the head. They are one step unless rows are
+        # gathered ahead of the head (gather_rows_early.py), by a piece that makes hidden states [..., S, hidden].
+        self._gather = self._first_row_step()
+        self._has_tail = self._gather + 1 < len(self._steps)
+        self._head = self._gather + 1 if self._has_tail else self._gather
+        # The slot of those hidden states; None where the head gathers.
+        self._hidden = self._slot_between(self._gather, self._head) if self._has_tail else None
+        self._output_buffers: OutputBuffers = _new_output
+
+    def set_output_buffers(self, buffers: OutputBuffers) -> None:
+        """Says where attentions write; CUDA graphs of pieces need fixed addresses there."""
+        self._output_buffers = buffers
+
+    def is_row_piece(self, index: int) -> bool:
+        """Whether the piece called at step `index` works on the S rows of logits in every step (the head)."""
+        return index >= self._head
+
+    def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
+        """Calls every piece through `wrap(piece id, index of the call, its compiled function)`, in place of a wrapper
+        from before."""
+        self._steps = [
+            replace(step, function=wrap(step.piece, step.index, step.compiled))
+            if isinstance(step, _LinkedPiece)
+            else step
+            for step in self._steps
+        ]
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """
+        Args:
+            inputs: `input_ids` [T] int64, `positions` [T] int64, `logits_indices` [S] int64.
+
+        Returns:
+            Logits [S, V] in the model's dtype.
+        """
+        return self.head(self.body(inputs), inputs["logits_indices"])
+
+    def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> list[Any]:
+        """Runs what works on the T tokens.
+
+        Args:
+            inputs: `input_ids` [T] int64, `positions` [T] int64.
+            all_rows: [T] int64, 0 to T - 1: what stands behind the row gather, the head apart, runs here for all
+                tokens, as a graph of T tokens has it; None: `head` runs it for the wanted ones.
+
+        Returns:
+            What `head` goes on from, any number of times.
+        """
+        values: list[Any] = self._template.copy()
+        values.extend([None] * (len(self._slots) - len(values)))
+        for name in TOKEN_INPUTS:
+            values[self._slots[name]] = inputs[name]
+        self._run(self._steps[: self._gather], values)
+        if all_rows is not None and self._has_tail:
+            values[self._slots[ROW_INPUT]] = all_rows
+            self._run(self._steps[self._gather : self._head], values)
+        return values
+
+    def map_body(self, body: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        """What `body` gave, with `change` applied to all that the program has computed."""
+        given = len(self._template)
+        return body[:given] + [None if value is None else change(value) for value in body[given:]]
+
+    def head(self, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] of the rows `logits_indices` [S] int64 of what `body` gave."""
+        values, start = body.copy(), self._gather
+        if self._hidden is not None and values[self._hidden] is not None:
+            values[self._hidden] = values[self._hidden].index_select(-2, logits_indices)
+            start = self._head
+        values[self._slots[ROW_INPUT]] = logits_indices
+        self._run(self._steps[start:], values)
+        return values[self._slots[self.program.output]]
+
+    def _run(self, steps: Sequence[_LinkedPiece | _LinkedAttention], values: list[Any]) -> None:
+        for step in steps:
+            step.run(values, self._output_buffers)
+            for slot in step.dead:
+                values[slot] = None
+
+    def _first_row_step(self) -> int:
+        """Where rows are gathered: what comes before does not know which are wanted."""
+        steps = enumerate(self.program.steps)
+        gathers = (index for index, step in steps if isinstance(step, PieceStep) and ROW_INPUT in step.inputs)
+        return next(gathers, len(self.program.steps))
+
+    def _slot_between(self, writer: int, reader: int) -> int:
+        """Of the one value that a step reads of another.
+
+        Raises:
+            ArtifactError: there is none, or there are several.
+        """
+        steps = self.program.steps
+        names = {name for name in steps[reader].reads if name in steps[writer].writes}
+        if len(names) != 1:
+            raise ArtifactError(f"step {reader} of the program reads {len(names)} values of the one before, not 1")
+        return self._slot(names.pop())
+
+    def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
+        """Names become slots; each step learns which values die after it."""
+        layers = {layer.name: layer for layer in self.program.layers}
+        attentions = [step for step in self.program.steps if isinstance(step, AttentionStep)]
+        leaving = {step.layer for step in attentions if step.unrotated is not None}
+        last_use = self._last_uses()
+        buffer_index = self._buffer_indices(last_use)
+        linked: list[_LinkedPiece | _LinkedAttention] = []
+        for index, step in enumerate(self.program.steps):
+            dead = tuple(self._slot(name) for name, last in last_use.items() if last == index)
+            if isinstance(step, PieceStep):
+                inputs = tuple(self._slot(name) for name in step.inputs)
+                outputs = tuple(self._slot(name) for name in step.outputs)
+                function = self._function(step.piece, pieces)
+                kv_of, may_leave = step.writes_kv_of, step.writes_kv_of in leaving
+                linked.append(
+                    _LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, may_leave, dead)
+                )
+            else:
+                q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
+                layer = layers[step.layer]
+                out_shape = (layer.num_heads, layer.v_head_dim)
+                buffer = buffer_index[step.out]
+                of = step.unrotated
+                unrotated = None if of is None else tuple(self._slot(name) for name in of.values)
+                eps = 0.0 if of is None else of.eps
+                linked.append(
+                    _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, unrotated, eps, dead)
+                )
+        return linked
+
+    def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
+        forms = self.program.small_forms.get(piece)
+        if not forms:
+            return pieces[piece]
+        small = [(form.max_size, pieces[form.piece]) for form in forms]
+        return _BySize(pieces[piece], small, forms[0].input, forms[0].dim)
+
+    def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
+        """Attention output → the lowest index whose last owner is dead; nearly always 0."""
+        free_after: list[int] = []
+        indices = {}
+        for index, step in enumerate(self.program.steps):
+            if isinstance(step, AttentionStep):
+                free = next((i for i, last in enumerate(free_after) if last < index), len(free_after))
+                free_after[free : free + 1] = [last_use.get(step.out, len(self.program.steps))]
+                indices[step.out] = free
+        return indices
+
+    def _slot(self, name: str) -> int:
+        return self._slots.setdefault(name, len(self._slots))
+
+    def _last_uses(self) -> dict[str, int]:
+        """Value → index of the last step that reads or makes it; weights, inputs and the output live on."""
+        keep = {*self.program.weights, *BATCH_INPUTS, self.program.output}
+        last: dict[str, int] = {}
+        for index, step in enumerate(self.program.steps):
+            last.update({name: index for name in (*step.reads, *step.writes) if name not in keep})
+        return last
+
+
+def _missing_names(
+    program: Program, pieces: Mapping[str, PieceFunction], weights: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """What the program names and neither the runtime nor an earlier step gives."""
+    layers = {layer.name for layer in program.layers}
+    known = {*BATCH_INPUTS, *program.weights}
+    missing = [name for name in program.weights if name not in weights]
+    for layer in program.decode_attention:
+        missing += [layer] if layer not in layers else []
+    missing += [piece for piece in program.piece_ids() if piece not in pieces]
+    for step in program.steps:
+        if isinstance(step, PieceStep):
+            missing += [step.writes_kv_of] if step.writes_kv_of not in {None, *layers} else []  # type: ignore[list-item]
+        elif step.layer not in layers:
+            missing.append(step.layer)
+        missing += [name for name in step.reads if name not in known]
+        known.update(step.writes)
+    if program.output not in known:
+        missing.append(program.output)
+    return list(dict.fromkeys(missing))
+
+
+def _new_output(index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    return q.new_empty((q.shape[0], *shape))
+
+
+@dataclass(slots=True)
+class _BySize:
+    """A piece with forms of its own for few tokens, smallest first."""
+
+    any_size: PieceFunction
+    small: list[tuple[int, PieceFunction]]
+    input: int
+    dim: int
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        size = inputs[self.input].shape[self.dim]
+        for max_size, function in self.small:
+            if size <= max_size:
+                return function(inputs)
+        return self.any_size(inputs)
+
+
+@dataclass(slots=True)
+class _LinkedPiece:
+    """A PieceStep whose values are slots of the executor's list of values."""
+
+    piece: str
+    index: int  # of the step
+    compiled: PieceFunction
+    function: PieceFunction  # compiled, or a wrapper around it
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    writes_kv_of: str | None  # the layer's name
+    may_leave_kv: bool  # in some steps attention writes it instead (ops.cache_inputs)
+    dead: tuple[int, ...]  # slots that no later step reads
+
+    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
+        inputs = [values[slot] for slot in self.inputs]
+        if self.writes_kv_of is not None:
+            inputs += cache_inputs(self.writes_kv_of, self.may_leave_kv)
+        results = self.function(inputs)
+        for slot, result in zip(self.outputs, results, strict=True):
+            values[slot] = result
+
+
+@dataclass(slots=True)
+class _LinkedAttention:
+    layer: str
+    out_shape: tuple[int, int]
+    saves_kv: bool
+    buffer_index: int
+    q: int
+    k: int
+    v: int
+    out: int
+    unrotated: tuple[int, ...] | None
+    eps: float
+    dead: tuple[int, ...]
+
+    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
+        q = values[self.q]
+        out = output_buffers(self.buffer_index, q, self.out_shape)
+        unrotated = None if self.unrotated is None else [values[slot] for slot in self.unrotated]
+        attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv, unrotated, self.eps)
+        values[self.out] = out

@@ -1,0 +1,56 @@
+"""What the runner is given to run: a model that can be loaded, and one that has been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionLayer
+from mllm_compile.runtime.attention.split.split_decode import Decoders
+from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoopPieces
+from mllm_compile.runtime.sampling.sampler import SamplingPieces
+
+
+class Executor(Protocol):
+    """A model as a function of flat tokens, in two halves. Runs inside a forward context."""
+
+    def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> Any:
+        """What works on tokens: {'input_ids': [T] int64, 'positions': [T] int64} → whatever `head` takes.
+
+        With `all_rows` (0 to T - 1, int64) as much as can be is done for all tokens, not by `head` for some."""
+
+    def head(self, body: Any, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V], in the model's dtype, of the tokens `logits_indices` [S] int64. May be called again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, ready to run inside a forward context."""
+
+    executor: Executor
+    eager: Executor | None = None  # the model as it was before it was compiled, where config.skip_compiled asks for it
+    layers: tuple[AttentionLayer, ...]  # by layer_id
+    decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
+    sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
+    decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    context_len: int  # positions that the model was made for
+
+
+class ModelSource(Protocol):
+    """Loads a model; handed to the runner, which knows nothing of artifacts and checkpoints."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """What load puts on the device."""
+
+    def load(self, device: torch.device) -> LoadedModel:
+        """Bring program and weights to `device`."""

@@ -1,0 +1,266 @@
+"""The compiled program: a list of steps over named values, as it is stored; free of torch. executor.py runs it.
+
+A step is a piece (a compiled function of tensors) or an attention (the op that reads the forward context). Values are
+the batch's inputs, weights by name, and what pieces give. Stored as JSON; how pieces become callables is pieces.py's.
+
+Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
+from mllm_compile.runtime.attention.hopper.shapes import kernel_from_json
+from mllm_compile.runtime.attention.split.splits import Splits
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel
+from mllm_compile.runtime.ops.stream_linear.linear import LinearTiling
+from mllm_compile.runtime.ops.stream_linear.shapes import tiling_from_json
+
+TOKEN_INPUTS = ("input_ids", "positions")
+ROW_INPUT = "logits_indices"
+BATCH_INPUTS = (*TOKEN_INPUTS, ROW_INPUT)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention of the model."""
+
+    name: str
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sm_scale: float
+    logits_soft_cap: float  # 0.0: none
+    window_left: int  # -1: none
+    sinks: str | None  # name of the weight that holds the sink logits, [H]
+
+
+@dataclass(frozen=True)
+class PieceStep:
+    """outputs = piece(inputs); inputs name values or weights. With `writes_kv_of` the piece writes that layer's keys
+    and values, and is given slots and cache behind its inputs; or no slots, and leaves it to attention
+    (ops.cache_inputs)."""
+
+    piece: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    writes_kv_of: str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class UnrotatedStep:
+    """What the piece before makes q and k of, for attention that does it itself (attention.base.Unrotated).
+
+    Attributes:
+        values: names of q, k, cos and sin, and of the norms' weights where there are some.
+        eps: of these norms.
+    """
+
+    values: tuple[str, ...]
+    eps: float
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache, to which k
+    and v are written unless the piece before has done so. With `unrotated` the piece may have left both to attention:
+    then it has not made q and k either."""
+
+    layer: str
+    q: str
+    k: str
+    v: str
+    out: str
+    saves_kv: bool = True
+    unrotated: UnrotatedStep | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.q, self.k, self.v, *(() if self.unrotated is None else self.unrotated.values))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
+
+Step = PieceStep | AttentionStep
+
+
+@dataclass(frozen=True)
+class SmallForm:
+    """A further form of a piece, for at most `max_size` tokens, or rows where the piece gathers them or comes behind.
+
+    `piece` is its id; how many there are is the size of dimension `dim` of input `input`.
+    """
+
+    piece: str
+    input: int
+    dim: int
+    max_size: int
+
+
+@dataclass(frozen=True)
+class DecodeForm:
+    """What computes a layer's attention in decodes of batches of some size.
+
+    Attributes:
+        most_sequences: requests x KV heads that it serves; None: any number.
+        piece: its id (ops/split_decode.py), or None: `kernels` decode.
+        splits: of the piece.
+        kernels: of runtime/attention/hopper/: those of clusters, one for each split, or the one of shares.
+    """
+
+    most_sequences: int | None = None
+    piece: str | None = None
+    splits: Splits | None = None
+    kernels: tuple[DecodeKernel, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kernels": [kernel.to_json() for kernel in self.kernels]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DecodeForm:
+        """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
+        splits = None if data["splits"] is None else Splits(**data["splits"])
+        form = cls(data["most_sequences"], data["piece"], splits, tuple(map(kernel_from_json, data["kernels"])))
+        if (form.piece is None) is not bool(form.kernels):
+            raise ValueError("a form of decode attention has a piece, or kernels")
+        return form
+
+
+@dataclass(frozen=True)
+class SamplingForms:
+    """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
+    from float32 scores.
+    """
+
+    dtype: str
+    greedy: str
+    from_logits: str
+    from_scores: str
+
+    def piece_ids(self) -> tuple[str, str, str]:
+        return self.greedy, self.from_logits, self.from_scores
+
+
+@dataclass(frozen=True)
+class DecodeLoopForms:
+    """The pieces that make the inputs of a captured decode ready, and choose and hand on its tokens."""
+
+    begin: str
+    end: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.begin, self.end
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
+
+    steps: tuple[Step, ...]
+    layers: tuple[LayerSpec, ...]
+    weights: tuple[str, ...]
+    output: str
+    small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
+    decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
+    sampling: SamplingForms | None = None
+    decode_loop: DecodeLoopForms | None = None
+    linears: tuple[LinearTiling, ...] = ()  # the kernels of runtime/ops/stream_linear/ that pieces call
+    gated_linears: tuple[GatedKernel, ...] = ()  # and those of runtime/ops/gated_linear/
+
+    def piece_ids(self) -> list[str]:
+        """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
+        decode loop."""
+        attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
+        sampling = () if self.sampling is None else self.sampling.piece_ids()
+        loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
+        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling, *loop]
+
+    def cuda_kernels(self) -> tuple[CudaKernel, ...]:
+        """Those that the runtime holds compiled by NVRTC."""
+        decodes = dict.fromkeys(kernel for form in self._decode_forms() for kernel in form.kernels)
+        return (*self.linears, *self.gated_linears, *decodes)
+
+    def _decode_forms(self) -> list[DecodeForm]:
+        return [form for forms in self.decode_attention.values() for form in forms]
+
+    def all_small_forms(self) -> list[SmallForm]:
+        """Those of every piece."""
+        return [form for forms in self.small_forms.values() for form in forms]
+
+    def step_pieces(self) -> list[str]:
+        """Distinct pieces that steps call, in order of first use."""
+        return list(dict.fromkeys(step.piece for step in self.steps if isinstance(step, PieceStep)))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps": [
+                {"op": "piece" if isinstance(step, PieceStep) else "attention", **asdict(step)} for step in self.steps
+            ],
+            "layers": [asdict(layer) for layer in self.layers],
+            "weights": list(self.weights),
+            "output": self.output,
+            "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
+            "decode_attention": {
+                layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
+            },
+            "sampling": None if self.sampling is None else asdict(self.sampling),
+            "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
+            "linears": [tiling.to_json() for tiling in self.linears],
+            "gated_linears": [kernel.to_json() for kernel in self.gated_linears],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Program:
+        """Raises ArtifactError for anything that to_json would not have written."""
+        try:
+            return cls(
+                steps=tuple(_step_from_json(step) for step in data["steps"]),
+                layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
+                weights=tuple(data["weights"]),
+                output=data["output"],
+                small_forms={
+                    piece: tuple(SmallForm(**form) for form in forms) for piece, forms in data["small_forms"].items()
+                },
+                decode_attention={
+                    layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
+                },
+                sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
+                decode_loop=None if data["decode_loop"] is None else DecodeLoopForms(**data["decode_loop"]),
+                linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
+                gated_linears=tuple(GatedKernel.from_json(kernel) for kernel in data["gated_linears"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ArtifactError(
+                f"the program is not one that this version writes ({error}); compile the model again"
+            ) from error
+
+
+def _step_from_json(data: dict[str, Any]) -> Step:
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "op"
+    }
+    if data["op"] == "piece":
+        return PieceStep(**fields)
+    if data["op"] == "attention":
+        unrotated = fields["unrotated"]
+        if unrotated is not None:
+            fields["unrotated"] = UnrotatedStep(tuple(unrotated["values"]), unrotated["eps"])
+        return AttentionStep(**fields)
+    raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")

@@ -1,0 +1,392 @@
+"""SamplingParams: what a user asks of one request, under vLLM's names and defaults, checked when it is made.
+
+Pure Python: no torch. The per-token fields are carried out by runtime/sampling/sampler.py, the stopping ones by the
+scheduler and the engine's detokenizer. Every field works or is refused here; none is accepted and ignored. Nothing
+below this looks at a value's range again, so each is checked as the float32 or int64 that it becomes on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.shown import shown
+
+MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
+MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
+# Looked for in every answer; bound what a request costs whoever makes it, and what the engine keeps of it.
+MAX_STOP_TEXTS = 64
+MAX_STOP_CHARACTERS = 4096  # of all of them together
+MAX_BAD_WORDS = 512  # texts; each is up to two phrases, which every step compares with the output
+MAX_BAD_WORD_TOKENS = 32
+_BAD_WORD_CHARACTERS = 1024
+_MOST_ALLOWED = 2**20  # more than any vocabulary has
+MAX_N = 1024
+MAX_BIAS = 100.0  # OpenAI's range
+# Of a vocabulary or a context: a larger number asks for no more than this, and would not fit the device's tables.
+_MOST_TOKENS = 2**31 - 1
+_ID_DIGITS = 10  # of the largest of them
+GREEDY_TEMPERATURE = 1e-5  # below it float32 logits / temperature is an argmax in all but name
+# The smallest that float32 holds to full precision; less would be 0 where kernels flush to zero, and keep no token. The
+# most probable token is above it in any vocabulary, so all smaller top_p keep that one alone, as it does.
+_LEAST_TOP_P = 2.0**-126
+
+# Names of vLLM, Transformers and OpenAI that likeness does not lead to ours, and what to do instead.
+_ELSEWHERE = {
+    "best_of": "Use n for several answers, with logprobs to choose the best by cumulative_logprob.",
+    "use_beam_search": "Beam search is not built; use n for several answers.",
+    "num_beams": "Beam search is not built; use n for several answers.",
+    "beam_width": "Beam search is not built; use n for several answers.",
+    "length_penalty": "Beam search is not built; use n for several answers.",
+    "early_stopping": "Beam search is not built; use n for several answers.",
+    "structured_outputs": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
+    "guided_decoding": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
+    "response_format": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
+    "logits_processors": "Use logit_bias, bad_words or allowed_token_ids.",
+    "bad_words_ids": "Use bad_words, which takes texts.",
+    "truncate_prompt_tokens": "Cut the prompt's token ids before the call.",
+    "output_kind": "Use Engine.stream for pieces of the answer, Engine.generate for all of it.",
+    "do_sample": "Use temperature=0 for greedy decoding.",
+    "max_new_tokens": "Did you mean max_tokens?",
+    "max_completion_tokens": "Did you mean max_tokens?",
+    "max_length": "Did you mean max_tokens, which counts the output alone?",
+    "min_new_tokens": "Did you mean min_tokens?",
+    "top_logprobs": "Did you mean logprobs?",
+}
+
+T = TypeVar("T")
+
+
+class FrozenBias(Mapping[int, float]):
+    """A logit_bias that nobody changes; equal to a dict of the same entries, hashable, and safe to pickle."""
+
+    __slots__ = ("_biases",)
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._biases = dict(biases)
+
+    def __getitem__(self, token_id: int) -> float:
+        return self._biases[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._biases)
+
+    def __len__(self) -> int:
+        return len(self._biases)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._biases.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._biases)
+
+
+def _tells_unknown_names(cls: type[T]) -> type[T]:
+    """Makes the constructor of a dataclass refuse unknown arguments with a RequestError that says what to use."""
+    create: Callable[..., None] = cls.__init__
+
+    @wraps(create)
+    def init(self: T, *args: object, **values: Any) -> None:
+        if args:
+            raise RequestError(f"SamplingParams: expected arguments by name, such as temperature=0, got {shown(args)}.")
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in known:
+                raise _unknown(name, known)
+        create(self, **values)
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+def _unknown(name: str, known: Sequence[str]) -> RequestError:
+    closest = get_close_matches(name, known, n=1)
+    instead = "Structured output is not built; allowed_token_ids restricts an answer to given tokens."
+    if name in _ELSEWHERE:
+        instead = _ELSEWHERE[name]
+    elif not name.startswith("guided_"):
+        instead = f"Did you mean {closest[0]}?" if closest else f"Known: {', '.join(known)}."
+    return RequestError(f"{name} is no field of SamplingParams. {instead}")
+
+
+@_tells_unknown_names
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, when it ends, and what is returned of it. Immutable; safe to share.
+
+    Order of the logits' way: logit_bias, penalties, what is forbidden (min_tokens, allowed_token_ids, bad_words), then
+    the greedy choice, or temperature, top_k, top_p, min_p (Transformers' order) and the draw.
+
+    Attributes:
+        n: Number of answers to the prompt, at most 1024; more than one needs temperature > 0, or all would be equal.
+        temperature: 0 (or anything under 1e-5) chooses the most probable token; up to 100.
+        top_p: Draw from the fewest most probable tokens whose probabilities reach this sum; in (0, 1]. Tokens as
+            probable as the last one kept are kept too.
+        top_k: Draw from this many most probable tokens (and those tied with the last); 0 or -1, kept as 0: from all.
+        min_p: Leave out tokens less probable than min_p times the most probable; in [0, 1].
+        presence_penalty: Subtracted once from the logit of each token in the output so far; in [-2, 2].
+        frequency_penalty: Subtracted from a token's logit for each time it is in the output so far; in [-2, 2].
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the prompt or the
+            output; in [0.01, 100], above 1 discourages.
+        logit_bias: Added to the logits of these token ids, which may be JSON's texts ("15"); each is clamped to
+            [-100, 100] as vLLM does; at most 1024 entries. Kept as a mapping that cannot be changed, or None.
+        allowed_token_ids: The only tokens that the output may have; end-of-sequence and stop_token_ids too only where
+            they are listed. Kept as a tuple, None: all.
+        bad_words: Texts whose tokens the output may not have one after another, at its beginning or in it: the last
+            token of each, with and without a space before the text, is forbidden where the output ends in those before.
+            At most 512. Kept as a tuple, empty when there are none.
+        seed: From 0 to 2**63 - 1: the same seed gives the same tokens whatever else is in the batch. None (or vLLM's
+            -1, kept as None): the engine gives the request a seed of its own.
+        stop: A text, or texts, that end the output; at most 64, of 4096 characters together. Kept as a tuple, empty
+            when there are none.
+        stop_token_ids: Token ids that end the output. Kept as a tuple, empty when there are none.
+        include_stop_str_in_output: Whether the stop text is part of the returned text.
+        min_tokens: End-of-sequence (unless ignore_eos) and stop_token_ids cannot be drawn before this many output
+            tokens; stop texts do not end the output before then either.
+        max_tokens: Most output tokens; None: as many as the model's context leaves.
+        ignore_eos: Go on after the end-of-sequence token.
+        logprobs: Return the log-probability of each output token and of this many most probable alternatives (0: of
+            the output token alone; at most 20). Of the model's own distribution: before bias, penalties, temperature
+            and filters. None: return none.
+        prompt_logprobs: The same for the tokens of the prompt but the first, which nothing predicts.
+        skip_special_tokens: Leave special tokens out of the text.
+        detokenize: Whether to make text at all; stop texts need it.
+
+    Raises:
+        RequestError: A value of the wrong type or out of range; names the field, what was expected and what came.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_distribution()
+        self._check_length_and_stops()
+        self._check_outputs()
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)  # the dataclass is frozen for everyone else
+
+    def _number(self, field: str, low: float, high: float, *, above_low: bool = False, hint: str = "") -> None:
+        self._set(field, _number(field, getattr(self, field), low, high, above_low=above_low, hint=hint))
+
+    def _integer(
+        self, field: str, low: int, high: int | None = None, *, optional: bool = False, hint: str = ""
+    ) -> None:
+        value = getattr(self, field)
+        if not (optional and value is None):
+            self._set(field, _integer(field, value, low, high, optional=optional, hint=hint))
+
+    def _check_distribution(self) -> None:
+        self._number("temperature", 0, 100, hint="Use 0 for greedy decoding.")
+        self._number("top_p", 0, 1, above_low=True, hint="Use 1 to turn it off.")
+        self._set("top_p", max(self.top_p, _LEAST_TOP_P))
+        self._integer("top_k", -1, hint="Use 0 or -1 to turn it off.")
+        self._set("top_k", min(max(self.top_k, 0), _MOST_TOKENS))
+        self._number("min_p", 0, 1, hint="Use 0 to turn it off.")
+        self._number("presence_penalty", -2, 2, hint="Use 0 to turn it off.")
+        self._number("frequency_penalty", -2, 2, hint="Use 0 to turn it off.")
+        self._number("repetition_penalty", 0.01, 100, hint="Use 1 to turn it off.")
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("allowed_token_ids", _allowed(self.allowed_token_ids))
+        self._set("bad_words", _bad_words(self.bad_words))
+        self._integer("seed", -1, 2**63 - 1, optional=True, hint="Use None to be given one.")
+        if self.seed == -1:
+            self._set("seed", None)
+        self._integer("n", 1, MAX_N)
+        if self.n > 1 and self.is_greedy:
+            raise _refused("n", "1 when temperature is 0", self.n, "Greedy answers would be equal; raise temperature.")
+
+    def _check_length_and_stops(self) -> None:
+        self._integer("max_tokens", 1, optional=True, hint="Use None for as many as the context leaves.")
+        self._integer("min_tokens", 0)
+        self._set("min_tokens", min(self.min_tokens, _MOST_TOKENS))
+        if self.max_tokens is not None:
+            self._set("max_tokens", min(self.max_tokens, _MOST_TOKENS))
+            self._integer("min_tokens", 0, self.max_tokens, hint="It cannot exceed max_tokens.")
+        self._set("stop", _stop_texts(self.stop))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+    def _check_outputs(self) -> None:
+        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True, hint="Use None for none.")
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True, hint="Use None for none.")
+        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, field), bool):
+                raise _refused(field, "True or False", getattr(self, field))
+        if self.stop and not self.detokenize:
+            raise _refused("stop", "no stop texts when detokenize is False", self.stop, "Use stop_token_ids instead.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most probable one, with no draw."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it beyond the model."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def of_answer(self, index: int) -> SamplingParams:
+        """Parameters of one of the n answers: its own seed; the prompt's log-probabilities come with the first alone.
+
+        They were checked when `self` was made, and are not checked again.
+        """
+        if self.n == 1:
+            return self
+        one = copy.copy(self)
+        one._set("n", 1)
+        if self.seed is not None:
+            one._set("seed", (self.seed + index) % 2**63)
+        if index:
+            one._set("prompt_logprobs", None)
+        return one
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse token ids that the model does not have; called at the door, where the model is known.
+
+        Raises:
+            RequestError: An id of logit_bias, stop_token_ids or allowed_token_ids is `vocab_size` or more.
+        """
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            largest = max(getattr(self, field) or (), default=0)
+            if largest >= vocab_size:
+                expected = f"token ids under {vocab_size}, the model's vocabulary size"
+                raise _refused(field, expected, largest, "Take ids from the model's own tokenizer.")
+
+
+def _refused(field: str, expected: str, got: object, hint: str = "") -> RequestError:
+    return RequestError(f"{field}: expected {expected}, got {shown(got)}. {hint}".rstrip())
+
+
+def _number(field: str, value: object, low: float, high: float, *, above_low: bool = False, hint: str = "") -> float:
+    """`value` as a float if it is a number in [low, high], or (low, high] with `above_low`."""
+    expected = "a number"
+    if math.isfinite(low):
+        expected += f" {'above' if above_low else 'from'} {low:g} {'up to' if above_low else 'to'} {high:g}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _refused(field, expected, value, hint)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        raise _refused(field, expected, value, hint) from None
+    if math.isnan(number) or not low <= number <= high or (above_low and number == low):
+        raise _refused(field, expected, value, hint)
+    return number
+
+
+def _integer(
+    field: str, value: object, low: int, high: int | None = None, *, optional: bool = False, hint: str = ""
+) -> int:
+    """`value` as an int if it is an integer (numpy's too, not bool) in [low, high]."""
+    expected = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if optional:
+        expected += " or None"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _refused(field, expected, value, hint)
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise _refused(field, expected, value, hint)
+    return number
+
+
+def _allowed(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    token_ids = _token_ids("allowed_token_ids", value, _MOST_ALLOWED)
+    if not token_ids:
+        raise _refused("allowed_token_ids", "at least one token id", value, "Use None to allow all.")
+    return tuple(sorted(set(token_ids)))
+
+
+def _bad_words(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
+        raise _refused("bad_words", "a list of texts or None", value)
+    if len(value) > MAX_BAD_WORDS:
+        raise _refused("bad_words", f"at most {MAX_BAD_WORDS} texts", len(value))
+    for word in value:
+        if not isinstance(word, str) or not word.strip():
+            raise _refused("bad_words", "texts that are not blank", word)
+        if len(word) > _BAD_WORD_CHARACTERS:
+            raise _refused("bad_words", f"texts of at most {_BAD_WORD_CHARACTERS} characters", word)
+    return tuple(value)
+
+
+def _token_ids(field: str, value: object, most: int = MAX_TOKEN_LIST) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
+        raise _refused(field, "a list of token ids or None", value)
+    if len(value) > most:
+        raise _refused(field, f"at most {most} token ids", len(value))
+    return tuple(_integer(f"{field}[{i}]", token_id, 0) for i, token_id in enumerate(value))
+
+
+def _logit_bias(value: object) -> FrozenBias | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _refused("logit_bias", "a dict of token id to bias or None", value)
+    if len(value) > MAX_TOKEN_LIST:
+        raise _refused("logit_bias", f"at most {MAX_TOKEN_LIST} entries", len(value))
+    biases = {_bias_token(token_id): _bias(token_id, bias) for token_id, bias in value.items()}
+    if len(biases) < len(value):
+        raise _refused("logit_bias", "each token id once", value, "5 and '5' are the same id.")
+    return FrozenBias(biases) if biases else None
+
+
+def _bias_token(token_id: object) -> int:
+    if isinstance(token_id, str) and token_id.isascii() and token_id.isdecimal() and len(token_id) <= _ID_DIGITS:
+        return int(token_id)
+    return _integer("logit_bias key", token_id, 0)
+
+
+def _bias(token_id: object, bias: object) -> float:
+    number = _number(f"logit_bias[{shown(token_id)}]", bias, -math.inf, math.inf)
+    return min(max(number, -MAX_BIAS), MAX_BIAS)
+
+
+def _stop_texts(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = (value,) if isinstance(value, str) else value
+    if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Sequence):
+        raise _refused("stop", "a text, a list of texts or None", value)
+    if len(texts) > MAX_STOP_TEXTS:
+        raise _refused("stop", f"at most {MAX_STOP_TEXTS} texts", len(texts), "Look for the others in the answer.")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise _refused("stop", "texts that are not empty", text, "Use None for no stop texts.")
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_STOP_CHARACTERS:
+        expected = f"texts of at most {MAX_STOP_CHARACTERS} characters together"
+        raise _refused("stop", expected, num_characters, "Shorter beginnings of them end an answer as well.")
+    return tuple(texts)

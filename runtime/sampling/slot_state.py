@@ -1,0 +1,20 @@
+"""What the device keeps of each row of the slot table from one step to the next."""
+
+from __future__ import annotations
+
+import torch
+
+from mllm_compile.runtime.sampling.state import SamplingState
+
+
+class SlotState:
+    """See the module's header. Always the same tensors: captured graphs read and write them.
+
+    Attributes:
+        last_tokens: [rows] int64, the newest token of each.
+        sampling: their sampling parameters.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.sampling = SamplingState(num_rows, vocab_size, device)

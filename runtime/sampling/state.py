@@ -1,0 +1,282 @@
+"""Sampling parameters of the running requests: a row a slot on the device, and host flags of what is in use.
+
+The step runner calls set_request at an admission and clear at a release; a step itself only gathers rows. Flags come
+from counts of features over the slots, kept as requests come and go: reading them costs the same whatever runs.
+
+Shape legend: S rows of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.penalties import TokenCounts
+from mllm_compile.runtime.sampling.token_additions import SlotAdditions
+from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases
+
+# Parameters in two tables, and what those hold for a slot without a request: greedy, everything off. Temperature and
+# seed are first: what is gathered of the first parameter is aligned as kernels of the program want it.
+_NEUTRAL_FLOATS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "log_min_p": -math.inf,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+_NEUTRAL_INTS = {"seed": 0, "top_k": 0, "min_tokens_end": 0, "count_row": 0, "is_greedy": 1}
+# Where the kernels of ops/decode_loop.py find what they read of the tables.
+NUM_FLOATS, NUM_INTS = len(_NEUTRAL_FLOATS), len(_NEUTRAL_INTS)
+TEMPERATURE = list(_NEUTRAL_FLOATS).index("temperature")
+SEED, IS_GREEDY = (list(_NEUTRAL_INTS).index(name) for name in ("seed", "is_greedy"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingFlags:
+    """What some running request asks for: decides which operations a step has, never what a row gets of them.
+
+    `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities. The default
+    is a greedy step; SamplingFlags(all_greedy=False) serves any mix of greedy and plain temperature rows.
+    """
+
+    all_greedy: bool = True
+    any_greedy: bool = True
+    needs_bias: bool = False
+    needs_penalties: bool = False
+    needs_min_tokens: bool = False
+    needs_allowed: bool = False
+    needs_bad_words: bool = False
+    needs_top_k: bool = False
+    needs_top_p: bool = False
+    needs_min_p: bool = False
+    max_logprobs: int | None = None
+
+    @property
+    def needs_filters(self) -> bool:
+        """Some row draws from a part of the vocabulary."""
+        return self.needs_top_k or self.needs_top_p or self.needs_min_p
+
+    @property
+    def chooses_plainly(self) -> bool:
+        """Every row takes the most probable token or draws by a temperature alone: a captured decode chooses those."""
+        return not (self.needs_filters or self.changes_logits)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Some row's largest logit may become another one."""
+        is_restricted = self.needs_min_tokens or self.needs_allowed or self.needs_bad_words
+        return self.needs_bias or self.needs_penalties or is_restricted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowParams:
+    """Parameters of a step's rows, each [S] on the device; what is off is neutral (see the neutral tables).
+
+    Attributes:
+        temperature: 1 for a greedy row, so that dividing by it is always right.
+        log_min_p: log(min_p), -inf when off.
+        min_tokens_end: The position from which on the request may end: prompt length + min_tokens.
+        count_row: Row of TokenCounts; 0 for a request without penalties.
+        is_greedy: 1 or 0.
+    """
+
+    slots: torch.Tensor  # int64
+    temperature: torch.Tensor  # float32, and so the next five
+    top_p: torch.Tensor
+    log_min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+    seed: torch.Tensor  # int64, and so the next four
+    top_k: torch.Tensor
+    min_tokens_end: torch.Tensor
+    count_row: torch.Tensor
+    is_greedy: torch.Tensor
+
+
+class SamplingState:
+    """What Sampler gathers from, and `flags`, what the active slots use.
+
+    Slots without a request (0, the padding row of captured graphs, among them) are greedy and neutral. The parameter
+    tables keep their addresses, so a captured graph may gather from them; call flush() before each replay.
+
+    Attributes:
+        flags: SamplingFlags of the active slots; replaced when a request comes or goes.
+        biases, forbidden: logit_bias, and the ids that min_tokens forbids, by slot.
+        allowed, phrases: allowed_token_ids, and the tokens of bad_words, by slot.
+        counts: Token counts of the requests with penalties, by count row.
+    """
+
+    def __init__(self, max_reqs: int, vocab_size: int, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.flags = SamplingFlags()
+        self.biases = SlotAdditions(max_reqs, self.device)
+        self.forbidden = SlotAdditions(max_reqs, self.device)
+        self.allowed = AllowedTokens(max_reqs, vocab_size, self.device)
+        self.phrases = ForbiddenPhrases(max_reqs, self.device)
+        self.counts = TokenCounts(vocab_size, self.device)
+        self._host_floats = np.tile(np.array(list(_NEUTRAL_FLOATS.values()), np.float32), (max_reqs, 1))
+        self._host_ints = np.tile(np.array(list(_NEUTRAL_INTS.values()), np.int64), (max_reqs, 1))
+        # [parameters, slots]: what is gathered of one parameter is contiguous, as kernels want it.
+        self._floats = upload(_transposed(self._host_floats), self.device)
+        self._ints = upload(_transposed(self._host_ints), self.device)
+        self._is_stale = False  # the host tables have changed since the last flush
+        self._active: dict[int, SamplingParams] = {}
+        self._uses: Counter[str] = Counter()  # feature → active slots that use it
+        self._num_logprobs: Counter[int] = Counter()  # alternatives → active slots that want as many
+
+    def set_request(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        default_seed: int,
+        *,
+        output_token_ids: Sequence[int] = (),
+        stop_ids: Collection[int] = (),
+        bad_phrases: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Take over the parameters of a request that was admitted, or re-admitted after a preemption.
+
+        Numbers reach the device with the next flush, all requests in one copy.
+
+        Args:
+            slot: The request's row; what it held before is cleared.
+            params: Of the request.
+            prompt_token_ids: The prompt alone, however much of it is recomputed.
+            default_seed: Used when params.seed is None; the same at a re-admission, or the request's draws change:
+                counter_rng.derive_seed(the engine's seed, a number that stays the request's own).
+            output_token_ids: Already generated, when it was preempted; penalties and bad_words look at them.
+            stop_ids: What min_tokens forbids: stop_token_ids, and end-of-sequence unless it is ignored.
+            bad_phrases: The tokens of params.bad_words, none of them empty.
+        """
+        if slot in self._active:
+            self._release(slot)
+        is_greedy = params.is_greedy
+        count_row = self.counts.allocate(prompt_token_ids, output_token_ids) if params.has_penalties else 0
+        self._host_floats[slot] = (
+            1.0 if is_greedy else params.temperature,
+            params.top_p,
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        seed = default_seed if params.seed is None else params.seed
+        self._host_ints[slot] = (seed, params.top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
+        self._active[slot] = params  # from here on what fails is taken back when the slot has another request
+        self._uses.update(_features(params))
+        if params.logprobs is not None:
+            self._num_logprobs[params.logprobs] += 1
+        self._changed()
+        if params.logit_bias is not None:
+            self.biases.set(slot, params.logit_bias)
+        if params.min_tokens > 0:
+            self.forbidden.set(slot, dict.fromkeys(sorted(stop_ids), -math.inf))
+        if params.allowed_token_ids is not None:
+            self.allowed.set(slot, params.allowed_token_ids)
+        if params.bad_words:
+            self.phrases.set(slot, bad_phrases, output_token_ids)
+
+    def clear(self, slot: int) -> None:
+        """The slot's request is over or preempted. A step of it that still runs, or is still queued, is harmless."""
+        self._release(slot)
+        self._changed()
+
+    def clear_all(self) -> None:
+        """As clear, for every slot that has a request."""
+        for slot in list(self._active):
+            self.clear(slot)
+
+    def flush(self) -> None:
+        """Bring the device tables up to date; does nothing when no request has come or gone.
+
+        Raises:
+            RuntimeError: There are changes while a CUDA graph is being captured: each replay would repeat their copy.
+        """
+        if not self._is_stale:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "sampling state: expected no changed requests while a CUDA graph is captured, got some; "
+                "call SamplingState.flush() before the capture."
+            )
+        self._floats.copy_(upload(_transposed(self._host_floats), self.device))
+        self._ints.copy_(upload(_transposed(self._host_ints), self.device))
+        self._is_stale = False
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[NUM_FLOATS, slots] float32 and [NUM_INTS, slots] int64, as of the last flush; always these tensors."""
+        return self._floats, self._ints
+
+    def gather(self, slots: torch.Tensor) -> RowParams:
+        """Parameters of these slots, as the last flush left them. slots: [S] int64."""
+        floats = dict(zip(_NEUTRAL_FLOATS, self._floats[:, slots].unbind(0), strict=True))
+        ints = dict(zip(_NEUTRAL_INTS, self._ints[:, slots].unbind(0), strict=True))
+        return RowParams(slots=slots, **floats, **ints)
+
+    def _release(self, slot: int) -> None:
+        params = self._active.pop(slot)
+        self._uses.subtract(_features(params))
+        if params.logprobs is not None:
+            self._num_logprobs[params.logprobs] -= 1
+        if params.has_penalties:
+            self.counts.free(int(self._host_ints[slot, list(_NEUTRAL_INTS).index("count_row")]))
+        if params.logit_bias is not None:
+            self.biases.set(slot, {})
+        if params.min_tokens > 0:
+            self.forbidden.set(slot, {})
+        if params.allowed_token_ids is not None:
+            self.allowed.clear(slot)
+        if params.bad_words:
+            self.phrases.set(slot, ())
+        self._host_floats[slot] = list(_NEUTRAL_FLOATS.values())
+        self._host_ints[slot] = list(_NEUTRAL_INTS.values())
+
+    def _changed(self) -> None:
+        self._is_stale = True
+        uses = self._uses
+        self.flags = SamplingFlags(
+            all_greedy=not uses["random"],
+            any_greedy=uses["greedy"] > 0,
+            needs_bias=uses["bias"] > 0,
+            needs_penalties=uses["penalties"] > 0,
+            needs_min_tokens=uses["min_tokens"] > 0,
+            needs_allowed=uses["allowed"] > 0,
+            needs_bad_words=uses["bad_words"] > 0,
+            needs_top_k=uses["top_k"] > 0,
+            needs_top_p=uses["top_p"] > 0,
+            needs_min_p=uses["min_p"] > 0,
+            max_logprobs=max((number for number, slots in self._num_logprobs.items() if slots), default=None),
+        )
+
+
+def _transposed(table: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(table.T)
+
+
+def _features(params: SamplingParams) -> list[str]:
+    """What this request makes a step do. Filters keep the most probable token, so a greedy request has none."""
+    is_random = not params.is_greedy
+    used = {
+        "random": is_random,
+        "greedy": params.is_greedy,
+        "bias": params.logit_bias is not None,
+        "penalties": params.has_penalties,
+        "min_tokens": params.min_tokens > 0,
+        "allowed": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "top_k": is_random and params.top_k > 0,
+        "top_p": is_random and params.top_p < 1,
+        "min_p": is_random and params.min_p > 0,
+    }
+    return [feature for feature, is_used in used.items() if is_used]

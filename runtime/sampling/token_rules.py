@@ -1,0 +1,110 @@
+"""Tokens that a request may not have next: all but a list (allowed_token_ids), or the ends of phrases (bad_words).
+
+Both add -inf to logits on the device, so that what is no number stays none. A phrase is compared with the newest tokens
+of the output, which stay on the device too: a step may be planned before the host knows the tokens of the one before.
+
+Shape legend: S rows of a step, N rows of masks, K phrases of a slot, H tokens before the last of the longest, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from mllm_compile.runtime.device.upload import upload
+
+# In the place of a phrase's token, and of a token of the output; ids are 0 and above.
+_ANY, _NEVER, _NO_OUTPUT = -2, -3, -1
+
+
+class AllowedTokens:
+    """Masks of the vocabulary for slots that may have listed tokens only; V bytes each, handed out as needed.
+
+    Slots without one point to row 0, which allows all.
+    """
+
+    def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
+        self._masks = torch.ones(1, vocab_size, dtype=torch.bool, device=device)  # [N, V]
+        self._row_of_slot = torch.zeros(max_reqs, dtype=torch.int64, device=device)
+        self._rows: dict[int, int] = {}  # the same on the host, of slots that have one
+        self._free: list[int] = []
+
+    def set(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Allow the slot these tokens alone."""
+        if not self._free:
+            self._grow()
+        row = self._rows[slot] = self._free.pop()
+        ids = upload(np.asarray(token_ids, np.int64), self._masks.device)
+        self._masks[row].zero_().index_fill_(0, ids, True)
+        self._row_of_slot[slot] = row
+
+    def clear(self, slot: int) -> None:
+        """Allow the slot all tokens again. A step in flight may still read its mask: it is changed after that step."""
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+            self._row_of_slot[slot] = 0
+
+    def forbid_others(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add -inf to all logits but those of a slot's tokens, in place. logits: [S, V] float32; slots: [S] int64."""
+        logits.add_(torch.where(self._masks[self._row_of_slot[slots]], 0.0, -torch.inf))
+
+    def _grow(self) -> None:
+        old = self._masks.shape[0]
+        self._masks = torch.cat([self._masks, torch.zeros_like(self._masks)])
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+
+
+class ForbiddenPhrases:
+    """Token sequences whose last token is forbidden where the output ends in those before. K and H grow as needed."""
+
+    def __init__(self, max_reqs: int, device: torch.device) -> None:
+        self._last_ids = torch.zeros(max_reqs, 0, dtype=torch.int64, device=device)  # [slots, K]
+        self._prefixes = torch.zeros(max_reqs, 0, 1, dtype=torch.int32, device=device)  # [slots, K, H]
+        self._outputs = torch.zeros(max_reqs, 1, dtype=torch.int32, device=device)  # [slots, H], the newest last
+
+    def set(self, slot: int, phrases: Sequence[Sequence[int]], output_token_ids: Sequence[int] = ()) -> None:
+        """Make these the slot's phrases, none of them empty; without any it is cleared.
+
+        Args:
+            output_token_ids: of the request so far.
+        """
+        self._widen(len(phrases), max((len(phrase) - 1 for phrase in phrases), default=0))
+        _, num_phrases, width = self._prefixes.shape
+        last_ids = np.zeros(num_phrases, np.int64)
+        prefixes = np.full((num_phrases, width), _NEVER, np.int32)
+        for index, phrase in enumerate(phrases):
+            last_ids[index] = phrase[-1]
+            prefixes[index] = [_ANY] * (width - len(phrase) + 1) + list(phrase[:-1])
+        newest = list(output_token_ids[-width:])
+        outputs = np.array([_NO_OUTPUT] * (width - len(newest)) + newest, np.int32)
+        device = self._outputs.device
+        self._last_ids[slot] = upload(last_ids, device)
+        self._prefixes[slot] = upload(prefixes, device)
+        self._outputs[slot] = upload(outputs, device)
+
+    def forbid(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add -inf to the ends of phrases that outputs begin, in place. logits: [S, V] float32; slots: [S] int64."""
+        prefixes = self._prefixes[slots]
+        begins = ((prefixes == self._outputs[slots][:, None]) | (prefixes == _ANY)).all(dim=-1)
+        logits.scatter_add_(1, self._last_ids[slots], torch.where(begins, -torch.inf, 0.0))
+
+    def record(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Take one output token a row into account. slots, token_ids: [S] int64; slot 0 may occur many times."""
+        newest = torch.cat([self._outputs[slots, 1:], token_ids[:, None].to(torch.int32)], dim=1)
+        self._outputs.index_copy_(0, slots, newest)
+
+    def _widen(self, num_phrases: int, num_before: int) -> None:
+        _, count, width = self._prefixes.shape
+        more = max(0, (1 << (num_phrases - 1).bit_length()) - count) if num_phrases else 0
+        longer = max(0, num_before - width)
+        if more:
+            self._last_ids = pad(self._last_ids, (0, more))
+            self._prefixes = pad(self._prefixes, (0, 0, 0, more), value=_NEVER)
+        if longer:
+            # What was forbidden before looks back no further: an entry that never matches still has its own column.
+            self._prefixes = pad(self._prefixes, (longer, 0), value=_ANY)
+            self._outputs = pad(self._outputs, (longer, 0), value=_NO_OUTPUT)

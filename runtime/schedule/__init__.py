@@ -1,0 +1,1 @@
+"""Who runs in the next step, and on which pages. Free of torch."""

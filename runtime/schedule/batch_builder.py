@@ -1,0 +1,96 @@
+"""Puts a planned step into arrays: the decodes' constant part, kept between steps, and the chunks of prompts behind it.
+
+What goes into a step is scheduler.py's decision. Free of torch. R rows, N page writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+
+NO_TOKENS = np.empty(0, dtype=np.int64)
+NO_TOKENS.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """The constant part of decode-only batches, made anew only when the set of decoding requests changes."""
+
+    requests: list[Request]
+    rows: np.ndarray
+    num_new: np.ndarray
+    sample_mask: np.ndarray
+    prompt_logprob_rows: np.ndarray
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> DecodeRows:
+        count = len(requests)
+        made = cls(
+            requests,
+            np.array([request.slot for request in requests], dtype=np.int32),
+            np.ones(count, dtype=np.int32),
+            np.ones(count, dtype=bool),
+            np.zeros(count, dtype=bool),
+        )
+        for shared in (made.rows, made.num_new, made.sample_mask, made.prompt_logprob_rows):
+            shared.setflags(write=False)
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """One row of prompt tokens."""
+
+    request: Request
+    start: int  # tokens computed before
+    token_ids: np.ndarray  # [length] int64
+    is_last: bool  # reaches the end of what is to be prefilled, so a token is sampled
+
+
+def build_batch(
+    step_id: int,
+    decodes: DecodeRows,
+    decode_prefix_lens: np.ndarray,
+    chunks: list[Chunk],
+    page_writes: tuple[np.ndarray, np.ndarray, np.ndarray],
+    cleared_pages: np.ndarray,
+    admitted: list[Request],
+) -> ScheduledBatch:
+    """The batch of one step; without chunks it shares all that is constant with the steps around it."""
+    requests, rows, num_new, prefix_lens = decodes.requests, decodes.rows, decodes.num_new, decode_prefix_lens
+    sample_mask, prompt_logprob_rows = decodes.sample_mask, decodes.prompt_logprob_rows
+    prefill_token_ids = NO_TOKENS
+    if chunks:
+        requests = requests + [chunk.request for chunk in chunks]
+        rows = _append(rows, [chunk.request.slot for chunk in chunks])
+        num_new = _append(num_new, [chunk.token_ids.size for chunk in chunks])
+        prefix_lens = _append(prefix_lens, [chunk.start for chunk in chunks])
+        sample_mask = _append(sample_mask, [chunk.is_last for chunk in chunks])
+        prompt_logprob_rows = _append(prompt_logprob_rows, [chunk.request.needs_prompt_logprobs for chunk in chunks])
+        prefill_token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
+    page_rows, page_positions, page_ids = page_writes
+    return ScheduledBatch(
+        step_id=step_id,
+        requests=requests,
+        rows=rows,
+        num_new=num_new,
+        prefix_lens=prefix_lens,
+        num_decodes=len(decodes.requests),
+        num_tokens=len(decodes.requests) + prefill_token_ids.size,
+        page_rows=page_rows,
+        page_positions=page_positions,
+        page_ids=page_ids,
+        cleared_pages=cleared_pages,
+        prefill_token_ids=prefill_token_ids,
+        sample_mask=sample_mask,
+        prompt_logprob_rows=prompt_logprob_rows,
+        admitted=admitted,
+    )
+
+
+def _append(array: np.ndarray, values: list) -> np.ndarray:
+    return np.concatenate([array, np.array(values, dtype=array.dtype)])

@@ -1,0 +1,177 @@
+"""Which pages each running request holds: the host's page tables over the allocator and the prefix cache.
+
+A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. Of two requests
+that compute the same prefix at once one is published first; the other's pages stay private until it is released, so a
+row's page never changes under a step in flight, and no request ever holds a page more than its tokens need. Policy is
+scheduler.py's.
+
+Pages may be given away while a step that writes them is in flight: steps run in order on one stream, so the next
+owner's writes come later. Shape legend: P pages of a row, N page writes. Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
+from mllm_compile.runtime.schedule.prefix_cache import PageNode, RadixCache, Salt
+
+_NONE = np.empty(0, dtype=np.int32)
+_NONE.setflags(write=False)
+
+
+class PageTables:
+    """Page tables of `num_rows` rows; the writes made since the last take_writes are what the device lacks."""
+
+    def __init__(self, num_rows: int, max_pages_per_row: int, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = TokenToKVPoolAllocator(num_pages, page_size)
+        self.cache = RadixCache(page_size)
+        self.table = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
+        self.num_pages = np.zeros(num_rows, dtype=np.int32)
+        self.capacity = np.zeros(num_rows, dtype=np.int32)  # num_pages * page_size, tokens
+        self._paths: list[PageNode | None] = [None] * num_rows
+        self._path_pages = [0] * num_rows  # length of the path
+        self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._to_clear: list[np.ndarray] = []
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had at once: the free ones and those that the cache would give up."""
+        return self.allocator.available_pages + self.cache.evictable_pages
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that requests hold, shared ones counted once."""
+        return self.allocator.usable_pages - self.available_pages
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def private_pages(self, row: int) -> int:
+        """Pages that can be had again for certain once the row is released."""
+        return int(self.num_pages[row]) - self._path_pages[row]
+
+    def attach_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> int:
+        """Start an empty row with the longest cached prefix of `token_ids`, locked. Returns its pages.
+
+        Undo it with release. The device's page table hears of it with write_prefix.
+        """
+        node, pages = self.cache.match_prefix(token_ids, salt)
+        self.cache.lock(node)
+        self._paths[row] = node
+        self._path_pages[row] = pages.size
+        self.table[row, : pages.size] = pages
+        self._set_num_pages(row, pages.size)
+        return pages.size
+
+    def write_prefix(self, row: int) -> None:
+        """Note the row's present pages as writes."""
+        count = int(self.num_pages[row])
+        if count:
+            self._note(row, 0, self.table[row, :count].copy())
+
+    def grow(self, row: int, count: int) -> None:
+        """Give the row `count` more pages; they must be available."""
+        if count <= 0:
+            return
+        pages = self._take(count)
+        start = int(self.num_pages[row])
+        self.table[row, start : start + count] = pages
+        self._set_num_pages(row, start + count)
+        self._note(row, start, pages)
+
+    def grow_each(self, rows: np.ndarray) -> None:
+        """Give each of the rows [n] one more page; n must be available."""
+        if rows.size == 0:
+            return
+        pages = self._take(rows.size)
+        positions = self.num_pages[rows]
+        self.table[rows, positions] = pages
+        self.num_pages[rows] = positions + 1
+        self.capacity[rows] += self.page_size
+        self._writes.append((rows, positions, pages))
+
+    def take_writes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The page writes since the last call: rows, positions, page ids, each [N] int32."""
+        writes, self._writes = self._writes, []
+        if not writes:
+            return _NONE, _NONE, _NONE
+        if len(writes) == 1:
+            return writes[0]
+        rows, positions, pages = (np.concatenate(parts) for parts in zip(*writes, strict=True))
+        return rows, positions, pages
+
+    def take_cleared(self) -> np.ndarray:
+        """Pages [N] int32 given up since the last call that must be zeroed before they serve again."""
+        cleared, self._to_clear = self._to_clear, []
+        return np.unique(np.concatenate(cleared)) if cleared else _NONE
+
+    def publish(self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt) -> None:
+        """Let others reuse the row's full pages: the first `num_written` of its tokens have their KV written.
+
+        Does nothing where another row has published the next page already: to go on below it would lock that page as
+        well, and a request that fits alone would no longer do so.
+        """
+        start, end = self._path_pages[row], num_written // self.page_size
+        if end <= start:
+            return
+        tokens = token_ids[start * self.page_size : end * self.page_size]
+        if not self.cache.has_next(self._paths[row], tokens, salt):
+            pages = self.table[row, start:end]
+            self._paths[row], _ = self.cache.extend(self._paths[row], tokens, pages, salt)
+            self._path_pages[row] = end
+
+    def publish_and_release(
+        self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt
+    ) -> None:
+        """Give up the row's pages, the written full ones to the cache, save those that it has from another row."""
+        start, end = self._path_pages[row], num_written // self.page_size
+        if end > start:
+            tokens = token_ids[start * self.page_size : end * self.page_size]
+            self._paths[row], duplicates = self.cache.extend(self._paths[row], tokens, self.table[row, start:end], salt)
+            self._path_pages[row] = end
+            self.allocator.free(duplicates)
+        self.release(row)
+
+    def release(self, row: int) -> None:
+        """Give up the row's pages: private ones become free, those of its path evictable unless others hold them."""
+        self.allocator.free(self.table[row, self._path_pages[row] : self.num_pages[row]])
+        self.cache.unlock(self._paths[row])
+        self._paths[row] = None
+        self._path_pages[row] = 0
+        self._set_num_pages(row, 0)
+
+    def discard(self, row: int) -> None:
+        """As release, of KV that may hold NaN: pages that nobody else has are cleared before they serve again.
+
+        A kernel may read a page to its end: of what lies behind a request's last token 0 * NaN would reach it.
+        """
+        path = [node.page for node in self.cache.path_of(self._paths[row]) if node.locks == 1]
+        private = self.table[row, self._path_pages[row] : self.num_pages[row]].copy()
+        self._to_clear += [np.array(path, dtype=np.int32), private]
+        self.release(row)
+
+    def forget(self, token_ids: Sequence[int], salt: Salt) -> None:
+        """Let nobody begin with KV of the first page of these tokens, nor with any behind it: it may hold NaN."""
+        self._to_clear.append(self.cache.forget(token_ids, salt))
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes; what running requests share stays theirs."""
+        self.allocator.free(self.cache.flush())
+
+    def _take(self, count: int) -> np.ndarray:
+        shortage = count - self.allocator.available_pages
+        if shortage > 0:
+            self.allocator.free(self.cache.evict(shortage))
+        return self.allocator.allocate(count)
+
+    def _set_num_pages(self, row: int, count: int) -> None:
+        self.num_pages[row] = count
+        self.capacity[row] = count * self.page_size
+
+    def _note(self, row: int, start: int, pages: np.ndarray) -> None:
+        positions = np.arange(start, start + pages.size, dtype=np.int32)
+        self._writes.append((np.full(pages.size, row, dtype=np.int32), positions, pages))

@@ -1,0 +1,87 @@
+"""One generation request and what has become of it: tokens, progress, times.
+
+The scheduler alone changes the state fields; the engine reads them and fills the log-probabilities. Free of torch, so
+that the whole scheduling policy can be tested without it. Read next: scheduled_batch.py, scheduler.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.sampling.params import SamplingParams
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+class RequestStatus(Enum):
+    """WAITING: new or preempted. RUNNING: holds a slot and pages. FINISHED: gets no further token."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+# Not compared by value: two requests are never the same one, and lists of requests are searched by identity.
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """A request; the first eight fields are the caller's, the rest is state.
+
+    Times are time.monotonic() seconds; None until the thing has happened.
+    """
+
+    request_id: str  # for people; the scheduler knows requests by identity
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0  # lower is more urgent, as in vLLM
+    arrival_time: float = field(default_factory=time.monotonic)
+    bad_phrases: tuple[tuple[int, ...], ...] = ()  # the tokens of params.bad_words
+    cache_salt: tuple[Hashable, ...] = ()  # whatever else changes the KV: requests share pages within one salt only
+
+    status: RequestStatus = RequestStatus.WAITING
+    # Row of ReqToTokenPool, -1 when it has none. A request preempted while a step of its is in flight is WAITING but
+    # keeps its row until that step is over: the row's token still comes in.
+    slot: int = -1
+    sequence: int = -1  # order of arrival at the scheduler; with priority the order of service
+    max_new_tokens: int = 0  # max_tokens clipped to what fits; set by Scheduler.add
+    num_computed_tokens: int = 0  # tokens whose KV is known to be written; 0 again after a preemption
+    num_cached_tokens: int = 0  # prefix hit of the first admission
+    num_preemptions: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # 'stop', 'length' or 'abort'
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for an EOS token
+    output_logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    is_broken: bool = False  # its logits were no numbers: its KV may be none either
+    stop_ids: frozenset[int] = field(init=False)  # ids that end it: stop_token_ids, and EOS unless ignored
+
+    def __post_init__(self) -> None:
+        stop_ids = frozenset(self.params.stop_token_ids or ())
+        self.stop_ids = stop_ids if self.params.ignore_eos else stop_ids | self.eos_token_ids
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and output so far, a new list: what a recompute prefills, and what a repetition penalty counts."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Prompt log-probabilities were asked for and have not all come yet (an output token means they have)."""
+        return self.params.prompt_logprobs is not None and not self.output_token_ids
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Sort key: the smaller is served first and preempted last."""
+        return (self.priority, self.sequence)

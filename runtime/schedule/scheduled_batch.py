@@ -1,0 +1,74 @@
+"""What the scheduler hands to the step runner (ScheduledBatch) and gives back once its tokens are known (UpdateResult).
+
+Shape legend: R requests of the step in row order, decodes first; N pages newly written to page tables; T_prefill
+tokens of the rows after the decodes. All arrays are numpy on the host. Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.schedule.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScheduledBatch:
+    """One step's work. Never change its arrays or lists: a steady batch shares them with the steps before and after.
+
+    While the set of decoding requests stays the same, `requests`, `rows`, `num_new`, `sample_mask` and
+    `prompt_logprob_rows` of decode-only batches are the very same objects, so what is derived from them (sampling
+    flags, uploaded row indices) may be kept as long as `batch.requests is previous.requests`.
+
+    A decode row's input id is the last token sampled for that slot, which is on the device and perhaps nowhere else.
+    Page writes come before anything reads the page table; they only concern rows of this batch.
+    """
+
+    step_id: int  # 0, 1, 2, … one per batch; steps run, and are updated, in this order
+    requests: list[Request]
+    rows: np.ndarray  # [R] int32: rows (slots) of ReqToTokenPool, each ≥ 1
+    num_new: np.ndarray  # [R] int32: tokens computed in this step; 1 for a decode
+    prefix_lens: np.ndarray  # [R] int32: tokens already in the KV; new token j of a row has position prefix_len + j
+    num_decodes: int  # the first rows
+    num_tokens: int  # sum of num_new
+    # A batch of decodes alone writes only pages that begin with a new token: captured ones know them by its slot.
+    page_rows: np.ndarray  # [N] int32: row of each page write (cached pages of newly admitted requests are among them)
+    page_positions: np.ndarray  # [N] int32: index of the page within its row
+    page_ids: np.ndarray  # [N] int32
+    cleared_pages: (
+        np.ndarray
+    )  # int32: pages to be zeroed before anything else of this step: what is no number was there
+    prefill_token_ids: np.ndarray  # [T_prefill] int64: input ids of rows num_decodes…R-1, one after another
+    sample_mask: np.ndarray  # [R] bool: False for a chunk that does not reach the end of its tokens
+    prompt_logprob_rows: np.ndarray  # [R] bool: logits of every new token of the row are wanted, not of the last alone
+    # Requests that got their slot in this step, new and resumed ones: (re)make the slot's sampling state from
+    # prompt_token_ids and output_token_ids before sampling.
+    admitted: list[Request]
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.requests)
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """[R] int32: tokens in the KV after this step."""
+        return self.prefix_lens + self.num_new
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class UpdateResult:
+    """What one step brought.
+
+    `accepted` are the indices of the batch's rows whose token was appended to its request; all other rows' tokens are
+    to be dropped (a chunk in the middle of a prompt, or a request that had ended while the step was in flight).
+    `finished` are the requests that this update ended, by a stop token or by their length; `broken` those that it ended
+    because their logits were no numbers.
+    """
+
+    accepted: list[int]
+    finished: list[Request]
+    broken: list[Request]

@@ -1,0 +1,480 @@
+"""Which requests run in the next step, and what becomes of them when its tokens are known.
+
+The policy: decodes first, then chunks of prompts under the token budget, then admissions, most urgent first (priority,
+then arrival). When pages run out the least urgent running request is preempted and later recomputed. The most urgent
+running request always moves, which is why nothing starves.
+
+Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on, save where
+its length ends it, which the host can count. A request found finished while a later step of its is in flight keeps its
+slot and pages until that step's update, and that step's token is dropped. A preempted one gives its pages up at once
+(steps run in order on one stream), keeps its slot until its last step is over, and keeps that step's token.
+
+Read first: request.py, scheduled_batch.py, page_tables.py. Single-threaded; free of torch. R rows of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.batch_builder import NO_TOKENS, Chunk, DecodeRows, build_batch
+from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
+from mllm_compile.runtime.schedule.page_tables import PageTables
+from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+
+_URGENCY = attrgetter("urgency")
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix cache and preemption. See the module's header."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        num_rows = config.max_running_requests + 1
+        max_pages = -(-config.max_tokens_per_request // config.page_size)
+        self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size)
+
+        self._requests: set[Request] = set()  # all that are not finished
+        self._waiting: list[Request] = []  # by urgency
+        self._prefilling: list[Request] = []  # by urgency
+        self._decoding: list[Request] = []
+        self._decode_rows: DecodeRows | None = None  # of _decoding; None: to be made anew
+
+        self._owners: list[Request | None] = [None] * num_rows  # by slot
+        self._free_slots = list(range(num_rows - 1, 0, -1))
+        self._leaving: set[int] = set()  # slots that get no further step and wait for their last one's update
+        self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by slot
+        # By slot, once all scheduled steps are over: tokens with KV, that number after which no step is left, and the
+        # steps not updated yet.
+        self._computed = np.zeros(num_rows, dtype=np.int32)
+        self._last_computed = np.zeros(num_rows, dtype=np.int32)
+        self._in_flight = np.zeros(num_rows, dtype=np.int32)
+
+        self._next_sequence = 0
+        self._next_step = 0
+        self._next_update = 0
+        # Admission can only succeed anew after pages, slots or cached prefixes changed hands.
+        self._changes = 0
+        self._blocked: tuple[Request, int] | None = None
+        self._prefix_queried_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._preemptions = 0
+        self._recomputed_tokens = 0
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; sets its sequence and max_new_tokens (max_tokens clipped to max_model_len).
+
+        Raises:
+            RequestError: the prompt is empty, or it could never fit.
+        """
+        request.max_new_tokens = self.config.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
+        request.sequence = self._next_sequence
+        self._next_sequence += 1
+        self._requests.add(request)
+        insort(self._waiting, request, key=_URGENCY)
+
+    def abort(self, request: Request) -> bool:
+        """End a request with finish_reason 'abort'. False: it has ended already."""
+        return self.finish(request, "abort")
+
+    def finish(self, request: Request, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
+        """End a request from outside, as for a stop string in its text. False: it has ended already.
+
+        A token of its that is in flight is dropped; slot and pages come back once that step is updated.
+        """
+        if reason not in FINISH_REASONS:
+            raise ValueError(f"finish reason {reason!r}; expected one of {', '.join(FINISH_REASONS)}")
+        if request not in self._requests:
+            return False
+        self._end(request, reason, stop_reason)
+        return True
+
+    def has_work(self) -> bool:
+        """Requests that are not finished, or finished ones whose last step is still in flight."""
+        return bool(self._requests or self._leaving)
+
+    def flush_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests go on with the pages they hold."""
+        self.pages.flush_cache()
+        self._changes += 1
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=len(self._requests) - len(self._waiting),
+            waiting=len(self._waiting),
+            pages_total=self.config.usable_pages,
+            pages_used=self.pages.held_pages,
+            pages_cached=self.pages.cache.num_pages,
+            prefix_queried_tokens=self._prefix_queried_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            preemptions=self._preemptions,
+            recomputed_tokens=self._recomputed_tokens,
+        )
+
+    # --- a step is planned --------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan the next step; None when nothing can run now (no work, or an update must come first).
+
+        The batch is to be run before the next one, on one stream, and then handed to update() or fail().
+        """
+        decodes = self._plan_decodes()
+        budget = self.config.max_num_batched_tokens - len(decodes.requests)
+        prefix_lens = self._computed[decodes.rows]
+        chunks: list[Chunk] = []
+        admitted: list[Request] = []
+        if self._prefilling:
+            budget = self._continue_prefills(chunks, budget)
+        if self._waiting and self._free_slots and budget > 0:
+            admitted = self._admit(chunks, budget)
+        if not decodes.requests and not chunks:
+            self._check_not_stuck()
+            return None
+        self._computed[decodes.rows] += 1
+        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *self._page_changes(), admitted)
+        self._next_step += 1
+        self._in_flight[batch.rows] += 1
+        return batch
+
+    def _page_changes(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+        return self.pages.take_writes(), self.pages.take_cleared()
+
+    def _plan_decodes(self) -> DecodeRows:
+        """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
+        while True:
+            decodes = self._current_decodes()
+            needy = self._computed[decodes.rows] == self.pages.capacity[decodes.rows]
+            num_needy = int(np.count_nonzero(needy))
+            if num_needy == 0 and not self._prefilling:
+                return decodes
+            shortage = num_needy - self.pages.available_pages
+            shortage_with_prefill = shortage + self._first_prefill_need(len(decodes.requests))
+            if shortage_with_prefill <= 0:
+                break
+            victim = self._preemption_victim()
+            if shortage <= 0 and victim is self._prefilling[0]:
+                break  # the prompt itself is the least urgent: it takes what pages the decodes leave
+            if victim is None or shortage_with_prefill <= self._pages_coming_back():
+                decodes = self._sit_out(decodes, needy)
+                needy = self._computed[decodes.rows] == self.pages.capacity[decodes.rows]
+                break
+            self._preempt(victim)
+        self.pages.grow_each(decodes.rows[needy])
+        return decodes
+
+    def _current_decodes(self) -> DecodeRows:
+        """All requests in decode with steps left: cached until the set changes.
+
+        Those whose last step has been planned leave `_decoding` here, and their slots join `_leaving`.
+        """
+        decodes = self._decode_rows
+        if decodes is None:
+            decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
+            self._decoding = self._longest_first(decoding)
+            decodes = self._decode_rows = DecodeRows.of(self._decoding)
+        done = self._computed[decodes.rows] >= self._last_computed[decodes.rows]
+        if done.any():
+            # Their last step is in flight; its update ends them.
+            self._leaving.update(decodes.rows[done].tolist())
+            self._decoding = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
+            decodes = self._decode_rows = DecodeRows.of(self._decoding)
+        return decodes
+
+    def _longest_first(self, requests: list[Request]) -> list[Request]:
+        """As attention wants them: its blocks begin in this order, and a long one that begins last is waited for alone.
+
+        All grow alike from then on, but for those that sit out.
+        """
+        slots = np.array([request.slot for request in requests], dtype=np.int32)
+        order = np.argsort(-self._computed[slots], kind="stable")
+        return [requests[index] for index in order.tolist()]
+
+    def _first_prefill_need(self, num_decodes: int) -> int:
+        """Pages that the most urgent unfinished prompt lacks for its next chunk."""
+        if not self._prefilling:
+            return 0
+        slot = self._prefilling[0].slot
+        computed = int(self._computed[slot])
+        chunk = min(self._prefill_ids[slot].size - computed, self.config.max_num_batched_tokens - num_decodes)
+        return max(0, self.pages.pages_for(computed + chunk) - int(self.pages.num_pages[slot]))
+
+    def _preemption_victim(self) -> Request | None:
+        """The least urgent running request; None when there is but one."""
+        running = self._prefilling + self._decoding
+        return max(running, key=_URGENCY) if len(running) > 1 else None
+
+    def _pages_coming_back(self) -> int:
+        return sum(self.pages.private_pages(slot) for slot in self._leaving)
+
+    def _sit_out(self, decodes: DecodeRows, needy: np.ndarray) -> DecodeRows:
+        """Leave out the least urgent of the decodes that need a page, as many as pages lack; theirs come soon."""
+        without_page = sorted(
+            (request for request, needs in zip(decodes.requests, needy.tolist(), strict=True) if needs), key=_URGENCY
+        )[self.pages.available_pages :]
+        out = set(without_page)
+        return DecodeRows.of([request for request in decodes.requests if request not in out]) if out else decodes
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to the queue; its pages come back at once, but for those worth caching."""
+        slot = request.slot
+        self._preemptions += 1
+        self._recomputed_tokens += int(self._computed[slot])
+        request.num_preemptions += 1
+        self._leave_running(request)
+        self._give_up_pages(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        insort(self._waiting, request, key=_URGENCY)
+        self._release_or_leave(slot)
+
+    def _continue_prefills(self, chunks: list[Chunk], budget: int) -> int:
+        """Plan chunks of the prompts begun before. Returns the budget left."""
+        for request in list(self._prefilling):
+            slot = request.slot
+            room = int(self.pages.capacity[slot]) + self.pages.available_pages * self.config.page_size
+            longest = min(budget, room - int(self._computed[slot]))
+            if longest > 0:
+                budget -= self._plan_chunk(chunks, request, longest)
+        return budget
+
+    def _plan_chunk(self, chunks: list[Chunk], request: Request, longest: int) -> int:
+        """Plan the next ≤ `longest` tokens of a prompt. Returns how many."""
+        slot = request.slot
+        start, target = int(self._computed[slot]), self._prefill_ids[slot].size
+        length = min(target - start, longest)
+        self.pages.grow(slot, self.pages.pages_for(start + length) - int(self.pages.num_pages[slot]))
+        self._computed[slot] = start + length
+        chunks.append(Chunk(request, start, self._prefill_ids[slot][start : start + length], start + length == target))
+        if start + length == target:
+            self._prefilling.remove(request)
+            self._decoding = [*self._decoding, request]
+            self._decode_rows = None
+        return length
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> list[Request]:
+        """Give slots to waiting requests, strictly in their order, as long as their prompts' pages are there."""
+        admitted: list[Request] = []
+        while self._waiting and self._free_slots and budget > 0:
+            request = self._waiting[0]
+            # A preempted one still in its old slot has a token on the way, which is part of what it must recompute.
+            if request.slot >= 0 or self._blocked == (request, self._changes) or not self._try_admit(request):
+                break
+            budget -= self._plan_chunk(chunks, request, budget)
+            admitted.append(request)
+        return admitted
+
+    def _try_admit(self, request: Request) -> bool:
+        """Move the head of the queue into a slot with its cached prefix; False: too few pages for all of its prompt.
+
+        Room for one more page for each running request is left, or the newcomer would soon be preempted again.
+        """
+        slot = self._free_slots[-1]
+        token_ids = np.array(request.all_token_ids, dtype=np.int64)
+        prefix_pages = 0
+        if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
+            # Never all of it: the logits of the last token are what the request waits for.
+            prefix_pages = self.pages.attach_prefix(slot, token_ids[:-1], request.cache_salt)
+        # An unfinished prompt needs no page set aside here: it has used up the step's budget, or the pages.
+        headroom = len(self._prefilling) + len(self._decoding)
+        if self.pages.pages_for(token_ids.size) - prefix_pages + headroom > self.pages.available_pages:
+            self.pages.release(slot)
+            self._blocked = (request, self._changes)
+            return False
+
+        self._waiting.pop(0)
+        self._free_slots.pop()
+        self._owners[slot] = request
+        self._prefill_ids[slot] = token_ids
+        cached = prefix_pages * self.config.page_size
+        self._computed[slot] = cached
+        self._last_computed[slot] = len(request.prompt_token_ids) + request.max_new_tokens - 1
+        self.pages.write_prefix(slot)
+        self._note_admission(request, cached)
+        request.slot = slot
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = cached
+        insort(self._prefilling, request, key=_URGENCY)
+        return True
+
+    def _note_admission(self, request: Request, cached: int) -> None:
+        if request.num_preemptions:
+            self._recomputed_tokens -= cached
+            return
+        request.scheduled_time = time.monotonic()
+        request.num_cached_tokens = cached
+        if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
+            self._prefix_queried_tokens += len(request.prompt_token_ids)
+            self._prefix_hit_tokens += cached
+
+    def _check_not_stuck(self) -> None:
+        if self._requests and self._next_update == self._next_step:
+            raise RuntimeError(
+                f"internal error: {len(self._requests)} requests, but no step in flight and none can be planned; "
+                f"{self.stats()}"
+            )
+
+    # --- a step is over -----------------------------------------------------------------------------------------------
+
+    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
+        """Take the sampled tokens of a batch, in the order of the batches.
+
+        Args:
+            token_ids: [R] integers; entries of rows that are not sampled are ignored.
+            broken_rows: rows whose logits were no numbers; their requests end with 'abort'.
+
+        Raises:
+            RuntimeError: a batch out of order, or a wrong number of tokens.
+        """
+        self._step_over(batch)
+        if token_ids.shape != (batch.num_requests,):
+            raise RuntimeError(
+                f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
+            )
+        broken = [request for row in broken_rows if self._end_broken(request := batch.requests[row])]
+        accepted: list[int] = []
+        ended: list[tuple[Request, int]] = []
+        now = time.monotonic()
+        columns = zip(
+            batch.requests, token_ids.tolist(), batch.seq_lens.tolist(), batch.sample_mask.tolist(), strict=True
+        )
+        for row, (request, token, num_written, sampled) in enumerate(columns):
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens = num_written
+            if not sampled:
+                continue
+            accepted.append(row)
+            output = request.output_token_ids
+            output.append(token)
+            request.last_token_time = now
+            if len(output) == 1:
+                request.first_token_time = now
+            if token in request.stop_ids or len(output) >= request.max_new_tokens:
+                ended.append((request, token))
+        finished = [request for request, token in ended if self._end_if_due(request, token)]
+        for request in batch.requests[batch.num_decodes :]:
+            if request.status is RequestStatus.RUNNING:
+                self._publish(request)
+        self._release_idle()
+        return UpdateResult(accepted=accepted, finished=finished, broken=broken)
+
+    def fail(self, batch: ScheduledBatch) -> list[Request]:
+        """A step was lost: end its running requests with 'abort'; what it wrote is trusted by nobody.
+
+        One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
+        token would stand in the lost one's place.
+
+        To be called in the order of the batches, like update. Returns the requests that it ended.
+        """
+        self._step_over(batch)
+        ended = [
+            request
+            for request in batch.requests
+            if request.status is RequestStatus.RUNNING
+            or (request.status is RequestStatus.WAITING and request.slot >= 0 and self._in_flight[request.slot])
+        ]
+        for request in ended:
+            self._end(request, "abort", None)
+        self._release_idle()
+        return ended
+
+    def _step_over(self, batch: ScheduledBatch) -> None:
+        if batch.step_id != self._next_update:
+            raise RuntimeError(
+                f"internal error: step {batch.step_id} was updated, but step {self._next_update} is the next one due"
+            )
+        self._next_update += 1
+        self._in_flight[batch.rows] -= 1
+
+    def _end_if_due(self, request: Request, token: int) -> bool:
+        """Whether the newest token ends the request; a stop token counts only from min_tokens on."""
+        count = len(request.output_token_ids)
+        if token in request.stop_ids and count >= request.params.min_tokens:
+            is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+            self._end(request, "stop", None if is_eos else token)
+        elif count >= request.max_new_tokens:
+            self._end(request, "length", None)
+        else:
+            return False
+        return True
+
+    def _end_broken(self, request: Request) -> bool:
+        """End a request whose logits were no numbers; its KV, and what it had from the cache, is trusted by nobody.
+
+        Also what others published of the same prompt: it may be where they came from. False: it has ended already.
+        """
+        request.is_broken = True
+        if self.config.enable_prefix_cache:
+            self.pages.forget(request.all_token_ids, request.cache_salt)
+            self._changes += 1
+        return self.finish(request, "abort")
+
+    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
+        if request.status is RequestStatus.WAITING:
+            self._waiting.pop(bisect_left(self._waiting, request.urgency, key=_URGENCY))
+        else:
+            self._leave_running(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self._requests.remove(request)
+        if request.slot >= 0:
+            self._release_or_leave(request.slot)
+
+    def _leave_running(self, request: Request) -> None:
+        """Take a running request off the lists that schedule() works on; those in decode are filtered out there."""
+        if self._prefilling and request in self._prefilling:
+            self._prefilling.remove(request)
+        else:
+            self._decode_rows = None
+
+    def _release_or_leave(self, slot: int) -> None:
+        if self._in_flight[slot]:
+            self._leaving.add(slot)
+        else:
+            self._release(slot)
+
+    def _release_idle(self) -> None:
+        """Release the slots whose last step is over."""
+        if self._leaving:
+            for slot in [slot for slot in self._leaving if not self._in_flight[slot]]:
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        """Take a slot back with whatever pages it still holds; its request is finished or preempted."""
+        request = self._owners[slot]
+        if request is None:
+            raise RuntimeError(f"internal error: slot {slot} was released twice")
+        if request.status is RequestStatus.FINISHED:
+            self._give_up_pages(request)
+        request.slot = -1
+        self._owners[slot] = None
+        self._prefill_ids[slot] = NO_TOKENS
+        self._leaving.discard(slot)
+        self._free_slots.append(slot)
+        self._changes += 1
+
+    def _publish(self, request: Request) -> None:
+        """Put the request's written full pages into the prefix cache while it goes on."""
+        if self.config.enable_prefix_cache:
+            tokens = self._prefill_ids[request.slot]
+            self.pages.publish(request.slot, tokens, request.num_computed_tokens, request.cache_salt)
+            self._changes += 1
+
+    def _give_up_pages(self, request: Request) -> None:
+        if request.is_broken:
+            self.pages.discard(request.slot)
+        elif self.config.enable_prefix_cache:
+            tokens, num_written = request.all_token_ids, request.num_computed_tokens
+            self.pages.publish_and_release(request.slot, tokens, num_written, request.cache_salt)
+        else:
+            self.pages.release(request.slot)
+        self._changes += 1

@@ -1,0 +1,1 @@
+"""One engine step: a ScheduledBatch becomes tokens."""

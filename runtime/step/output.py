@@ -1,0 +1,110 @@
+"""What one step brought to the host: tokens, and log-probabilities where requests asked for them. Free of torch.
+
+Shape legend: R rows of the step, S sampled rows, N prompt positions, K alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.schedule.request import Request
+
+NO_TOKEN = -1  # in a token's place: not sampled, or its logits were no numbers
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-probabilities of one position, by the model's own distribution.
+
+    Attributes:
+        token_id: the token that was sampled, or stands in the prompt.
+        logprob: its natural-log probability.
+        rank: 1 when no token is likelier.
+        top: (token id, log-probability) of the likeliest tokens, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreTable:
+    """TokenLogprobs on the host, a row a token."""
+
+    token_ids: np.ndarray  # [N] int64
+    logprobs: np.ndarray  # [N] float32
+    ranks: np.ndarray  # [N] int64
+    top_token_ids: np.ndarray  # [N, K] int64
+    top_logprobs: np.ndarray  # [N, K] float32
+
+    def row(self, index: int, num_top: int) -> TokenScores:
+        """One token's scores with its `num_top` alternatives."""
+        return TokenScores(
+            token_id=int(self.token_ids[index]),
+            logprob=float(self.logprobs[index]),
+            rank=int(self.ranks[index]),
+            top=tuple(
+                zip(
+                    self.top_token_ids[index, :num_top].tolist(),
+                    self.top_logprobs[index, :num_top].tolist(),
+                    strict=True,
+                )
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepOutput:
+    """See the module's header.
+
+    Attributes:
+        token_ids: [R] int64; NO_TOKEN in rows that were not sampled, or whose logits hold NaN or inf or nothing finite.
+        requests: of the rows.
+        scores: of the sampled tokens, None when no request wants them.
+        score_rows: [S] index into R of the sampled rows, and so of each row of `scores`.
+        prompt_scores: of prompt tokens, None when no row of the step has any.
+        prompt_rows: [N] index into R of each row of `prompt_scores`, ascending.
+    """
+
+    token_ids: np.ndarray
+    requests: list[Request]
+    scores: ScoreTable | None
+    score_rows: np.ndarray
+    prompt_scores: ScoreTable | None
+    prompt_rows: np.ndarray
+
+    @property
+    def broken_rows(self) -> np.ndarray:
+        """[≤ R] int64, ascending: rows whose logits, of the next token or of scored prompt tokens, were no numbers."""
+        broken = self.score_rows[self.token_ids[self.score_rows] < 0]
+        if self.prompt_scores is not None:
+            broken = np.union1d(broken, self.prompt_rows[np.isnan(self.prompt_scores.logprobs)])
+        return broken
+
+    def record_logprobs(self, accepted: Collection[int]) -> None:
+        """Append TokenScores to the requests that asked for them.
+
+        Args:
+            accepted: rows whose token was appended to its request (UpdateResult.accepted); the scores of other rows'
+                tokens are dropped with them. Prompt scores are kept unless the request was over before this step.
+        """
+        if self.prompt_scores is not None:
+            taken = set(accepted)  # such a request may have ended with this very token
+            for index, row in enumerate(self.prompt_rows.tolist()):
+                request = self.requests[row]
+                is_wanted = row in taken or not request.is_finished
+                if is_wanted and request.params.prompt_logprobs is not None:
+                    request.prompt_logprobs.append(self.prompt_scores.row(index, request.params.prompt_logprobs))
+        if self.scores is not None:
+            index_of_row = {row: index for index, row in enumerate(self.score_rows.tolist())}
+            for row in accepted:
+                request = self.requests[row]
+                if request.params.logprobs is not None:
+                    request.output_logprobs.append(self.scores.row(index_of_row[row], request.params.logprobs))

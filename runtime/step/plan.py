@@ -1,0 +1,176 @@
+"""What a step needs of its ScheduledBatch, as host arrays: which tokens go in, which rows of logits come out.
+
+`plan_step` makes batches as they are. `plan_fixed_rows` makes every step alike, for the deterministic mode: each new
+token is a row of its own, a decode of one token, and padding fills the rest. So whatever computes a token has the same
+shapes in every step, and a token's numbers depend on its own request alone, however its prompt was cut.
+
+Shape legend: R requests of a step, T tokens, S sampled rows, N prompt positions whose log-probabilities are wanted.
+Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.host_page_table import HostPageTable
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPlan:
+    """Arrays of a step.
+
+    Attributes:
+        inputs: what the model reads. Of tokens: `input_ids` (0 for decodes: theirs are on the device), `positions`,
+            `out_cache_loc`. Of rows that attention sees: `req_pool_indices`, `seq_lens` int32.
+        extras: what a step that is no plain decode needs beside them. Of rows that attention sees, in EXTEND:
+            `num_new`, `prefix_lens`. Of logits: `logits_indices` (EXTEND: those to sample; all rows otherwise), and
+            where they are not `req_pool_indices` and `seq_lens` `sampled_slots` and `sampled_positions`; of prompt
+            positions `prompt_targets`, and `scored_indices` (EXTEND; all rows otherwise).
+        is_decode: every row of attention is one token.
+        sampled: [S] index of the requests whose next token is sampled.
+        token_indices: [S] where the tokens of `sampled` are among the sampled rows.
+        score_indices: [N] where the scores of the prompt positions are among the scored rows.
+        prompt_rows: [N] request of each prompt position that is scored.
+        prompt_num_top: alternatives that are wanted there.
+    """
+
+    inputs: dict[str, np.ndarray]
+    extras: dict[str, np.ndarray]
+    is_decode: bool
+    sampled: np.ndarray
+    token_indices: np.ndarray
+    score_indices: np.ndarray
+    prompt_rows: np.ndarray
+    prompt_num_top: int
+
+
+def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
+    """The batch as it is: a decode, or prompt chunks behind decodes.
+
+    Args:
+        pages: the page table, the batch's own writes included.
+    """
+    seq_lens = batch.seq_lens
+    rows = {"req_pool_indices": batch.rows, "seq_lens": seq_lens}
+    if batch.num_decodes == batch.num_requests:
+        positions = seq_lens - 1
+        inputs = rows | {
+            "input_ids": np.zeros_like(positions),
+            "positions": positions,
+            "out_cache_loc": pages.slots(batch.rows, positions),
+        }
+        return _finish(batch, inputs, {}, sampled=np.arange(batch.num_requests), is_decode=True)
+
+    ends = np.cumsum(batch.num_new, dtype=np.int64)
+    starts = ends - batch.num_new
+    extras = {"num_new": batch.num_new, "prefix_lens": batch.prefix_lens}
+    sampled = np.flatnonzero(batch.sample_mask)
+    if len(sampled) < batch.num_requests:
+        extras["sampled_slots"] = batch.rows[sampled]
+        extras["sampled_positions"] = seq_lens[sampled]
+    # The head takes at least one row; with nothing to sample its logits are not looked at.
+    extras["logits_indices"] = (ends[sampled] if sampled.size else ends[:1]) - 1
+    prompt_rows, prompt_indices, targets = _prompt_positions(batch, starts)
+    if targets.size:
+        extras["scored_indices"] = prompt_indices
+        extras["prompt_targets"] = targets
+    inputs = rows | _tokens(batch, starts, pages)
+    return _finish(batch, inputs, extras, sampled=sampled, is_decode=False, prompt_rows=prompt_rows)
+
+
+def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) -> StepPlan:
+    """A decode of `num_rows` rows, one a token; a row of padding is the dummy row's only token.
+
+    All rows are sampled, and scored when a prompt position is: what is not asked for is left behind on the device.
+
+    Args:
+        pages: the page table, the batch's own writes included.
+        num_rows: at least batch.num_tokens; the same in every step.
+    """
+    ends = np.cumsum(batch.num_new, dtype=np.int64)
+    starts = ends - batch.num_new
+    tokens = _tokens(batch, starts, pages)
+    sampled = np.flatnonzero(batch.sample_mask)
+    last_rows = ends[sampled] - 1
+    prompt_rows, prompt_indices, prompt_targets = _prompt_positions(batch, starts)
+    slots, targets = np.zeros((2, num_rows), dtype=np.int64)  # slot 0 belongs to nobody
+    slots[last_rows] = batch.rows[sampled]
+    targets[prompt_indices] = prompt_targets
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        return np.pad(values, (0, num_rows - batch.num_tokens))
+
+    inputs = {name: padded(values) for name, values in tokens.items()} | {
+        "req_pool_indices": padded(np.repeat(batch.rows, batch.num_new)),
+        "seq_lens": padded(tokens["positions"]) + 1,
+    }
+    extras = {"sampled_slots": slots}
+    if prompt_rows.size:
+        extras["prompt_targets"] = targets
+    return StepPlan(
+        inputs=inputs,
+        extras=extras,
+        is_decode=True,
+        sampled=sampled,
+        token_indices=last_rows,
+        score_indices=prompt_indices,
+        prompt_rows=prompt_rows,
+        prompt_num_top=_num_top(batch, prompt_rows),
+    )
+
+
+def _finish(
+    batch: ScheduledBatch,
+    inputs: dict[str, np.ndarray],
+    extras: dict[str, np.ndarray],
+    *,
+    sampled: np.ndarray,
+    is_decode: bool,
+    prompt_rows: np.ndarray = _NONE,
+) -> StepPlan:
+    """Only what is sampled has logits, only what is scored has scores."""
+    return StepPlan(
+        inputs=inputs,
+        extras=extras,
+        is_decode=is_decode,
+        sampled=sampled,
+        token_indices=np.arange(len(sampled)),
+        score_indices=np.arange(len(prompt_rows)),
+        prompt_rows=prompt_rows,
+        prompt_num_top=_num_top(batch, prompt_rows),
+    )
+
+
+def _tokens(batch: ScheduledBatch, starts: np.ndarray, pages: HostPageTable) -> dict[str, np.ndarray]:
+    """The token inputs, [T] each; starts: [R] each request's first token."""
+    positions = np.arange(batch.num_tokens) + np.repeat(batch.prefix_lens - starts, batch.num_new)
+    return {
+        "input_ids": np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), batch.prefill_token_ids)),
+        "positions": positions,
+        "out_cache_loc": pages.slots(np.repeat(batch.rows, batch.num_new), positions),
+    }
+
+
+def _prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, index into T, next prompt token) of each new token that predicts a prompt token, where that is wanted.
+
+    A loop over requests, of which few ask for it and each but while its prompt is computed.
+    """
+    parts = [(_NONE, _NONE, _NONE)]
+    for row in np.flatnonzero(batch.prompt_logprob_rows).tolist():
+        prompt, prefix = batch.requests[row].prompt_token_ids, int(batch.prefix_lens[row])
+        targets = np.asarray(prompt[prefix + 1 : prefix + 1 + int(batch.num_new[row])], dtype=np.int64)
+        parts.append((np.full(targets.size, row), starts[row] + np.arange(targets.size), targets))
+    rows, indices, targets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return rows, indices, targets
+
+
+def _num_top(batch: ScheduledBatch, prompt_rows: np.ndarray) -> int:
+    if not prompt_rows.size:
+        return 0
+    return max(batch.requests[row].params.prompt_logprobs or 0 for row in np.unique(prompt_rows))

@@ -1,0 +1,307 @@
+"""One engine step: ScheduledBatch → ForwardBatch → logits → tokens, with the host never waiting for the device.
+
+Sampled ids stay on the device, where the next step's decodes take them from; the host gets a copy when it asks. A step
+of decodes alone is one launch, where they are captured so (cuda_graph/decode_loop.py). Host work of any other: one
+packed upload, of which what captured graphs read goes to their places; one asynchronous download. Steps run in the
+order in which they are submitted, on one stream, so a step may be submitted before the tokens of the one before are
+known.
+
+What goes in and comes out is planned in step/plan.py. Used by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.device.packed_fields import upload_fields
+from mllm_compile.runtime.device.staging import StagingBuffer, StagingRing
+from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.errors import DeviceMemoryError
+from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
+from mllm_compile.runtime.sampling.counter_rng import derive_seed
+from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.host_page_table import HostPageTable
+from mllm_compile.runtime.step.output import NO_TOKEN, ScoreTable, StepOutput
+from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.decode_loop import Turn
+
+_SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
+
+
+class StepHandle:
+    """A step that was launched; `wait` gives what it brought."""
+
+    def __init__(self, batch: ScheduledBatch, plan: StepPlan, results: _Results) -> None:
+        self._batch = batch
+        self._plan = plan
+        self._results = results
+
+    def wait(self) -> StepOutput:
+        """Block until the step is over.
+
+        Raises:
+            RuntimeError: what went wrong on the device, in this step or one before it.
+        """
+        tokens, scores, prompt_scores = self._results.fetch()
+        plan = self._plan
+        token_ids = np.full(self._batch.num_requests, NO_TOKEN, dtype=np.int64)
+        if tokens is not None:
+            token_ids[plan.sampled] = tokens[plan.token_indices]
+        targets = plan.extras.get("prompt_targets")
+        return StepOutput(
+            token_ids=token_ids,
+            requests=self._batch.requests,
+            scores=_table(tokens, scores, plan.token_indices),
+            score_rows=plan.sampled,
+            prompt_scores=_table(targets, prompt_scores, plan.score_indices),
+            prompt_rows=plan.prompt_rows,
+        )
+
+
+class StepRunner:
+    """Runs ScheduledBatches on a ModelRunner. Used by one thread.
+
+    Attributes:
+        state: sampling parameters of the requests that hold a slot.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self.state = runner.slot_state.sampling
+        with torch.inference_mode(), runner.on_device():
+            self.state.clear_all()
+        self._last_tokens = runner.slot_state.last_tokens
+        num_rows = self._last_tokens.shape[0]
+        self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
+        self._pages = HostPageTable(num_rows, runner.config.max_model_len, runner.config.page_size)
+        self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
+        # Of the last batch: ScheduledBatch promises the very same list while nobody comes or goes.
+        self._seen_requests: list[Request] | None = None
+
+    def submit(self, batch: ScheduledBatch) -> StepHandle:
+        """Launch a step without waiting for it, nor for the one before.
+
+        Raises:
+            DeviceMemoryError: the step's activations do not fit, or what sampling needs; nobody gets a token of it.
+        """
+        try:
+            with torch.inference_mode(), self._runner.on_device():
+                return self._submit(batch)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"a step of {batch.num_tokens} tokens of {batch.num_requests} requests ran out of memory: {error} "
+                "Lower runtime.mem_fraction_static or runtime.max_num_batched_tokens, or ask for fewer prompt_logprobs "
+                "at once."
+            ) from error
+
+    def _submit(self, batch: ScheduledBatch) -> StepHandle:
+        if batch.page_ids.size:
+            self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+        if batch.cleared_pages.size:
+            self._runner.token_to_kv_pool.clear_pages(upload(batch.cleared_pages.astype(np.int64), self._runner.device))
+        plan = self._plan(batch)
+        results = self._decode(batch, plan) or self._run(batch, plan)
+        return StepHandle(batch, plan, results)
+
+    def _decode(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
+        """The step in one launch; None: it is not of decodes alone, or these are not captured so.
+
+        The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
+        """
+        if batch.num_decodes < batch.num_requests or not self._runner.holds_decode(batch.num_requests):
+            return None
+        self._follow_slots(batch)
+        self.state.flush()
+        inputs, flags = plan.inputs, self.state.flags
+        decode = self._runner.decode(inputs["req_pool_indices"], inputs["seq_lens"], inputs["out_cache_loc"])
+        if not flags.chooses_plainly:  # then what the graph chose is nobody's
+            fields = {"req_pool_indices": decode.rows, "seq_lens": decode.seq_lens}
+            return self._sample(plan, fields, LogitsProcessorOutput(decode.logits))
+        if flags.max_logprobs is None:
+            scores = None
+        else:
+            scores = token_logprobs(decode.logits, decode.tokens, flags.max_logprobs)
+        return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores)
+
+    def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
+        fields = self._upload(plan, self._page_writes(batch))
+        output = self._runner.forward(self._forward_batch(batch, plan, fields))
+        self._follow_slots(batch)  # while the device is busy
+        return self._sample(plan, fields, output)
+
+    def _page_writes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """What to tell the device's table of slots of new pages, if there are any."""
+        if not batch.page_ids.size:
+            return {}
+        places = self._pages.places_of(batch.page_rows, batch.page_positions)
+        return {"page_places": places, "page_slots": self._pages.slots_of(batch.page_ids)}
+
+    def _plan(self, batch: ScheduledBatch) -> StepPlan:
+        config = self._runner.config
+        if config.deterministic:
+            return plan_fixed_rows(batch, self._pages, config.max_num_batched_tokens)
+        return plan_step(batch, self._pages)
+
+    def _upload(self, plan: StepPlan, page_writes: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The plan's arrays on the device, by name; inputs of the model in the graphs' own places if they fit.
+
+        Also enters new pages in the device's table, as they come with the same copy.
+        """
+        device, graphs = self._runner.device, self._runner.graph_runner
+        num_tokens, num_rows = plan.inputs["positions"].size, plan.inputs["seq_lens"].size
+        others = plan.extras | page_writes
+        if graphs is not None and graphs.inputs.holds(num_tokens, num_rows):
+            fields = graphs.inputs.upload(plan.inputs, others)
+        else:
+            fields = upload_fields(plan.inputs | others, self._uploads, device)
+        if page_writes:
+            self._runner.req_to_token_pool.write_page_slots(fields["page_places"], fields["page_slots"])
+        return fields
+
+    def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor]) -> ForwardBatch:
+        rows, input_ids = fields["req_pool_indices"], fields["input_ids"]
+        if batch.num_decodes:
+            torch.index_select(self._last_tokens, 0, rows[: batch.num_decodes], out=input_ids[: batch.num_decodes])
+        if plan.is_decode:
+            return self._runner.prepare_forward_batch_decode(
+                input_ids,
+                rows,
+                fields["seq_lens"],
+                fields["out_cache_loc"],
+                seq_lens_cpu=torch.from_numpy(plan.inputs["seq_lens"].astype(np.int32, copy=False)),
+                positions=fields["positions"],
+            )
+        forward_batch = self._runner.prepare_forward_batch_extend(
+            input_ids,
+            rows,
+            fields["seq_lens"],
+            fields["num_new"],
+            fields["prefix_lens"],
+            fields["out_cache_loc"],
+            num_decodes=batch.num_decodes,
+            extend_seq_lens_cpu=torch.from_numpy(batch.num_new.copy()),
+            extend_prefix_lens_cpu=torch.from_numpy(batch.prefix_lens.copy()),
+            return_logprob="scored_indices" in fields,
+            positions=fields["positions"],
+        )
+        forward_batch.logits_indices = fields["logits_indices"]
+        return forward_batch
+
+    def _sample(self, plan: StepPlan, fields: dict[str, torch.Tensor], output: LogitsProcessorOutput) -> _Results:
+        tokens = scores = prompt_scores = None
+        logits = output.next_token_logits
+        if plan.sampled.size:
+            slots = fields.get("sampled_slots", fields["req_pool_indices"])
+            positions = fields.get("sampled_positions", fields["seq_lens"])
+            sampled = self._sampler(logits, self.state, slots, self.state.flags, positions)
+            tokens, scores = sampled.token_ids, sampled.logprobs
+            # The next step may be under way before the host knows that there was no token: its embedding needs an id.
+            self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
+        if output.logits_of is not None:
+            prompt_scores = self._score(output.logits_of, plan, fields["scored_indices"], fields["prompt_targets"])
+        elif plan.prompt_rows.size:
+            prompt_scores = token_logprobs(logits, fields["prompt_targets"], plan.prompt_num_top)
+        # Also for a step without results: the host must not run ahead of the device without bound.
+        buffer = self._downloads.next(0 if tokens is None else tokens.nbytes)
+        token_ids = None
+        if tokens is not None:
+            token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
+        return _Results(buffer, token_ids, scores, prompt_scores)
+
+    def _score(
+        self,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        plan: StepPlan,
+        indices: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> TokenLogprobs:
+        """Log-probabilities of `targets` [N] at `indices` [N]; with the logits of a part of them at a time."""
+        num_rows = max(1, _SCORED_LOGITS // self._runner.vocab_size)
+        parts = zip(indices.split(num_rows), targets.split(num_rows), strict=True)
+        return TokenLogprobs.concatenate(
+            [token_logprobs(logits_of(part), part_targets, plan.prompt_num_top) for part, part_targets in parts]
+        )
+
+    def _follow_slots(self, batch: ScheduledBatch) -> None:
+        """Bring the sampling state up to who holds which slot; costs nothing while the requests stay the same."""
+        if batch.requests is self._seen_requests and not batch.admitted:
+            return
+        self._seen_requests = batch.requests
+        gone = [slot for slot, owner in self._slot_owners.items() if owner.is_finished or owner.slot != slot]
+        for slot in gone:
+            del self._slot_owners[slot]
+            self.state.clear(slot)
+        for request in batch.admitted:
+            self.state.set_request(
+                request.slot,
+                request.params,
+                request.prompt_token_ids,
+                derive_seed(self._runner.config.seed, request.sequence),
+                output_token_ids=request.output_token_ids,
+                stop_ids=request.stop_ids,
+                bad_phrases=request.bad_phrases,
+            )
+            self._slot_owners[request.slot] = request
+
+
+class _Results:
+    """What a step computed, on its way to the host."""
+
+    def __init__(
+        self,
+        buffer: StagingBuffer | Turn,
+        tokens: np.ndarray | None,
+        scores: TokenLogprobs | None,
+        prompt_scores: TokenLogprobs | None = None,
+    ) -> None:
+        """
+        Args:
+            buffer: the host's memory of the step.
+            tokens: [S] int64, a part of it that is being written.
+        """
+        self._buffer = buffer
+        self._tokens = tokens
+        self._scores = None if scores is None else _download(scores)
+        self._prompt_scores = None if prompt_scores is None else _download(prompt_scores)
+        self._buffer.record()
+
+    def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
+        """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over.
+
+        The tokens are valid until the buffers come round.
+        """
+        self._buffer.wait()
+        scores, prompt_scores = (
+            None if tensors is None else [tensor.numpy() for tensor in tensors]
+            for tensors in (self._scores, self._prompt_scores)
+        )
+        return self._tokens, scores, prompt_scores
+
+
+def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, rows: np.ndarray) -> ScoreTable | None:
+    """These rows of the scores of token_ids."""
+    if token_ids is None or scores is None:
+        return None
+    return ScoreTable(token_ids[rows], *(column[rows] for column in scores))
+
+
+def _download(scores: TokenLogprobs) -> list[torch.Tensor]:
+    """In ScoreTable's order, on the host, in flight until the stream gets there; CPU tensors as they are."""
+    columns = [scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs]
+    return [
+        torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(column, non_blocking=True)
+        if column.is_cuda
+        else column
+        for column in columns
+    ]

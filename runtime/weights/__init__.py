@@ -1,0 +1,1 @@
+"""Weights from a checkpoint's files to the device."""

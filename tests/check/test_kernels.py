@@ -1,0 +1,276 @@
+"""The check of pieces that the compiler wrote itself: right ones pass, wrong ones do not leave the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.check.kernels import _DecodeCheck, _rotated, _who_decodes, check_written_pieces
+from mllm_compile.errors import CompileError
+from mllm_compile.kernels import decode_attention
+from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.split.split_decode import Decoder, choose_decoder
+from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
+from mllm_compile.runtime.program.spec import DecodeForm, LayerSpec, Program, SamplingForms, UnrotatedStep
+from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
+from tests.config.test_resolve import H200, resolved
+
+Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+PAGE_SIZE, VOCAB = 16, 300
+LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 32, 32, 32**-0.5, 0.0, -1, None)
+WINDOWED = replace(LAYER, window_left=511)
+CAPPED = replace(LAYER, logits_soft_cap=50.0)
+
+
+class Attention:
+    """The kernel in plain torch; `calls` has requests, splits and the longest request of each."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        self.layer = layer
+        self.calls: list[tuple[int, int, int]] = []
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        q, keys, values, table, seq_lens, out, partial = inputs[:7]
+        self.calls.append((len(q), partial.shape[1], int(seq_lens.max())))
+        layer = self.layer
+        for row, length in enumerate(seq_lens.tolist()):
+            first = 0 if layer.window_left < 0 else max(0, length - 1 - layer.window_left)
+            places = torch.arange(first, length)
+            slots = table[row][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
+            group = layer.num_heads // layer.num_kv_heads
+            k, v = (cache[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
+            logits = torch.einsum("hd,lhd->hl", q[row].float(), k) * layer.sm_scale
+            if layer.logits_soft_cap:
+                logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
+            out[row] = torch.einsum("hl,lhd->hd", logits.softmax(-1), v)
+        return []
+
+
+def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtype = torch.bfloat16) -> None:
+    forms = DecodeForm(MOST_FEW_SEQUENCES, "few", OF_FEW), DecodeForm(None, "many", OF_MANY)
+    program = Program((), (layer,), (), "logits", decode_attention={layer.name: forms})
+    check_written_pieces(program, {"few": few, "many": many}, {}, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layer", [LAYER, WINDOWED, CAPPED, replace(LAYER, num_heads=2, window_left=0)])
+def test_right_attention_passes(layer, dtype):
+    check_attention(layer, Attention(layer), Attention(layer), dtype)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 40])
+def test_each_form_runs_as_it_will_be_asked_to_with_as_many_splits_as_there_are_ever(kv_heads):
+    layer = replace(LAYER, num_heads=40, num_kv_heads=kv_heads)
+    few, many = Attention(layer), Attention(layer)
+    check_attention(layer, few, many)
+    assert few.calls[0] == (1, min(32, 256 // kv_heads), 2100)
+    assert all(requests * kv_heads <= 64 for requests, *_ in few.calls)
+    assert any(requests * kv_heads > 64 for requests, *_ in many.calls)
+    assert max(splits for _, splits, _ in many.calls) == 512 // 65 if kv_heads < 3 else True
+
+
+class RotatingAttention(Attention):
+    """As the kernels are called that rotate; how many requests each such call had."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer)
+        self.rotated: list[int] = []
+
+    def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> list[torch.Tensor]:
+        q, keys, values, table, seq_lens, out = inputs[:6]
+        if unrotated is not None:
+            self.rotated.append(len(out))
+            q, k = self.make(unrotated)
+            last = seq_lens.long() - 1
+            slots = table.gather(1, (last // PAGE_SIZE)[:, None])[:, 0].long() * PAGE_SIZE + last % PAGE_SIZE
+            self.write(keys, values, slots, k, unrotated.v)
+        return super().__call__([q, keys, values, table, seq_lens, out, torch.empty(len(out), 1)])
+
+    def make(self, unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(x.to(unrotated.q.dtype) for x in _rotated(unrotated))
+
+    def write(self, keys, values, slots, k, v) -> None:
+        keys[slots], values[slots] = k, v
+
+
+def check_rotation(attention: RotatingAttention, norms: tuple[str, ...]) -> None:
+    form = DecodeForm(None, kernels=(ShareKernel(8, 4, 64),))
+    step = UnrotatedStep(("q", "k", "cos", "sin", *norms), 1e-6)
+    check = _DecodeCheck(LAYER, PAGE_SIZE, torch.bfloat16, torch.device("cpu"), step)
+    for lengths in ((300, 70, 1), (16, 17)):
+        check.run(lengths, [form], [Decoder(attention, rotates=True)])
+
+
+@pytest.mark.parametrize("norms", [(), ("q_norm", "k_norm")])
+def test_kernels_that_rotate_are_run_so(norms):
+    attention = RotatingAttention(LAYER)
+    check_rotation(attention, norms)
+    assert attention.rotated == [3, 2]
+
+
+class WithoutNorms(RotatingAttention):
+    def make(self, unrotated):
+        return super().make(replace(unrotated, q_weight=None, k_weight=None))
+
+
+class OtherWay(RotatingAttention):
+    def make(self, unrotated):
+        return super().make(replace(unrotated, sin=-unrotated.sin))
+
+
+class OnlyQueries(RotatingAttention):
+    def make(self, unrotated):
+        return super().make(unrotated)[0], unrotated.k[0]
+
+
+class WritesNothing(RotatingAttention):
+    """But computes with what it should have written."""
+
+    def __call__(self, inputs, unrotated=None):
+        caches = [cache.clone() for cache in inputs[1:3]]
+        result = super().__call__(inputs, unrotated)
+        for cache, before in zip(inputs[1:3], caches, strict=True):
+            cache.copy_(before)
+        return result
+
+
+class WritesKeysOnly(RotatingAttention):
+    def write(self, keys, values, slots, k, v):
+        keys[slots] = k
+
+
+@pytest.mark.parametrize("wrong", [WithoutNorms, OtherWay, OnlyQueries, WritesNothing, WritesKeysOnly])
+def test_a_wrong_rotation_is_refused(wrong):
+    with pytest.raises(CompileError, match=r"shares_8x4_page64 of .* is off by .*\[rotate_in_attention\]"):
+        check_rotation(wrong(LAYER), ("q_norm", "k_norm"))
+
+
+def shuffled_requests(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The first page of each is another's."""
+    table = inputs[3].clone()
+    table[:, 0] = table[:, 1]
+    return Attention(LAYER)([*inputs[:3], table, *inputs[4:]])
+
+
+@pytest.mark.parametrize(
+    ("layer", "wrong"),
+    [
+        (LAYER, Attention(replace(LAYER, sm_scale=0.2))),
+        (LAYER, Attention(replace(LAYER, window_left=1000))),
+        (WINDOWED, Attention(LAYER)),
+        (WINDOWED, Attention(replace(LAYER, window_left=511 - 64))),
+        (CAPPED, Attention(LAYER)),
+        (CAPPED, Attention(replace(LAYER, logits_soft_cap=30.0))),
+        (LAYER, shuffled_requests),
+        (LAYER, lambda inputs: inputs[5].fill_(float("nan"))),
+        (LAYER, lambda inputs: inputs[5].zero_()),
+    ],
+    ids=["scale", "a window", "no window", "window", "no cap", "cap", "pages", "no numbers", "nothing"],
+)
+@pytest.mark.parametrize("form", ["few", "many"])
+def test_wrong_attention_is_refused_in_either_form(form, layer, wrong):
+    pieces = {"few": Attention(layer), "many": Attention(layer), form: wrong}
+    with pytest.raises(CompileError, match=rf"decode attention {form} of {LAYER.name} .*split_decode: false"):
+        check_attention(layer, **pieces)
+
+
+LOGITS = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def from_logits(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    logits, temperatures, seeds, positions = inputs
+    return [draw_tokens(padded_scores(logits, temperatures), seeds, positions)]
+
+
+RIGHT: dict[str, Piece] = {
+    "greedy": lambda inputs: [inputs[0].argmax(-1)],
+    "from_logits": from_logits,
+    "from_scores": lambda inputs: [draw_tokens(*inputs)],
+}
+
+
+def check_sampling(logits: torch.Tensor = LOGITS, **wrong: Piece) -> None:
+    program = Program((), (), (), "logits", sampling=SamplingForms("bfloat16", *RIGHT))
+    check_written_pieces(program, RIGHT | wrong, {}, PAGE_SIZE, torch.bfloat16, logits)
+
+
+def test_right_choices_pass_and_so_does_a_draw_between_near_blocks():
+    def nearly(inputs):
+        tokens = from_logits(inputs)[0]
+        tokens[3] += 1
+        return [tokens]
+
+    check_sampling()
+    check_sampling(from_logits=nearly)
+
+
+def of_first_temperature(inputs):
+    return from_logits([inputs[0], inputs[1][:1].expand(len(inputs[1])), *inputs[2:]])
+
+
+def of_short_seeds(inputs):
+    return from_logits([*inputs[:2], inputs[2] & 0xFFFFFFFF, inputs[3]])
+
+
+def of_seeds_as_positions(inputs):
+    return [draw_tokens(inputs[0], inputs[2], inputs[1])]
+
+
+@pytest.mark.parametrize("num_rows", [1, 24])
+@pytest.mark.parametrize(
+    ("piece", "wrong"),
+    [
+        ("greedy", lambda inputs: [inputs[0].argmin(-1)]),
+        ("greedy", lambda inputs: [torch.cat([inputs[0].argmax(-1)[:-1], torch.tensor([0])])]),
+        ("from_logits", lambda inputs: from_logits([inputs[0], inputs[1] * 2, *inputs[2:]])),
+        ("from_logits", of_first_temperature),
+        ("from_logits", of_short_seeds),
+        ("from_scores", of_seeds_as_positions),
+        ("from_scores", lambda inputs: draw_tokens(inputs[0], inputs[1], inputs[2] + 1)[None]),
+    ],
+)
+def test_wrong_choices_are_refused_however_few_logits_there_are(piece, wrong, num_rows):
+    with pytest.raises(CompileError, match=f"kernels of {piece} choose other tokens"):
+        check_sampling(LOGITS[:num_rows], **{piece: wrong})
+
+
+def test_a_program_without_such_pieces_has_nothing_to_check():
+    check_written_pieces(Program((), (LAYER,), (), "logits"), {}, {}, PAGE_SIZE, torch.float32, LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("form", "num_requests", "name", "switch"),
+    [
+        (DecodeForm(256, kernels=cluster_kernels(16, 8, 64)), 1, "clusters_8x2_page64_split8", "hopper_decode"),
+        (DecodeForm(256, kernels=cluster_kernels(16, 8, 64)), 32, "clusters_8x2_page64_split2", "hopper_decode"),
+        (DecodeForm(None, kernels=(ShareKernel(8, 2, 64),)), 33, "shares_8x2_page64", "hopper_decode"),
+        (DecodeForm(None, "many", OF_MANY), 33, "many", "split_decode"),
+    ],
+)
+def test_who_decodes_is_named_with_the_setting_that_does_without_it(form, num_requests, name, switch):
+    assert _who_decodes(form, 8 * num_requests) == (name, f"compile.{switch}: false")
+
+
+@pytest.mark.parametrize("kv_heads", [8, 10, 16, 24])
+@pytest.mark.parametrize("max_model_len", [4096, 32768])
+def test_every_kernel_of_a_layer_decodes_in_a_batch_of_the_check(monkeypatch, kv_heads, max_model_len):
+    monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: True)
+    layer = LayerSpec("layers.0.attn", 0, 2 * kv_heads, kv_heads, 128, 128, 128**-0.5, 0.0, -1, None)
+    config = resolved(H200, runtime={"max_model_len": max_model_len})
+    program, _ = decode_attention.add_decode_attention(config, Program((), (layer,), (), "logits"))
+    forms = program.decode_attention[layer.name]
+    decoders = [Decoder(list, form.most_sequences, form.splits) for form in forms]
+    batches = _DecodeCheck(layer, PAGE_SIZE, torch.bfloat16, torch.device("cpu")).batches(forms)
+    met = set()
+    for lengths in batches:
+        form = forms[decoders.index(choose_decoder(decoders, len(lengths) * kv_heads))]
+        met.add(_who_decodes(form, len(lengths) * kv_heads)[0])
+    assert met == {kernel.name for kernel in program.cuda_kernels()} | {form.piece for form in forms if form.piece}
+    if kv_heads % 8 == 0:
+        assert max(map(len, batches)) > 128, "shares count requests by more than one warp"

@@ -1,0 +1,219 @@
+"""The self-check: a compiled program that is not Transformers' model does not leave the compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_compile.check import program as self_check
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import CompileError, UnsupportedModelError
+from mllm_compile.model import small_weights
+from mllm_compile.passes import pack_projections, pipeline
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
+from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
+from mllm_compile.runtime.ops.trace import attention_reference
+from mllm_compile.runtime.program.spec import Program, SmallForm
+from tests.model.tiny_configs import save_tiny_model, tiny_config
+
+
+def compile_tiny(tmp_path: Path, dtype: str = "float32") -> None:
+    config = tiny_config("qwen3", num_hidden_layers=1, layer_types=["full_attention"], tie_word_embeddings=True)
+    save_tiny_model(config, tmp_path / "model")
+    load_or_compile(
+        EngineConfig.from_dict(
+            {
+                "model": {"path": str(tmp_path / "model"), "dtype": dtype},
+                "compile": {"backend": "eager"},
+                "runtime": {"device": "cpu", "max_model_len": 64},
+                "cache": {"dir": str(tmp_path / "cache")},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def errors(monkeypatch) -> list[float]:
+    """What the self-check measured."""
+    measured: list[float] = []
+
+    def measure(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        measured.append(relative_error(ours, theirs))
+        return measured[-1]
+
+    relative_error = self_check.relative_error
+    monkeypatch.setattr(self_check, "relative_error", measure)
+    return measured
+
+
+def test_its_weights_are_gone_when_the_compile_is_over(monkeypatch, tmp_path):
+    """An engine of the same process stores how much memory is free: a later start looks for as much."""
+    weights: list[weakref.ref[torch.Tensor]] = []
+
+    def materialise(*arguments: Any) -> dict[str, torch.Tensor]:
+        by_name = small_weights.materialise(*arguments)
+        weights.extend(map(weakref.ref, by_name.values()))
+        return by_name
+
+    monkeypatch.setattr(self_check, "materialise", materialise)
+    gc.disable()
+    try:
+        compile_tiny(tmp_path, "float32")
+        assert weights
+        assert [ref() for ref in weights if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+class FailsOnThisModel:
+    name = "pack_projections"
+
+    def __call__(self, gm):
+        raise ZeroDivisionError("rows per zero")
+
+
+def test_what_a_pass_raises_is_told_of_the_pass_and_not_of_the_model(monkeypatch, tmp_path):
+    passes = tuple(FailsOnThisModel if one.name == FailsOnThisModel.name else one for one in pipeline.PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    with pytest.raises(CompileError) as error:
+        compile_tiny(tmp_path)
+    assert str(error.value).startswith("the pass pack_projections raised ZeroDivisionError: rows per zero (")
+    assert "compile.disable_passes: [pack_projections]" in str(error.value)
+
+
+def test_a_program_that_does_not_run_is_no_fault_of_the_model(monkeypatch, tmp_path):
+    def run(*arguments: Any) -> None:
+        raise RuntimeError("shape '[1, 8, 64]' is invalid for input of size 256")
+
+    monkeypatch.setattr(self_check, "_run_program", run)
+    with pytest.raises(
+        CompileError, match=r"what was compiled of 'qwen3' does not run: .*: try compile\.disable_passes"
+    ):
+        compile_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rounding_stays_well_below_the_limit(dtype, errors, tmp_path):
+    compile_tiny(tmp_path, dtype)
+    assert errors[0] < self_check.TOLERANCE[getattr(torch, dtype)] / 4
+
+
+def test_packed_weights_in_the_wrong_order_are_noticed(errors, monkeypatch, tmp_path):
+    place = pack_projections._packed_placeholder
+    monkeypatch.setattr(
+        pack_projections,
+        "_packed_placeholder",
+        lambda gm, members, before, packed: place(gm, list(reversed(members)), before, packed),
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"logits are off by .*disable_passes: \[pack_projections, gather_rows_early\]\."
+    ):
+        compile_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, tmp_path):
+    layer_of = self_check.attention_layer
+
+    def with_half_the_scale(spec, weights):
+        layer = layer_of(spec, weights)
+        params = PerLayerParameters(layer.params.window_left, layer.params.logits_soft_cap, layer.params.sm_scale / 2)
+        return type(layer)(**{**vars(layer), "params": params})
+
+    monkeypatch.setattr(self_check, "attention_layer", with_half_the_scale)
+    with pytest.raises(UnsupportedModelError, match="logits are off by"):
+        compile_tiny(tmp_path, dtype)
+    assert errors[0] > 2 * self_check.TOLERANCE[getattr(torch, dtype)]
+
+
+@pytest.mark.parametrize(
+    ("forms", "sizes"), [((), [8]), ((1,), [1, 8]), ((16,), [8, 24]), ((1, 16), [1, 8, 24]), ((1, 8), [1, 8, 16])]
+)
+def test_every_form_of_a_piece_is_run_and_the_largest_batch_comes_last(forms, sizes):
+    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in forms)
+    program = Program((), (), (), "logits", {"piece": small})
+    ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
+    batches = self_check._batches(program, ids, ids)
+    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == sizes
+    assert all(torch.equal(torch.cat(batch_ids), torch.cat(positions)) for batch_ids, positions in batches)
+
+
+def test_every_kernel_of_a_linear_is_run():
+    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in (1, 208))
+    tilings = tuple(choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS)
+    program = Program((), (), (), "logits", {"piece": small}, linears=tilings)
+    ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
+    batches = self_check._batches(program, ids, ids)
+    assert [sum(len(request) for request in batch_ids) for batch_ids, _ in batches] == [
+        *(1, 8, 16, 24, 56, 120),
+        *(136, 152, 168, 184, 200),
+        216,
+    ]
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
+    lengths, heads, kv_heads = (5, 3), 4, 2
+    sinks = torch.randn(heads) if has_sinks else None
+    params = PerLayerParameters(window_left=2, logits_soft_cap=5.0, sm_scale=0.3)
+    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, params, sinks)
+    tokens = sum(lengths) * copies
+    q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
+    out = torch.full((tokens, heads, 6), torch.nan)
+    requests: Any = self_check._PackedRequests(lengths, copies, None)  # type: ignore[arg-type]
+    requests.forward(q, k, v, layer, out=out)
+    assert requests.num_actual_tokens == tokens
+    alone = [
+        attention_reference(*each, sinks, params.sm_scale, params.logits_soft_cap, params.window_left)
+        for each in zip(*(x.split(lengths * copies) for x in (q, k, v)), strict=True)
+    ]
+    assert torch.allclose(out, torch.cat(alone), atol=1e-6)
+
+
+def test_transformers_runs_each_request_of_all_batches_once(monkeypatch):
+    monkeypatch.setattr(self_check, "attention_implementation", lambda model, name: contextlib.nullcontext())
+    runs = []
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, use_cache, position_ids=None):
+            runs.append(input_ids.shape[1])
+            return SimpleNamespace(logits=input_ids[..., None].float())
+
+    ids, positions = [torch.arange(5), torch.arange(10, 13)], [torch.arange(5), torch.arange(100, 103)]
+    known: dict[int, torch.Tensor] = {}
+    for count in (1, 3):
+        logits = self_check._logits_of_transformers(Model(), ids * count, positions * count, known)
+        assert torch.equal(logits[:, 0], torch.cat(ids * count).float())
+    assert runs == [5, 3]
+    alone = self_check._logits_of_transformers(Model(), ids[:1], positions[:1], known)
+    assert torch.equal(alone[:, 0], ids[0].float())
+
+
+def test_what_the_compiler_wrote_is_checked_with_the_programs_logits(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(self_check, "check_written_pieces", lambda *args: given.append(args))
+    compile_tiny(tmp_path)
+    ((program, pieces, cubins, page_size, dtype, logits),) = given
+    assert set(pieces) == set(program.piece_ids())
+    assert cubins == {}
+    assert (page_size, dtype) == (16, torch.float32)
+    assert logits.shape[0] == sum(self_check.REQUEST_LENGTHS)
+
+
+def test_the_worst_token_counts():
+    theirs = torch.eye(4)
+    ours = theirs.clone()
+    ours[2] *= 1.5
+    assert self_check.relative_error(ours, theirs) == pytest.approx(0.5)
+    ours[1, 0] = float("nan")
+    assert not self_check.relative_error(ours, theirs) <= 1.0

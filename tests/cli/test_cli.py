@@ -1,0 +1,321 @@
+"""The command line: help, mistakes, and what the commands print. Compiling itself is shown in the tests of compile."""
+
+from __future__ import annotations
+
+import errno
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import mllm_compile.model
+from mllm_compile.cli import run
+from mllm_compile.engine.outputs import CompletionOutput, RequestOutput
+from mllm_compile.errors import CompileError, RequestError
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+TINY = str(Path(mllm_compile.model.__file__).parent / "tiny")
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "model.yaml"
+    path.write_text("model: {path: ./m}")
+    return str(path)
+
+
+def stand_in_compiler(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
+    monkeypatch.setitem(sys.modules, "mllm_compile.compiler.load_or_compile", SimpleNamespace(**functions))
+
+
+@dataclass
+class StandInEngine:
+    """Streams fixed text; keeps what it was asked for."""
+
+    default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.6, top_k=20))
+    tokenizer: object | None = "a tokenizer"
+    refusal: RequestError | None = None
+    starts: int = 0
+    asked: list[tuple[object, SamplingParams]] = field(default_factory=list)
+
+    def __enter__(self) -> StandInEngine:
+        self.starts += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def stream(self, prompt: object, params: SamplingParams) -> Iterator[RequestOutput]:
+        self.asked.append((prompt, params))
+        if self.refusal is not None:
+            raise self.refusal
+        for text in ("to", "ken"):
+            yield RequestOutput("r", None, [1], [CompletionOutput(0, text, [1])], finished=text == "ken")
+
+    stream_chat = stream
+
+
+@pytest.fixture
+def engine(monkeypatch) -> StandInEngine:
+    engine = StandInEngine()
+    monkeypatch.setitem(
+        sys.modules, "mllm_compile.engine.engine", SimpleNamespace(Engine=lambda config, reporter: engine)
+    )
+    return engine
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported():
+    code = (
+        "import sys; from mllm_compile.cli import run; code = run(['--help']);"
+        "heavy = {'torch', 'transformers', 'numpy', 'jinja2', 'huggingface_hub'} & set(sys.modules);"
+        "print('heavy:', sorted(heavy), code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: [] 0"
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["compile", "--help"], ["generate", "--help"], ["inspect", "--help"]])
+def test_there_is_help_everywhere(args, capsys):
+    assert run(args) == 0
+    assert "Usage: mllm-compile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("group", ["bench", "cache"])
+def test_a_group_alone_is_its_help_and_no_error(group, capsys):
+    assert run([group]) == 0
+    out, err = capsys.readouterr()
+    assert f"Usage: mllm-compile {group}" in out
+    assert err == ""
+
+
+def test_the_version_is_told(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("mllm-compile 0.")
+
+
+def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_warn():
+    code = (
+        "import sys; sys.argv = ['mllm-compile', '--version']\nfrom mllm_compile.cli import main\n"
+        "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules\n"
+        "import torch; print(torch.backends.cuda.preferred_blas_library())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "_BlasBackend.Cublaslt", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["none.yaml"], "none.yaml: no such file"),
+        (["Qwen/Qwen3-0.6B"], "expected a YAML config. A model, hub id or folder, goes into one as 'model: {path: "),
+        ([TINY], "this is a model's folder"),
+        (["explain", TINY], "this is a model's folder"),
+        (["bench", "latency", TINY], "this is a model's folder"),
+        (["generate", TINY, "--prompt", "hi"], "this is a model's folder"),
+        (["inspect", TINY], "this is a model's folder"),
+        (["genrate", "x"], "No such command 'genrate'. Did you mean 'generate'?"),
+        (["generate", "x.yaml"], "Missing option '--prompt'"),
+        (["generate", "x.yaml", "--prompt", "hi", "--max-tokens", "x"], "Invalid value for '--max-tokens'"),
+        (["--wrong"], "No such option: --wrong"),
+        (["inspect"], "Missing argument"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(args, said, capsys):
+    assert run(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mllm-compile: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_an_error_of_the_project_is_one_line_and_a_traceback_when_debugging(monkeypatch, config, capsys):
+    def fail(*_: object) -> None:
+        raise CompileError("piece 3\n  cannot be built")
+
+    stand_in_compiler(monkeypatch, load_or_compile=fail)
+    assert run([config]) == 2
+    assert capsys.readouterr().err == "mllm-compile: error: piece 3 cannot be built\n"
+    monkeypatch.setenv("MLLM_COMPILE_DEBUG", "1")
+    with pytest.raises(CompileError):
+        run([config])
+
+
+def test_an_error_of_ours_is_not_hidden(monkeypatch, config):
+    stand_in_compiler(monkeypatch, load_or_compile=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run([config])
+
+
+def test_an_interrupt_ends_quietly(monkeypatch, config, capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stand_in_compiler(monkeypatch, load_or_compile=interrupt)
+    assert run([config]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("command", [[], ["compile"]])
+def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, command):
+    runtime = SimpleNamespace(
+        folder="/cache/r",
+        was_cached=False,
+        stages=[("trace", 1.5), ("passes", 0.25)],
+        num_pieces=9,
+        num_distinct_pieces=3,
+    )
+    stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter, options: runtime)
+    assert run([*command, config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compiled"
+    assert [line.split() for line in lines[1:5]] == [
+        ["stage", "seconds"],
+        ["trace", "1.50"],
+        ["passes", "0.25"],
+        ["total", "1.75"],
+    ]
+    assert lines[5:] == ["pieces: 9, distinct: 3", "runtime: /cache/r"]
+
+
+def test_a_full_disk_is_one_line(monkeypatch, config, capsys):
+    def fill(config, reporter, options):
+        raise OSError(errno.ENOSPC, "No space left on device", "/mnt/r.json")
+
+    stand_in_compiler(monkeypatch, load_or_compile=fill)
+    assert run([config]) == 2
+    assert "/mnt/r.json: No space left on device. Make room, or write to another place." in capsys.readouterr().err
+
+
+def test_a_prompt_from_a_closed_standard_input_is_refused(monkeypatch, config, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(["generate", config, "--prompt", "-"]) == 2
+    assert "--prompt - reads standard input, which is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("serves_same", [True, False])
+def test_a_second_call_says_that_it_found_the_runtime_and_whether_its_folder_is_the_same(
+    monkeypatch, config, capsys, serves_same
+):
+    runtime = SimpleNamespace(folder="/cache/r", was_cached=True, serves_same=serves_same)
+    stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter, options: runtime)
+    assert run([config]) == 0
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first == "already compiled: /cache/r"
+    assert bool(more) != serves_same and all("another config or checkpoint: see --output" in line for line in more)
+
+
+def test_a_page_and_a_folder_of_graphs_are_not_asked_for_at_once(config, tmp_path, capsys):
+    assert run(["inspect", config, "--html", str(tmp_path / "p.html"), "--out", str(tmp_path)]) == 2
+    assert "--html writes one page, --out a folder of graphs; give one of them" in capsys.readouterr().err
+
+
+def test_inspecting_prints_the_passes(monkeypatch, config, capsys, tmp_path):
+    def inspect_model(config, out_dir, reporter):
+        with reporter.stage("trace"):
+            return [SimpleNamespace(name="pack_linears", matches=4, nodes_before=90, nodes_after=70, ms=1.25)]
+
+    monkeypatch.setitem(sys.modules, "mllm_compile.report.inspect", SimpleNamespace(inspect_model=inspect_model))
+    assert run(["inspect", config, "--out", str(tmp_path / "graphs")]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[2].split() == ["pack_linears", "4", "90", "70", "1.2"]
+    assert lines[3] == f"graphs: {tmp_path / 'graphs'}"
+    assert err.startswith("trace: ")
+
+
+def test_generated_text_is_streamed_with_the_models_own_sampling(engine, config, capsys):
+    assert run(["generate", config, "--prompt", "once", "--max-tokens", "9"]) == 0
+    assert capsys.readouterr().out == "token\n"
+    prompt, params = engine.asked[0]
+    assert (prompt, params.max_tokens, params.temperature, params.top_k) == ("once", 9, 0.6, 20)
+
+
+def test_sampling_on_the_command_line_wins(engine, config):
+    options = {"temperature": 0.5, "top_p": 0.9, "top_k": 0, "seed": 7}
+    words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    assert run(["generate", config, "--prompt", "once", *words]) == 0
+    params = engine.asked[0][1]
+    assert {name: getattr(params, name) for name in options} == options
+
+
+def test_a_chat_prompt_is_a_users_message(engine, config, capsys):
+    assert run(["generate", config, "--prompt", "hi", "--chat"]) == 0
+    assert engine.asked[0][0] == [{"role": "user", "content": "hi"}]
+
+
+def test_a_prompt_may_come_from_standard_input(engine, config, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: "piped"))
+    assert run(["generate", config, "--prompt", "-"]) == 0
+    assert engine.asked[0][0] == "piped"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--max-tokens", "0"],
+        ["--temperature", "nan"],
+        ["--temperature", "-1"],
+        ["--top-p", "0"],
+        ["--top-k", "-2"],
+        ["--seed", "-2"],
+    ],
+)
+def test_sampling_values_that_cannot_be_are_refused_before_anything_is_loaded(engine, config, capsys, option):
+    assert run(["generate", config, "--prompt", "x", *option]) == 2
+    assert engine.asked == []
+    assert option[0].strip("-").replace("-", "_") in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(engine, config, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: ""))
+    for prompt in ("", "-"):
+        assert run(["generate", config, "--prompt", prompt]) == 2
+        assert "the prompt is empty; expected at least one character" in capsys.readouterr().err
+    assert (engine.starts, engine.asked) == (0, [])
+    assert run(["generate", config, "--prompt", "", "--chat"]) == 0, "a template says more than the message"
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_compiled(engine, capsys):
+    path = CONFIGS / "qwen-shape.yaml"
+    assert run(["generate", str(path), "--prompt", "hi"]) == 2
+    assert f"the model of {path} has no tokenizer, so it takes no text. Use `mllm-compile bench`" in (
+        capsys.readouterr().err
+    )
+    assert engine.starts == 0
+
+
+@pytest.mark.parametrize("tokenizer", ["tokenizer.json", "vocab.txt"])
+def test_a_model_with_a_tokenizer_of_any_format_is_served(engine, config, tmp_path, tokenizer):
+    (tmp_path / "m").mkdir()
+    for name in ("config.json", tokenizer):
+        (tmp_path / "m" / name).touch()
+    assert run(["generate", config, "--prompt", "hi"]) == 0
+
+
+def test_a_runtime_without_a_tokenizer_says_what_to_use_instead(engine, tmp_path, capsys):
+    engine.tokenizer = None
+    (tmp_path / "manifest.json").touch()
+    assert run(["generate", str(tmp_path), "--prompt", "hi"]) == 2
+    assert f"the model of {tmp_path} has no tokenizer" in capsys.readouterr().err
+    assert engine.asked == []
+
+
+def test_a_refused_prompt_is_a_mistake(engine, config, capsys):
+    engine.refusal = RequestError("the prompt has 9000 tokens")
+    assert run(["generate", config, "--prompt", "x"]) == 2
+    assert "the prompt has 9000 tokens" in capsys.readouterr().err
+
+
+def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert run(["--version"]) == 0
+    print("3 µs", flush=True)
+    assert written.getvalue().endswith(b"3 ?s\n")

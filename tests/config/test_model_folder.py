@@ -1,0 +1,167 @@
+"""From model.path to a folder that can be served from, and what is said when there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mllm_compile.config.model_folder import check_remote_code, open_model_folder
+from mllm_compile.config.schema import ModelConfig
+from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with one float16 weight and a config that names no dtype."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    save_file({"a": np.zeros(2, np.int64), "w": np.zeros((2, 2), np.float16)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def open_folder(path: Path | str, **keys: object):
+    return open_model_folder(ModelConfig(path=str(path), **keys))
+
+
+def add_to_config(folder: Path, **keys: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+def test_a_local_folder_is_taken_as_it_is(folder):
+    model = open_folder(folder)
+    assert model.path == folder
+    assert model.config["model_type"] == "qwen3"
+    assert model.weight_files == (folder / "model.safetensors",)
+
+
+def test_the_dtype_is_the_configs_else_that_of_the_first_float_weight(folder):
+    assert open_folder(folder).checkpoint_dtype() == "float16"
+    add_to_config(folder, torch_dtype="bfloat16")
+    assert open_folder(folder).checkpoint_dtype() == "bfloat16"
+    add_to_config(folder, text_config={"dtype": "float32"})
+    assert open_folder(folder).checkpoint_dtype() == "float32"
+
+
+def test_a_damaged_weight_file_is_named_when_its_dtype_is_needed(folder):
+    (folder / "model.safetensors").write_bytes(b"\x08\x00\x00")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no whole safetensors file"):
+        open_folder(folder).checkpoint_dtype()
+
+
+def test_the_shards_are_those_of_the_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-2.safetensors")
+    save_file({"b": np.zeros(1, np.float32)}, folder / "model-1.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-2.safetensors", "b": "model-1.safetensors"}}))
+    assert [path.name for path in open_folder(folder).weight_files] == ["model-1.safetensors", "model-2.safetensors"]
+
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 2 weight files are missing, first 'model-1.safetensors'"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_a_damaged_index_is_refused(folder, content):
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json .* Download it again"):
+        open_folder(folder)
+
+
+def test_an_index_cannot_point_out_of_the_folder(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../x.safetensors"}}))
+    with pytest.raises(CheckpointError, match="expected a file of the same folder"):
+        open_folder(folder)
+
+
+def test_a_folder_without_config_or_with_a_broken_one_is_refused(folder):
+    (folder / "config.json").write_text("{oops")
+    with pytest.raises(ModelNotFoundError, match="cannot be read as JSON"):
+        open_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelNotFoundError, match="holds no JSON object"):
+        open_folder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"holds no config\.json"):
+        open_folder(folder)
+
+
+def test_a_folder_without_weights_serves_dummy_weights_only(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no weights.*load_format: dummy"):
+        open_folder(folder)
+    assert open_folder(folder, load_format="dummy").weight_files == ()
+
+
+def test_pickled_weights_are_not_read(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which is not read"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_name(folder, keys):
+    add_to_config(folder, **keys)
+    with pytest.raises(CheckpointError, match=r"quantised.*gptq"):
+        open_folder(folder)
+
+
+def test_a_path_that_cannot_be_a_hub_id_is_no_folder(folder):
+    for path in ("./none", str(folder / "none"), "a/b/c", "~/no/such/model"):
+        with pytest.raises(ModelNotFoundError, match="there is no such folder"):
+            open_folder(path)
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        open_folder(folder / "config.json")
+    with pytest.raises(ModelNotFoundError, match="neither a folder nor a hub id"):
+        open_folder("not a model!")
+
+
+def test_a_local_folder_has_no_revisions(folder):
+    with pytest.raises(ModelNotFoundError, match=r"Remove model\.revision"):
+        open_folder(folder, revision="main")
+
+
+def test_an_unreachable_hub_says_what_to_put_in_the_path(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match=r"hub cannot be reached.*Set model\.path to a local folder"):
+        open_folder("Qwen/Qwen3-0.6B")
+
+
+def test_a_hub_id_fetches_only_what_is_served_from(monkeypatch, folder):
+    asked = {}
+
+    def fake_download(repo_id, **kwargs):
+        asked.update(kwargs, repo_id=repo_id)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
+    assert open_folder("Qwen/Qwen3-0.6B", revision="v1").path == folder
+    assert asked["repo_id"] == "Qwen/Qwen3-0.6B"
+    assert asked["revision"] == "v1"
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert "*.py" not in asked["allow_patterns"]
+
+    open_folder("Qwen/Qwen3-0.6B", load_format="dummy", trust_remote_code=True)
+    assert "*.safetensors" not in asked["allow_patterns"]
+    assert "*.py" in asked["allow_patterns"]
+
+
+def test_code_that_comes_with_a_model_needs_permission_only_where_transformers_has_none(folder):
+    add_to_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    check_remote_code(open_folder(folder), trust_remote_code=False)
+    add_to_config(folder, model_type="my_own")
+    with pytest.raises(UnsupportedModelError, match=r"'my_own'.*trust_remote_code: true"):
+        check_remote_code(open_folder(folder), trust_remote_code=False)
+    check_remote_code(open_folder(folder), trust_remote_code=True)

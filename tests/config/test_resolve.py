@@ -1,0 +1,356 @@
+"""What `auto` becomes on a CPU and on a GPU, and what contradicts."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mllm_compile.config.device import DeviceInfo, detect_device
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.resolve import resolve
+from mllm_compile.config.resolve_graphs import MIXED_TOKENS
+from mllm_compile.config.resolved import ResolvedConfig, ResolvedCudaGraph
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
+from mllm_compile.process.progress import PlainReporter
+
+CPU = DeviceInfo("cpu", "x86_64")
+H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)
+A100 = DeviceInfo("cuda:0", "NVIDIA A100", has_flashinfer=True)
+QWEN = {"dtype": "bfloat16", "max_position_embeddings": 40960}
+
+
+def resolved(device: DeviceInfo = CPU, config_json: dict | None = None, **sections: dict) -> ResolvedConfig:
+    config = EngineConfig.from_dict({"model": {"path": "m"}} | sections)
+    return resolve(config, ModelFolder(Path("/models/m"), QWEN if config_json is None else config_json, ()), device)
+
+
+def test_auto_on_a_cpu_is_float32_torch_and_no_graphs():
+    config = resolved()
+    assert config.model.dtype == config.runtime.kv_cache_dtype == "float32"
+    assert (config.runtime.device, config.runtime.attention_backend) == ("cpu", "torch")
+    assert (config.runtime.page_size, config.runtime.max_model_len) == (16, 8192)
+    assert (config.runtime.max_running_requests, config.runtime.max_num_batched_tokens) == (64, 2048)
+    assert config.cudagraph == ResolvedCudaGraph(mode="none", piecewise_tokens=(), decode_requests=())
+    assert config.model.load_format == "safetensors"
+
+
+def test_what_a_config_says_for_gpus_alone_is_without_effect_on_a_cpu():
+    sections = {
+        "runtime": {"mem_fraction_static": 0.8, "page_size": 4},
+        "cudagraph": {"mode": "none", "decode_requests": [1, 2], "mixed_tokens": "auto", "sample_in_graph": False},
+    }
+    told = ("runtime.mem_fraction_static", "cudagraph.decode_requests", "cudagraph.sample_in_graph")
+    assert resolved(CPU, **sections).without_effect == told
+    assert resolved(CPU).without_effect == ()
+    sections["cudagraph"]["mode"] = "full"
+    assert resolved(H200, **sections).without_effect == ()
+
+
+def test_auto_on_a_gpu_is_the_checkpoints_dtype_flashinfer_and_both_kinds_of_graphs():
+    config = resolved(H200)
+    assert config.model.dtype == config.runtime.kv_cache_dtype == "bfloat16"
+    assert (config.runtime.device, config.runtime.attention_backend) == ("cuda:0", "flashinfer")
+    assert (config.runtime.page_size, config.runtime.max_model_len) == (64, 40960)
+    assert (config.runtime.max_running_requests, config.runtime.max_num_batched_tokens) == (256, 8192)
+    assert config.cudagraph.mode == "full_and_piecewise"
+    assert config.cudagraph.piecewise_tokens[-1] == 512
+    assert config.cudagraph.decode_requests[-1] == 256
+
+
+@pytest.mark.parametrize(
+    ("width", "largest"), [(64, 4096), (1024, 4096), (1152, 2048), (2048, 1024), (2560, 512), (4096, 512), ("?", 512)]
+)
+def test_the_smaller_a_model_the_longer_are_the_steps_whose_pieces_are_captured(width, largest):
+    config_json = QWEN | {"hidden_size": width}
+    assert resolved(H200, config_json).cudagraph.piecewise_tokens[-1] == largest
+    few = resolved(H200, config_json, runtime={"max_num_batched_tokens": 300})
+    assert few.cudagraph.piecewise_tokens[-1] == 256
+
+
+def test_no_piece_is_captured_for_longer_steps_than_all_requests_can_make():
+    narrow = QWEN | {"hidden_size": 64}
+    few = resolved(H200, narrow, runtime={"max_running_requests": 2, "max_model_len": 1100})
+    assert few.cudagraph.piecewise_tokens[-1] == 2048
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "sections", "expected"),
+    [
+        (H200, 1024, {}, MIXED_TOKENS),
+        (H200, 2048, {"cudagraph": {"mode": "full"}}, MIXED_TOKENS),
+        (H200, 1024, {"runtime": {"max_num_batched_tokens": 200}}, (64, 128, 192)),
+        (H200, 1024, {"runtime": {"max_num_batched_tokens": 50}}, ()),
+        (H200, 2560, {}, ()),
+        (H200, "?", {}, ()),
+        (H200, 1024, {"cudagraph": {"mode": "piecewise"}}, ()),
+        (H200, 1024, {"cudagraph": {"mode": "full_decode_only"}}, ()),
+        (H200, 1024, {"runtime": {"attention_backend": "torch"}}, ()),
+        (H200, 1024, {"runtime": {"deterministic": True}}, ()),
+        (H200, 1024, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, ()),
+        (H200, 1024, {"compile": {"split_decode": False}}, ()),
+        (H200, 1024, {"cudagraph": {"mixed_tokens": []}}, ()),
+        (A100, 1024, {"cudagraph": {"mixed_tokens": []}}, ()),
+        (H200, 4096, {"cudagraph": {"mixed_tokens": [100, 30]}}, (30, 100)),
+        (A100, 1024, {}, ()),
+        (CPU, 1024, {}, ()),
+        (CPU, 1024, {"cudagraph": {"mixed_tokens": [64]}}, ()),
+    ],
+)
+def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device, width, sections, expected):
+    graphs = resolved(device, QWEN | {"hidden_size": width}, **sections).cudagraph
+    assert graphs.mixed_tokens == expected
+    is_asked = device.is_cuda and "mixed_tokens" in sections.get("cudagraph", {})
+    assert graphs.mixed_tokens_asked == is_asked
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "error", "said"),
+    [
+        (H200, {"cudagraph": {"mode": "piecewise"}}, ConfigError, r"captures none .* full_and_piecewise"),
+        (H200, {"cudagraph": {"mixed_tokens": [9000]}}, CaptureSizeError, r"holds 9000, but no batch .*: 8192"),
+        (H200, {"compile": {"split_decode": False}}, ConfigError, r"\[64\], but decodes are .*Set it to auto or \[\]"),
+        (A100, {}, ConfigError, r"mixed_tokens is \[64\], but the GPU is NVIDIA A100"),
+    ],
+)
+def test_whole_steps_that_cannot_be_are_refused(device, sections, error, said):
+    graphs = {"mixed_tokens": [64]} | sections.get("cudagraph", {})
+    with pytest.raises(error, match=said):
+        resolved(device, **(sections | {"cudagraph": graphs}))
+
+
+def test_a_resolved_config_from_before_there_were_such_steps_is_read():
+    stored = resolved(H200, QWEN | {"hidden_size": 1024}).model_dump(mode="json")
+    assert ResolvedConfig.model_validate(stored).cudagraph.mixed_tokens == MIXED_TOKENS
+    for key in ("mixed_tokens", "mixed_tokens_asked"):
+        del stored["cudagraph"][key]
+    assert ResolvedConfig.model_validate(stored).cudagraph.mixed_tokens == ()
+
+
+def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
+    narrow = QWEN | {"hidden_size": 64}
+    config = resolved(H200, narrow, runtime={"attention_backend": "torch"})
+    assert (config.cudagraph.mode, config.cudagraph.piecewise_tokens[-1]) == ("piecewise", 512)
+
+
+def test_no_auto_is_left_and_json_keeps_everything():
+    config = resolved(H200)
+    assert "auto" not in str(config)
+    assert ResolvedConfig.model_validate(config.model_dump(mode="json")) == config.model_copy(update={"choices": ()})
+
+
+def test_what_was_asked_for_is_kept_and_only_the_rest_is_reported():
+    config = resolved(config_json={"n_positions": 1024}, runtime={"page_size": 4, "device": "cpu"}, cache={"dir": "/c"})
+    assert config.runtime.page_size == 4
+    keys = {choice.key for choice in config.choices}
+    assert "runtime.max_model_len" in keys
+    assert not keys & {"runtime.page_size", "runtime.device", "cache.dir"}
+    stream = io.StringIO()
+    config.report(PlainReporter(stream))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "auto values"
+    assert any(line.split()[:2] == ["runtime.max_model_len", "1024"] for line in lines)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_types_are_served_on_a_cpu_when_asked_for(dtype):
+    config = resolved(model={"path": "m", "dtype": dtype})
+    assert config.model.dtype == config.runtime.kv_cache_dtype == dtype
+
+
+def test_a_float32_checkpoint_on_a_gpu_is_served_in_bfloat16_unless_float32_is_asked_for():
+    assert resolved(H200, {"dtype": "float32"}).model.dtype == "bfloat16"
+    config = resolved(H200, model={"path": "m", "dtype": "float32"})
+    assert (config.runtime.attention_backend, config.cudagraph.mode) == ("torch", "piecewise")
+
+
+def test_the_eager_model_runs_without_graphs():
+    assert resolved(H200, runtime={"skip_compiled": True}).cudagraph.mode == "none"
+
+
+def test_small_limits_pull_the_other_automatic_ones_along():
+    assert resolved(runtime={"max_num_batched_tokens": 8}).runtime.max_running_requests == 8
+    assert resolved(runtime={"max_running_requests": 4096}).runtime.max_num_batched_tokens == 4096
+    config = resolved(H200, runtime={"max_running_requests": 20, "max_num_batched_tokens": 60})
+    assert config.cudagraph.decode_requests == (1, 2, 4, 8, 16, 20)
+    assert config.cudagraph.piecewise_tokens[-1] == 32
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "error", "said"),
+    [
+        (CPU, {"cudagraph": {"mode": "full"}}, ConfigError, "the device is a CPU"),
+        (CPU, {"runtime": {"attention_backend": "flashinfer"}}, ConfigError, "the device is a CPU"),
+        (CPU, {"runtime": {"kv_cache_dtype": "bfloat16"}}, ConfigError, "own type or fp8_e4m3"),
+        (CPU, {"runtime": {"max_model_len": 50000}}, ConfigError, "at most 40960 tokens"),
+        (
+            CPU,
+            {"runtime": {"max_running_requests": 9, "max_num_batched_tokens": 8}},
+            ConfigError,
+            "each running request takes a token",
+        ),
+        (H200, {"cudagraph": {"mode": "none", "decode_requests": [1]}}, ConfigError, "captures none of that kind"),
+        (
+            H200,
+            {"cudagraph": {"mode": "full"}, "runtime": {"skip_compiled": True}},
+            ConfigError,
+            "no pieces to capture",
+        ),
+        (H200, {"cudagraph": {"mode": "piecewise", "decode_requests": [1]}}, ConfigError, "captures none of that kind"),
+        (H200, {"cudagraph": {"mode": "full", "piecewise_tokens": [1]}}, ConfigError, "captures none of that kind"),
+        (H200, {"cudagraph": {"decode_requests": [1, 300]}}, CaptureSizeError, "holds 300"),
+        (H200, {"cudagraph": {"piecewise_tokens": [9000]}}, CaptureSizeError, "runtime.max_num_batched_tokens: 8192"),
+        (
+            H200,
+            {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "full"}},
+            ConfigError,
+            "cannot be captured",
+        ),
+        (
+            H200,
+            {"model": {"path": "m", "dtype": "float32"}, "runtime": {"attention_backend": "flashinfer"}},
+            ConfigError,
+            "no float32 kernels",
+        ),
+        (
+            H200,
+            {"runtime": {"deterministic": True}, "cudagraph": {"mode": "full_and_piecewise"}},
+            ConfigError,
+            "the shape of one decode",
+        ),
+        (
+            H200,
+            {"runtime": {"deterministic": True}, "cudagraph": {"decode_requests": [1, 2]}},
+            CaptureSizeError,
+            "every step has 512 tokens",
+        ),
+        (
+            H200,
+            {"runtime": {"deterministic": True}, "cudagraph": {"mixed_tokens": [512]}},
+            ConfigError,
+            r"mixed_tokens is \[512\], but with runtime.deterministic no step .* Set it to auto or \[\]",
+        ),
+        (DeviceInfo("cuda:0", "GPU"), {}, DeviceError, r"pip install 'mllm-compile\[cuda\]'"),
+    ],
+)
+def test_contradictions_are_refused_with_the_next_step(device, sections, error, said):
+    with pytest.raises(error, match=said):
+        resolved(device, **sections)
+
+
+def test_an_fp8_cache_is_taken_on_every_device_and_keeps_the_model_s_dtype():
+    for device in (CPU, H200):
+        config = resolved(device, runtime={"kv_cache_dtype": "fp8_e4m3"})
+        assert config.runtime.kv_cache_dtype == "float8_e4m3fn"
+        assert config.model.dtype == resolved(device).model.dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_heads", "asked", "tokens", "requests"),
+    [
+        (CPU, 8, {}, 32, 16),
+        (H200, 8, {}, 128, 64),
+        (H200, 2, {}, 256, 128),  # fewer KV heads need more rows before attention never splits
+        (H200, 8, {"max_num_batched_tokens": 64}, 64, 32),
+        (H200, 8, {"max_running_requests": 200}, 200, 200),
+        (H200, 8, {"max_running_requests": 7}, 128, 7),
+    ],
+)
+def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked, tokens, requests):
+    config = resolved(device, QWEN | {"num_key_value_heads": kv_heads}, runtime={"deterministic": True} | asked)
+    assert (config.runtime.max_num_batched_tokens, config.runtime.max_running_requests) == (tokens, requests)
+    if device is CPU:
+        assert config.cudagraph.mode == "none"
+    else:
+        graphs = ResolvedCudaGraph(mode="full_decode_only", piecewise_tokens=(), decode_requests=(tokens,))
+        assert config.cudagraph == graphs
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "obstacle"),
+    [
+        (CPU, {}, "attention_backend is torch"),
+        (H200, {"compile": {"backend": "eager"}}, "backend is eager"),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+    ],
+)
+def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
+    assert not resolved(device, **sections).compile.split_decode
+    asked = sections | {"compile": sections.get("compile", {}) | {"split_decode": True}}
+    with pytest.raises(ConfigError, match=f"split_decode is true, but .*{obstacle}.* Set it to auto or false"):
+        resolved(device, **asked)
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "obstacle"),
+    [
+        (CPU, {}, r"decodes are .*compile\.split_decode"),
+        (H200, {"compile": {"split_decode": False}}, r"decodes are .*compile\.split_decode"),
+        (A100, {}, r"the GPU is NVIDIA A100"),
+        (H200, {"runtime": {"deterministic": True}}, r"runtime\.deterministic is set"),
+        (H200, {"model": {"path": "m", "dtype": "float16"}}, r"model\.dtype is float16"),
+    ],
+)
+def test_the_kernels_for_hopper_are_refused_where_they_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
+    assert not resolved(device, **sections).compile.hopper_decode
+    asked = sections | {"compile": sections.get("compile", {}) | {"hopper_decode": True}}
+    with pytest.raises(ConfigError, match=f"hopper_decode is true, but .*{obstacle}.* Set it to auto or false"):
+        resolved(device, **asked)
+    assert resolved(H200, compile={"hopper_decode": True}).compile.hopper_decode
+
+
+def test_the_decode_kernel_is_taken_with_flashinfer_unless_it_is_switched_off():
+    config = resolved(H200)
+    assert config.compile.split_decode
+    assert "compile.split_decode" in [choice.key for choice in config.choices]
+    assert not resolved(H200, compile={"split_decode": False}).compile.split_decode
+
+
+def test_the_reason_of_a_number_of_requests_is_the_bound_that_holds():
+    why = {}
+    for tokens in (64, 2048):
+        config = resolved(H200, runtime={"deterministic": True, "max_num_batched_tokens": tokens})
+        why[tokens] = next(c for c in config.choices if c.key == "runtime.max_running_requests")
+    assert why[64].value == "32"
+    assert "half of a step" in why[64].why
+    assert (why[2048].value, why[2048].why) == ("256", "for cuda")
+
+
+def test_deterministic_steps_can_be_captured_piece_by_piece():
+    sections = {"runtime": {"deterministic": True, "max_num_batched_tokens": 64}, "cudagraph": {"mode": "piecewise"}}
+    graphs = resolved(H200, **sections).cudagraph
+    assert (graphs.piecewise_tokens, graphs.decode_requests) == ((64,), ())
+
+
+def test_sizes_for_a_gpu_do_not_hinder_a_cpu():
+    assert resolved(cudagraph={"decode_requests": [1, 2]}).cudagraph.decode_requests == ()
+
+
+def test_the_cache_folder_follows_xdg(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert resolved().cache.dir == "/somewhere/mllm_compile"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert resolved().cache.dir == str(Path.home() / ".cache" / "mllm_compile")
+
+
+def test_the_cpu_is_detected_without_torch():
+    code = "import sys; from mllm_compile.config.device import detect_device as d; import mllm_compile.config.resolve"
+    code += "; print(d('cpu').device, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cpu", "False", "False"]
+
+
+def test_a_gpu_that_is_not_there_is_a_clear_error():
+    import torch
+
+    if torch.cuda.is_available():
+        with pytest.raises(DeviceError, match=r"runtime\.device is 'cuda:99', but there are"):
+            detect_device("cuda:99")
+    else:
+        assert detect_device("auto").device == "cpu"
+        with pytest.raises(DeviceError, match=r"runtime\.device is 'cuda:1'.*sees no GPU"):
+            detect_device("cuda:1")

@@ -1,0 +1,245 @@
+"""EngineConfig: what a YAML may hold, and what a mistake in it says."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from mllm_compile.config import schema as config_module
+from mllm_compile.config.model_folder import CONFIG_FILE
+from mllm_compile.config.schema import EngineConfig, RuntimeConfig, config_or_runtime
+from mllm_compile.errors import ConfigError
+from mllm_compile.store.artifact import MANIFEST, PROGRAM
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "model.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def message_of(sections: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_dict(sections)
+    return str(caught.value)
+
+
+def runtime_message(**keys: object) -> str:
+    return message_of({"model": {"path": "m"}, "runtime": keys})
+
+
+def test_only_the_model_path_has_no_default(tmp_path):
+    config = EngineConfig.from_yaml(write(tmp_path, "model: {path: Qwen/Qwen3-0.6B}"))
+    assert config.model.path == "Qwen/Qwen3-0.6B"
+    assert config.model.dtype == config.cudagraph.mode == config.runtime.device == config.cache.dir == "auto"
+    assert config.runtime.mem_fraction_static == 0.9
+    assert config.runtime.enable_prefix_cache is True
+
+
+def test_every_key_of_the_documented_example_is_taken(tmp_path):
+    text = """
+    model:     {path: m/x, revision: null, dtype: auto, load_format: auto, trust_remote_code: false}
+    compile:   {backend: inductor, disable_passes: []}
+    cudagraph: {mode: auto, piecewise_tokens: auto, decode_requests: auto, mixed_tokens: auto}
+    runtime:   {device: auto, attention_backend: auto, page_size: auto, kv_cache_dtype: auto, mem_fraction_static: 0.9,
+                max_model_len: auto, max_running_requests: auto, max_num_batched_tokens: auto,
+                enable_prefix_cache: true, deterministic: false, seed: 0}
+    cache:     {dir: auto}
+    """
+    assert EngineConfig.from_yaml(write(tmp_path, text)) == EngineConfig(model={"path": "m/x"})
+
+
+def test_every_field_has_a_docstring():
+    tree = ast.parse(inspect.getsource(config_module))
+    sections = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
+    bare = []
+    for section in sections:
+        if section.name == "EngineConfig":  # its fields are the sections, documented at their classes
+            continue
+        for node, after in zip(section.body, [*section.body[1:], None], strict=True):
+            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(node, ast.AnnAssign) and not documented:
+                bare.append(f"{section.name}.{ast.unparse(node.target)}")
+    assert len(sections) == 6
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": {"path": "m"}, "runtme": {}}, "runtme is not a known key; did you mean runtime?"),
+        ({"model": {"path": "m"}, "page_size": 4}, "page_size is not a known key; did you mean runtime.page_size?"),
+        ({"model": {"path": "m", "dtpye": "auto"}}, "model.dtpye is not a known key; did you mean model.dtype?"),
+        ({"model": {"path": "m"}, "runtime": {"max_num_seqs": 4}}, "did you mean runtime.max_running_requests?"),
+        ({"model": {"path": "m"}, "gpu_memory_utilization": 0.9}, "did you mean runtime.mem_fraction_static?"),
+        ({"model": {"path": "m"}, "zzz": 1}, "zzz is not a known key (known sections: model, compile,"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_closest_known_one(sections, said):
+    assert said in message_of(sections)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"max_model_len": 1}, "runtime.max_model_len is 1; expected 'auto' or greater than or equal to 2"),
+        ({"page_size": 0}, "runtime.page_size is 0; expected 'auto' or greater than or equal to 1"),
+        ({"page_size": 257}, "runtime.page_size is 257; expected 'auto' or less than or equal to 256"),
+        ({"page_size": "16"}, "runtime.page_size is '16'; expected 'auto' or a valid integer"),
+        ({"page_size": True}, "runtime.page_size is True; expected 'auto' or a valid integer"),
+        ({"mem_fraction_static": 1.5}, "runtime.mem_fraction_static is 1.5; expected less than 1"),
+        ({"mem_fraction_static": float("nan")}, "runtime.mem_fraction_static is nan"),
+        ({"max_running_requests": -1}, "runtime.max_running_requests is -1"),
+        ({"seed": -1}, "runtime.seed is -1; expected greater than or equal to 0"),
+        ({"device": "gpu"}, "runtime.device is 'gpu'; expected auto, cpu, cuda or cuda:N"),
+        ({"device": "cuda:x"}, "runtime.device is 'cuda:x'"),
+        ({"enable_prefix_cache": "yes"}, "runtime.enable_prefix_cache is 'yes'; expected a valid boolean"),
+        ({"attention_backend": "fa3"}, "runtime.attention_backend is 'fa3'; expected 'auto', 'flashinfer' or 'torch'"),
+    ],
+)
+def test_a_value_out_of_range_is_named(keys, said):
+    assert said in runtime_message(**keys)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([], "at least one size"),
+        ([8, 8], "8 is there 2 times"),
+        ([4, 0], "cudagraph.decode_requests is 0; expected"),
+        ([4, "x"], "cudagraph.decode_requests is 'x'; expected"),
+        (8, "cudagraph.decode_requests is 8; expected 'auto' or a list"),
+    ],
+)
+def test_a_list_of_sizes_that_cannot_be_is_refused(sizes, said):
+    assert said in message_of({"model": {"path": "m"}, "cudagraph": {"decode_requests": sizes}})
+
+
+def test_sizes_are_kept_in_ascending_order():
+    config = EngineConfig(model={"path": "m"}, cudagraph={"piecewise_tokens": [16, 1, 4]})
+    assert config.cudagraph.piecewise_tokens == (1, 4, 16)
+
+
+def test_a_kv_cache_type_that_is_not_built_is_refused_with_those_that_are():
+    assert "'bfloat16' or 'fp8_e4m3'" in runtime_message(kv_cache_dtype="fp8_e5m2")
+
+
+def test_all_mistakes_are_told_at_once():
+    message = runtime_message(device="gpu", seed="x")
+    assert "runtime.device" in message
+    assert "runtime.seed" in message
+    assert "\n" not in message
+
+
+def test_a_config_cannot_be_changed():
+    config = EngineConfig(model={"path": "m"})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.runtime.seed = 1
+
+
+def test_sections_are_also_taken_as_objects():
+    config = EngineConfig(model={"path": Path("m")}, runtime=RuntimeConfig(seed=3))
+    assert (config.model.path, config.runtime.seed) == ("m", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the file is empty"),
+        ("model", "the top level is 'model'"),
+        ("model:\n  path: [", "not valid YAML"),
+        ("model: {path: a}\nruntime: {seed: 1}\nruntime: {seed: 2}", "line 3: the key 'runtime' is there twice"),
+        ("model: {path: a}\n? [a, b]\n: 1", "line 2: a key is a list or a mapping; expected the name of a key"),
+        ("runtime: {seed: 1}", "model.path is missing"),
+        ("model: {path: null}", "model.path is None"),
+        ("model: {path: ''}", "model.path is ''"),
+        ("model:", "model is None; expected keys: path, revision"),
+        ("model: ../folder", "model is '../folder'; expected model: {path: ../folder}"),
+        ("1: 2", "1 is not a known section"),
+    ],
+)
+def test_a_broken_file_is_told_with_its_name(tmp_path, text, said):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_yaml(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+
+
+def test_a_section_whose_keys_are_commented_out_is_empty(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text("model: {path: ./a}\nruntime:\n#  seed: 3\ncache:\n")
+    assert EngineConfig.from_yaml(path).runtime == RuntimeConfig()
+
+
+def test_a_missing_file_a_folder_and_a_binary_file_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        EngineConfig.from_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="this is a folder, but no runtime's"):
+        EngineConfig.from_yaml(tmp_path)
+    (tmp_path / "model.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        EngineConfig.from_yaml(tmp_path / "model.yaml")
+
+
+def test_a_hub_id_in_place_of_a_file_is_told_where_it_goes(tmp_path):
+    for make in (EngineConfig.from_yaml, config_or_runtime):
+        with pytest.raises(ConfigError, match=r"no such file; .*'model: \{path: Qwen/Qwen3-0\.6B\}'"):
+            make("Qwen/Qwen3-0.6B")
+        with pytest.raises(ConfigError, match=r"none\.yaml: no such file; give the path of a YAML config"):
+            make(tmp_path / "none.yaml")
+
+
+def test_a_folder_in_place_of_a_yaml_is_told_what_it_is(tmp_path):
+    (tmp_path / CONFIG_FILE).touch()  # a runtime holds one too
+    for make in (EngineConfig.from_yaml, config_or_runtime):
+        with pytest.raises(ConfigError, match=r"a model's folder.* EngineConfig\(model=\{'path': ") as caught:
+            make(tmp_path)
+        assert str(caught.value).startswith(f"{tmp_path}: ")
+    (tmp_path / PROGRAM).touch()
+    assert config_or_runtime(tmp_path) == tmp_path  # without its manifest: the error is that of who opens it
+    (tmp_path / PROGRAM).unlink()
+    (tmp_path / MANIFEST).touch()
+    assert config_or_runtime(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match=r"the folder of a compiled runtime.*expected a YAML config here"):
+        EngineConfig.from_yaml(tmp_path)
+
+
+def test_a_folder_that_may_not_be_entered_is_left_to_whoever_opens_runtimes(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert config_or_runtime(tmp_path) == tmp_path
+
+
+def test_an_engine_takes_a_config_as_a_dict_too():
+    config = EngineConfig(model={"path": "m"})
+    assert config_or_runtime({"model": {"path": "m"}}) == config_or_runtime(config) == config
+    with pytest.raises(ConfigError, match="did you mean model"):
+        config_or_runtime({"modl": {"path": "m"}})
+    for wrong in (None, 3, ["m"]):
+        with pytest.raises(ConfigError, match="expected a YAML file, a runtime's folder, an EngineConfig, or a dict"):
+            config_or_runtime(wrong)
+
+
+def test_a_relative_model_path_is_taken_from_the_yaml_folder(tmp_path, monkeypatch):
+    (tmp_path / "configs" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    def model_path(text: str) -> str:
+        return EngineConfig.from_yaml(write(Path("configs"), f"model: {{path: {text}}}")).model.path
+
+    assert model_path("tiny") == str(tmp_path / "configs" / "tiny")
+    assert model_path("./none") == str(tmp_path / "configs" / "none")
+    assert model_path("../other") == str(tmp_path / "other")
+    assert model_path("/abs/model") == "/abs/model"
+    assert model_path("~/model") == str(Path.home() / "model")
+    assert model_path("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_a_relative_cache_folder_is_taken_from_the_yaml_folder(tmp_path):
+    config = EngineConfig.from_yaml(write(tmp_path, "model: {path: m}\ncache: {dir: ./runtimes}"))
+    assert config.cache.dir == str(tmp_path / "runtimes")

@@ -1,0 +1,107 @@
+"""Two checkpoints of one model differ in nothing but data: each is served with its own, packed or not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.errors import CheckpointError
+from tests.tiny_model import TINY, tiny_config
+
+PROMPT = "The for statement is used to"
+EAGER = {"backend": "eager"}
+PACKED = CompileOptions(pack_weights=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
+    """The embedded model, and one that says something else."""
+    folders = tuple(tmp_path_factory.mktemp("checkpoints") / name for name in ("first", "second"))
+    for folder in folders:
+        shutil.copytree(TINY, folder)
+    change(folders[1])
+    return folders
+
+
+def change(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "embed" in name)
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def config_of(cache: Path, model: Path, **sections):
+    return tiny_config(cache, compile=EAGER, model={"path": str(model)}, **sections)
+
+
+def tokens(source) -> list[int]:
+    with Engine(source) as engine:
+        return engine.generate(PROMPT, GREEDY)[0].token_ids
+
+
+def test_each_packed_runtime_holds_its_own_checkpoint(tmp_path, checkpoints):
+    first, second = (config_of(tmp_path, model) for model in checkpoints)
+    expected = [tokens(first), tokens(second)]
+    assert expected[0] != expected[1]
+    packed = [load_or_compile(config, None, PACKED) for config in (first, second)]
+    assert not packed[0].was_cached and not packed[1].was_cached
+    assert [tokens(runtime.folder) for runtime in packed] == expected
+    assert [tokens(config) for config in (first, second)] == expected, "they are found for the configs too"
+    for config, runtime in zip((first, second), packed, strict=True):
+        again = load_or_compile(config, None, PACKED)
+        assert again.was_cached and again.serves_same and again.folder == runtime.folder
+        assert load_or_compile(config).folder == runtime.folder
+
+
+def test_a_checkpoint_that_is_written_anew_is_packed_anew(tmp_path, checkpoints):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints[0], model)
+    config, options = config_of(tmp_path / "cache", model), CompileOptions(tmp_path / "out", pack_weights=True)
+    before = tokens(load_or_compile(config, None, options).folder)
+    assert load_or_compile(config, None, options).was_cached
+    change(model)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    runtime = load_or_compile(config, None, options)
+    assert not runtime.was_cached
+    assert tokens(runtime.folder) == tokens(config_of(tmp_path / "cache", checkpoints[1])) != before
+
+
+def test_a_folder_that_was_asked_for_serves_what_it_was_asked_for_last(tmp_path, checkpoints):
+    options = CompileOptions(tmp_path / "out")
+    first = config_of(tmp_path / "cache", checkpoints[0])
+    second = config_of(tmp_path / "cache", checkpoints[1], runtime={"max_model_len": 64, "seed": 5})
+    load_or_compile(first, None, options)
+    found = load_or_compile(second, None, options)
+    assert found.was_cached and found.serves_same
+    with Engine(tmp_path / "out") as engine:
+        assert (engine.config.runtime.max_model_len, engine.config.runtime.seed) == (64, 5)
+        assert engine.generate(PROMPT, GREEDY)[0].token_ids == tokens(second)
+
+
+def test_a_folder_of_the_cache_serves_as_it_was_compiled_and_a_hit_says_so(tmp_path, checkpoints):
+    first, second = (config_of(tmp_path, model) for model in checkpoints)
+    made, found = load_or_compile(first), load_or_compile(second)
+    assert found.was_cached and found.folder == made.folder
+    assert made.serves_same and not found.serves_same
+    assert tokens(found.folder) == tokens(first)
+
+
+def test_data_is_verified_of_the_checkpoint_whose_data_is_remembered(tmp_path, checkpoints):
+    verify = CompileOptions(verify_weights=True)
+    first, second = (config_of(tmp_path, model) for model in checkpoints)
+    said = rf"{re.escape(str(checkpoints[1]))}: its data is not that of .*first, which .* remembers"
+    for _ in range(2):
+        load_or_compile(first, None, verify)
+    with pytest.raises(CheckpointError, match=said):
+        load_or_compile(second, None, verify)
+    load_or_compile(second, None, CompileOptions(tmp_path / "own", verify_weights=True))

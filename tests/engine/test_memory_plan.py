@@ -1,0 +1,54 @@
+"""A stored number of KV pages holds for the same settings with as much memory free, and for nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.engine.memory_plan import MemoryPlan, situation
+from mllm_compile.runtime.runner_config import RunnerConfig
+
+GIB = 1 << 30
+NOW = MemoryPlan({"page_size": "16"}, free_bytes=130 * GIB, total_bytes=140 * GIB)
+STORED = replace(NOW, num_pages=1000).to_json()
+
+
+def test_the_same_situation_gives_the_stored_pages():
+    assert NOW.pages_from(STORED) == 1000
+    assert replace(NOW, free_bytes=129 * GIB).pages_from(STORED) == 1000, "a driver's noise"
+
+
+@pytest.mark.parametrize("free_gib", [100, 128, 132])
+def test_other_free_memory_is_measured_again(free_gib):
+    assert replace(NOW, free_bytes=free_gib * GIB).pages_from(STORED) is None
+
+
+def test_other_settings_are_measured_again():
+    assert replace(NOW, settings={"page_size": "32"}).pages_from(STORED) is None
+
+
+@pytest.mark.parametrize("stored", [None, [], {}, {"settings": {}}])
+def test_what_was_never_stored_is_measured(stored):
+    assert NOW.pages_from(stored) is None
+
+
+def test_every_setting_but_the_pages_is_in_a_plan_and_a_cpu_has_none():
+    config = RunnerConfig(
+        device="cpu",
+        dtype=torch.float32,
+        attention_backend="torch",
+        page_size=16,
+        kv_cache_dtype=torch.float32,
+        mem_fraction_static=0.9,
+        max_model_len=64,
+        max_running_requests=2,
+        max_num_batched_tokens=64,
+        num_pages=7,
+    )
+    plan = situation(config)
+    assert plan.settings["max_running_requests"] == "2"
+    assert "num_pages" not in plan.settings
+    assert plan.free_bytes == 0
+    assert plan.pages_from(replace(plan, num_pages=7).to_json()) is None

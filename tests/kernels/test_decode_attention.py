@@ -1,0 +1,184 @@
+"""Which layers decode by a piece of the program, and what those pieces are."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from mllm_compile.kernels import decode_attention
+from mllm_compile.kernels.decode_attention import add_decode_attention
+from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
+from mllm_compile.runtime.program.spec import DecodeForm, LayerSpec, Program
+from tests.config.test_resolve import CPU, H200, resolved
+
+LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
+WINDOWED = replace(LAYER, name="layers.1.attn", layer_id=1, window_left=511)
+
+
+@pytest.fixture(autouse=True)
+def has_kernels(monkeypatch) -> Callable[[bool], None]:
+    """Says whether the GPU is one for which CUDA kernels can be compiled here; it is not."""
+
+    def answer(can_compile: bool) -> None:
+        monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: can_compile)
+
+    answer(False)
+    return answer
+
+
+def piece_forms(index: int) -> tuple[DecodeForm, ...]:
+    return DecodeForm(64, f"decode_{index}_few", OF_FEW), DecodeForm(None, f"decode_{index}_many", OF_MANY)
+
+
+def program(*layers: LayerSpec) -> Program:
+    return Program(steps=(), layers=layers, weights=(), output="logits")
+
+
+def test_layers_that_are_alike_share_two_pieces():
+    same = replace(LAYER, name="layers.2.attn", layer_id=2)
+    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, WINDOWED, same))
+    assert with_forms.decode_attention == {
+        LAYER.name: piece_forms(0),
+        WINDOWED.name: piece_forms(1),
+        same.name: piece_forms(0),
+    }
+    assert [piece.name for piece in pieces] == with_forms.piece_ids()
+    assert all(ast.parse(piece.source) for piece in pieces)
+    assert "window_left=511" in pieces[2].source
+    assert "window_left=-1" in pieces[0].source
+
+
+def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
+    has_kernels(True)
+    config = resolved(H200, runtime={"max_model_len": 4096})
+    with_forms, pieces = add_decode_attention(config, program(LAYER, WINDOWED))
+    page_size = config.runtime.page_size
+    clusters, shares = cluster_kernels(32, 8, page_size), ShareKernel(8, 4, page_size)
+    assert with_forms.decode_attention == {
+        LAYER.name: (DecodeForm(256, kernels=clusters), DecodeForm(None, kernels=(shares,))),
+        WINDOWED.name: piece_forms(1),
+    }
+    assert [piece.name for piece in pieces] == ["decode_1_few", "decode_1_many"]
+    assert with_forms.cuda_kernels() == (*clusters, shares)
+    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "sizes", "served"),
+    [
+        (8, {}, [("clusters", 256), ("shares", None)]),
+        (8, {"max_model_len": 32768}, [("decode_0_few", 15), ("clusters", 64), ("shares", None)]),
+        (16, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
+        (8, {"max_running_requests": 2000}, [("clusters", 256), ("shares", 8192), ("decode_0_many", None)]),
+        (10, {}, [("clusters", 256), ("decode_0_many", None)]),
+        (72, {"max_model_len": 32768}, [("shares", None)]),
+    ],
+    ids=[
+        "short",
+        "long",
+        "many heads",
+        "very many requests",
+        "heads that shares do not divide",
+        "no batch for clusters",
+    ],
+)
+def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels, kv_heads, sizes, served):
+    has_kernels(True)
+    layer = replace(LAYER, num_heads=4 * kv_heads, num_kv_heads=kv_heads)
+    config = resolved(H200, runtime={"max_model_len": 4096, "max_num_batched_tokens": 8192} | sizes)
+    with_forms, pieces = add_decode_attention(config, program(layer))
+    forms = with_forms.decode_attention[layer.name]
+    names = [form.piece or form.kernels[0].name.partition("_")[0] for form in forms]
+    assert list(zip(names, [form.most_sequences for form in forms], strict=True)) == served
+    assert [piece.name for piece in pieces] == [name for name in names if name.startswith("decode")]
+
+
+@pytest.mark.parametrize(("kv_heads", "splits"), [(8, [2, 4, 8]), (16, [2, 4, 8]), (24, [2, 4])])
+def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_heads, splits):
+    has_kernels(True)
+    layer = replace(LAYER, num_heads=kv_heads, num_kv_heads=kv_heads)
+    with_forms, _ = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(layer))
+    assert [kernel.split for kernel in with_forms.decode_attention[layer.name][0].kernels] == splits
+
+
+@pytest.mark.parametrize(
+    ("layer", "sections"),
+    [
+        (replace(LAYER, num_kv_heads=4), {}),
+        (replace(LAYER, num_heads=128), {}),
+        (replace(LAYER, head_dim=64, v_head_dim=64), {}),
+        (replace(LAYER, logits_soft_cap=30.0), {}),
+        (LAYER, {"compile": {"hopper_decode": False}}),
+        (LAYER, {"runtime": {"deterministic": True}}),
+        (LAYER, {"model": {"path": "m", "dtype": "float16"}}),
+        (LAYER, {"runtime": {"page_size": 8}}),
+    ],
+    ids=["kv heads", "group", "head dim", "soft cap", "switched off", "deterministic", "dtype", "pages"],
+)
+def test_what_the_kernels_do_not_serve_keeps_its_pieces(has_kernels, layer, sections):
+    has_kernels(True)
+    with_forms, _ = add_decode_attention(resolved(H200, **sections), program(layer))
+    (forms,) = with_forms.decode_attention.values()
+    assert all(form.piece is not None and not form.kernels for form in forms)
+
+
+def test_inputs_are_contiguous_with_sizes_by_name():
+    _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
+    q, keys, _, table, *_, partial, tops, _, done = few.inputs
+    assert (q.shape, q.stride, q.dtype) == (("T", 32, 128), (4096, 128, 1), "bfloat16")
+    assert (keys.shape, keys.stride) == (("P", 8, 128), (1024, 128, 1))
+    assert (table.shape, table.stride, table.dtype) == (("T", "W"), ("W", 1), "int32")
+    assert (partial.shape, partial.stride, partial.dtype) == (
+        ("T", "N", 32, 128),
+        ("N*4096", 4096, 128, 1),
+        "float32",
+    )
+    assert (tops.shape, tops.stride) == (("T", "N", 32), ("N*32", 32, 1))
+    assert done.shape == ("T", 8)
+
+
+def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_written_it():
+    config = resolved(H200, runtime={"deterministic": True})
+    with_forms, (only,) = add_decode_attention(config, program(LAYER))
+    assert with_forms.decode_attention == {LAYER.name: (DecodeForm(None, "decode_0_many", OF_MANY),)}
+    assert "fetch_first=False" in only.source
+    _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
+    assert "fetch_first=True" in few.source
+
+
+@pytest.mark.parametrize(
+    ("device", "sections"),
+    [
+        (CPU, {}),
+        (H200, {"compile": {"backend": "eager"}}),
+        (H200, {"compile": {"split_decode": False}}),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}),
+        (H200, {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "none"}}),
+    ],
+    ids=["cpu", "eager", "switched off", "fp8", "torch"],
+)
+def test_otherwise_flashinfer_decodes_or_plain_torch(device, sections):
+    assert add_decode_attention(resolved(device, **sections), program(LAYER)) == (program(LAYER), ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sinks": "layers.0.sinks"},
+        {"head_dim": 96, "v_head_dim": 96},
+        {"v_head_dim": 64},
+        {"num_heads": 17, "num_kv_heads": 1},
+    ],
+    ids=["sinks", "head dim", "other values", "too many query heads"],
+)
+def test_a_layer_that_the_kernel_does_not_serve_is_left_to_the_backend(change):
+    odd = replace(LAYER, name="odd", **change)
+    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, odd))
+    assert set(with_forms.decode_attention) == {LAYER.name}
+    assert len(pieces) == 2

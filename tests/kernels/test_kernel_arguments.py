@@ -1,0 +1,39 @@
+"""Kernels of ours take floats as constants alone.
+
+A float that is no constant reaches a packaged kernel as a double, and whatever it is added to becomes one: the norms
+of a step of one token took a sixth longer that way, and no test of numbers could see it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
+OP_FILES = sorted((RUNTIME / "ops").glob("*.py"))
+
+
+def kernels(path: Path) -> list[ast.FunctionDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
+
+
+def is_constant(argument: ast.arg) -> bool:
+    return argument.annotation is not None and ast.unparse(argument.annotation) == "tl.constexpr"
+
+
+def is_pointer_or_count(name: str) -> bool:
+    return name.endswith(("_ptr", "_stride")) or name.startswith("num_") or name == "window_left"
+
+
+@pytest.mark.parametrize("path", OP_FILES, ids=lambda path: path.stem)
+def test_what_is_no_constant_is_a_pointer_or_a_whole_number(path):
+    for kernel in kernels(path):
+        names = [argument.arg for argument in kernel.args.args if not is_constant(argument)]
+        assert all(is_pointer_or_count(name) for name in names), (kernel.name, names)
+
+
+def test_there_are_kernels_to_look_at():
+    assert sum(len(kernels(path)) for path in OP_FILES) >= 6

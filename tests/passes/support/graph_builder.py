@@ -1,0 +1,223 @@
+"""Tiny FX graphs, made by hand in the form that a trace or the pass before leaves, and a way to run them at any stage.
+
+Shape legend: T tokens, S rows of logits, H query heads, Hk kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_WEIGHTS
+from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.match.nodes import LINEAR, call
+from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.ops.trace import attention_reference
+
+HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 4, 11
+HIDDEN = HEADS * HEAD_DIM
+
+
+class GraphBuilder:
+    """One graph under construction, as Dynamo names things: sizes, batch inputs and weights are placeholders.
+
+    Attributes:
+        size_inputs: {"T": node, "S": node}, inputs that canonicalise takes away.
+        token_ids, positions, rows: the batch inputs.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(shape_env=ShapeEnv())
+        self.graph = fx.Graph()
+        self.sizes = {name: self._mode.shape_env.create_unbacked_symint() for name in ("T", "S")}
+        for size in self.sizes.values():
+            torch._check(size >= 1)
+        self.size_inputs = {name: self._placeholder(f"size_{name}", size) for name, size in self.sizes.items()}
+        self.token_ids = self._batch_input("input_ids", "T")
+        self.positions = self._batch_input("positions", "T")
+        self.rows = self._batch_input("logits_indices", "S")
+
+    def weight(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        with self._mode:
+            value = torch.empty(shape, dtype=dtype)
+        node = self._placeholder("l_self_modules_" + name.replace(".", "_modules_") + "_", value)
+        node.meta["weight_name"] = name
+        return node
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return call(self.graph, target, *args, **kwargs)
+
+    def method(self, name: str, *args: Any) -> fx.Node:
+        values = fx.map_arg(args, lambda node: node.meta["val"])
+        node = self.graph.call_method(name, args)
+        node.meta["val"] = getattr(values[0], name)(*values[1:])
+        return node
+
+    def linear(self, source: fx.Node, name: str, rows: int, bias: bool = False) -> fx.Node:
+        weight = self.weight(f"{name}.weight", rows, source.meta["val"].shape[-1])
+        return self.call(LINEAR, source, weight, self.weight(f"{name}.bias", rows) if bias else None)
+
+    def embed(self) -> fx.Node:
+        """[T, HIDDEN]."""
+        return self.call(torch.nn.functional.embedding, self.token_ids, self.weight("embed.weight", VOCAB, HIDDEN))
+
+    def attention(self, q: fx.Node, k: fx.Node, v: fx.Node, module: str | None = "attn", **changes: Any) -> fx.Node:
+        """The trace-time op over q [T, H*D], k and v [T, Hk*D]; gives [T, H*D]."""
+        heads = [
+            self.method("view", x, self.size_inputs["T"], x.meta["val"].shape[1] // HEAD_DIM, HEAD_DIM)
+            for x in (q, k, v)
+        ]
+        said = {"sinks": None, "sm_scale": 0.5, "logits_soft_cap": 0.0, "window_left": -1, "refusals": ""} | changes
+        node = self.call(torch.ops.mllm.attention.default, *heads, *said.values())
+        if module is not None:
+            node.meta["nn_module_stack"] = {"m": (f"L['self'].model.{module}", torch.nn.Module)}
+        return self.method("flatten", node, 1)
+
+    def layer(self, x: fx.Node, index: int, scale: float = 1.0, **changes: Any) -> fx.Node:
+        """x + attention(x), as the layer `index` of a model."""
+        name = f"layers.{index}.attn"
+        q = self.linear(x, f"{name}.q", HIDDEN)
+        k, v = (self.linear(x, f"{name}.{part}", KV_HEADS * HEAD_DIM) for part in "kv")
+        out = self.linear(self.attention(q, k, v, name, **changes), f"{name}.o", HIDDEN)
+        return self.call(torch.add, x, out, alpha=scale)
+
+    def head(self, x: fx.Node) -> fx.Node:
+        """Logits [S, VOCAB] of the chosen rows."""
+        return self.linear(self.call(torch.index_select, x, 0, self.rows), "head", VOCAB)
+
+    def finish(self, output: fx.Node) -> fx.GraphModule:
+        """The graph as a trace leaves it."""
+        self.graph.output((output,))
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def canonical(self, output: fx.Node) -> fx.GraphModule:
+        """The graph as canonicalise leaves it."""
+        return apply(Canonicalise(), self.finish(output))
+
+    def lowered(self, output: fx.Node) -> fx.GraphModule:
+        """The graph as lower_attention leaves it."""
+        return apply(LowerAttention(), self.canonical(output))
+
+    def _batch_input(self, name: str, size: str) -> fx.Node:
+        with self._mode:
+            value = torch.empty(self.sizes[size], dtype=torch.int64)
+        node = self._placeholder(f"l_{name}_", value)
+        node.meta["input_name"] = name
+        return node
+
+    def _placeholder(self, name: str, value: Any) -> fx.Node:
+        before = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        with self.graph.inserting_before(before) if before is not None else nullcontext():
+            node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+
+def model_of_layers(num_layers: int = 3) -> tuple[GraphBuilder, fx.Node]:
+    """Embedding, equal layers, head."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    for index in range(num_layers):
+        x = builder.layer(x, index)
+    return builder, builder.head(x)
+
+
+def apply(graph_pass: Any, gm: fx.GraphModule) -> fx.GraphModule:
+    """The pass's graph, ready to run."""
+    result = graph_pass(gm)
+    result.gm.graph.lint()
+    result.gm.recompile()
+    return result.gm
+
+
+def text(gm: fx.GraphModule) -> str:
+    """The graph and its pieces, to compare."""
+    return "\n".join([gm.code, *(f"{name}\n{piece.code}" for name, piece in sorted(gm.named_children()))])
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    """What is called, in order: function, method and module names."""
+    nodes = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    return [node.target if isinstance(node.target, str) else node.target.__name__ for node in nodes]
+
+
+def placeholders(gm: fx.GraphModule) -> list[str]:
+    return [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def run(gm: fx.GraphModule, num_tokens: int = 7, seed: int = 0) -> torch.Tensor:
+    """Logits of the graph at any stage, for seeded inputs; a weight's values depend on its name alone.
+
+    Attention after its lowering sees one request of `num_tokens` tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        "input_ids": torch.randint(0, VOCAB, (num_tokens,), generator=generator),
+        "positions": torch.arange(num_tokens),
+        "logits_indices": torch.tensor([0, num_tokens - 1]),
+    }
+    values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
+    layers = {spec.name: _layer(spec) for spec in gm.meta.get(ATTENTION_LAYERS, ())}
+    with (
+        torch.no_grad(),
+        set_forward_context(
+            {name: _one_request(num_tokens) for name in layers},
+            no_compile_layers=layers,
+            slot_mapping=dict.fromkeys(layers, torch.zeros(num_tokens, dtype=torch.int64)),
+            num_tokens=num_tokens,
+        ),
+    ):
+        return gm(*values)[0]
+
+
+def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -> Any:
+    if "input_name" in node.meta:
+        return inputs[node.meta["input_name"]]
+    if "weight_name" not in node.meta:
+        return inputs["input_ids" if node.target == "size_T" else "logits_indices"].shape[0]
+    name, value = node.meta["weight_name"], node.meta["val"]
+    parts = gm.meta.get(PACKED_WEIGHTS, {}).get(name)
+    if parts is None:
+        return weight_values(name, value.shape, value.dtype)
+    return torch.cat([weight_values(p.weight_name, (p.rows, *value.shape[1:]), value.dtype) for p in parts])
+
+
+def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What `run` gives the weight of this name."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return (torch.randn(tuple(shape), generator=generator) * HIDDEN**-0.5).to(dtype)
+
+
+def _layer(spec: Any) -> AttentionLayer:
+    return AttentionLayer(
+        name=spec.name,
+        layer_id=spec.layer_id,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        params=PerLayerParameters(spec.window_left, spec.logits_soft_cap, spec.sm_scale),
+        sinks=None if spec.sinks is None else weight_values(spec.sinks, (spec.num_heads,)),
+    )
+
+
+def _one_request(num_tokens: int) -> Any:
+    """Metadata whose backend attends without any cache."""
+
+    def forward(q, k, v, layer, batch, *, save_kv_cache, out):
+        params = layer.params
+        out[:] = attention_reference(q, k, v, layer.sinks, params.sm_scale, params.logits_soft_cap, params.window_left)
+
+    batch = SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None), attn_backend=SimpleNamespace(forward=forward)
+    )
+    return SimpleNamespace(batch=batch, num_actual_tokens=num_tokens)

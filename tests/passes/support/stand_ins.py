@@ -1,0 +1,77 @@
+"""Ops of ours in plain torch, where the real ones, which need CUDA and Triton, cannot be defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
+
+from mllm_compile.passes.match import nodes
+from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
+
+
+@contextmanager
+def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Defines ops of the library `mllm`, by their schemas, and lets passes put them into pieces on a CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("the real ops are defined where there is a GPU")
+    library = torch.library.Library("mllm", "FRAGMENT")
+    for schema, function in functions.items():
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
+        yield
+    del library
+
+
+def linear(x, weight, squares, eps, gated, bias=None):
+    """What `few_linear` and `stream_linear` compute."""
+    product = torch_linear(x.float(), weight.float())
+    if squares is not None:
+        product = product * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
+    if bias is not None:
+        product = product + bias.float()
+    product = product.to(x.dtype)
+    if not gated:
+        return product
+    gate, up = product.chunk(2, -1)
+    return silu(gate) * up
+
+
+def linear_residual(x, weight, residual):
+    return residual + torch_linear(x, weight)
+
+
+def linear_residual_norm(x, weight, residual, norm_weight, num_blocks):
+    """With the sums of squares of `num_blocks` blocks of columns."""
+    out = linear_residual(x, weight, residual)
+    return out, out * norm_weight, out.float().pow(2).unflatten(-1, (num_blocks, -1)).sum(-1)
+
+
+def gated_linear(x, weight):
+    gate, up = torch_linear(x, weight).chunk(2, -1)
+    return silu(gate) * up
+
+
+@contextmanager
+def streamed_ops_on_cpu() -> Iterator[None]:
+    """The ops of streamed and gated linears, which are defined everywhere, but whose kernels need a Hopper GPU."""
+
+    def residual_norm(x, weight, residual, norm_weight):
+        return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(*weight.shape))
+
+    library = torch.library.Library("mllm", "IMPL")
+    library.impl("stream_linear", linear, "CPU")
+    library.impl("stream_linear_residual", linear_residual, "CPU")
+    library.impl("gated_linear", gated_linear, "CPU")
+    library.impl("stream_linear_residual_norm", residual_norm, "CPU")
+    yield
+    del library

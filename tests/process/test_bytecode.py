@@ -1,0 +1,187 @@
+"""Bytecode is kept in the user's cache where the installation does not keep it, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mllm_compile.errors import ConfigError
+from mllm_compile.files.cache_folders import auto_cache_dir
+from mllm_compile.process import bytecode
+from mllm_compile.process.bytecode import compiled_ahead, kept_bytecode
+from tests.hang_guard import HANG_S
+
+# Imports a package that stands for torch, and says where its bytecode is, and where the next module's would be.
+IMPORTS = """
+import sys
+from mllm_compile.process import bytecode
+is_kept_beside = bytecode._is_kept_beside
+bytecode._is_kept_beside = lambda package: is_kept_beside("stands_for_torch")
+with bytecode.kept_bytecode():
+    with bytecode.kept_bytecode():
+        import stands_for_torch
+with bytecode.kept_bytecode():
+    import stands_for_torch.part
+    print(bytecode.environment())
+print(stands_for_torch.part.__cached__)
+print(sys.pycache_prefix, sys.dont_write_bytecode)
+"""
+
+
+@pytest.fixture
+def package(tmp_path) -> Path:
+    folder = tmp_path / "site" / "stands_for_torch"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "part.py").write_text("made = True\n")
+    return folder
+
+
+def run(package: Path, cache: Path, **environment: str) -> list[str]:
+    """Lines that IMPORTS prints."""
+    paths = os.pathsep.join([str(package.parent), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        env=os.environ | {"PYTHONPATH": paths, "MLLM_COMPILE_CACHE": str(cache)} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_where_python_may_not_write_it_is_kept_in_the_cache(package, tmp_path):
+    cache = tmp_path / "cache"
+    for number in range(2):
+        told, cached, after = run(package, cache, PYTHONDONTWRITEBYTECODE="1")
+        (prefix,) = (cache / "bytecode").iterdir()
+        assert Path(cached).is_relative_to(prefix) and Path(cached).is_file()
+        assert told == str({"PYTHONPYCACHEPREFIX": str(prefix), "PYTHONDONTWRITEBYTECODE": ""})
+        assert after == "None True", "as before"
+        if number == 0:
+            first = Path(cached).stat().st_mtime_ns
+    assert Path(cached).stat().st_mtime_ns == first, "the second process takes it"
+    assert (cache / "bytecode").stat().st_mode & 0o777 == 0o700
+    assert not (package / "__pycache__").exists()
+
+
+def test_where_python_keeps_it_nothing_is_different(package, tmp_path):
+    for _ in range(2):
+        told, cached, after = run(package, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="")
+        assert (told, after) == ("{}", "None False")
+        assert Path(cached).is_file() and Path(cached).parent == package / "__pycache__"
+    told, cached, after = run(package, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1")
+    assert (told, after) == ("{}", "None True"), "it is there"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_whoever_has_a_place_of_their_own_keeps_it(package, tmp_path):
+    own = {"PYTHONPYCACHEPREFIX": str(tmp_path / "own"), "PYTHONDONTWRITEBYTECODE": "1"}
+    told, _, after = run(package, tmp_path / "cache", **own)
+    assert told == str({"PYTHONPYCACHEPREFIX": str(tmp_path / "own")})
+    assert after == f"{tmp_path / 'own'} True"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(package, tmp_path):
+    (tmp_path / "cache" / "bytecode").mkdir(parents=True)
+    (tmp_path / "cache" / "bytecode").chmod(0o777)
+    told, cached, after = run(package, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1")
+    assert (told, after) == ("{}", "None True")
+    assert not os.path.exists(cached)
+
+
+def test_packages_of_another_user_are_as_good_as_unwritten(package, monkeypatch):
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert bytecode._is_kept_beside("stands_for_torch")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(package))
+    assert not bytecode._is_kept_beside("stands_for_torch")
+    assert bytecode._is_kept_beside("no_such_package")
+
+
+def test_it_is_as_before_after_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLLM_COMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    with pytest.raises(ImportError), kept_bytecode():
+        assert Path(sys.pycache_prefix).parent == tmp_path / "bytecode" and not sys.dont_write_bytecode
+        raise ImportError
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == before
+
+
+def test_each_installation_and_its_versions_have_a_place_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLLM_COMPILE_CACHE", str(tmp_path))
+    first = bytecode._folder()
+    assert bytecode._folder() == first
+    monkeypatch.setattr(bytecode, "_version", lambda package: "0.0.1")
+    other = bytecode._folder()
+    monkeypatch.setattr(sys, "prefix", "/somewhere")
+    assert len({first, other, bytecode._folder()}) == 3
+
+
+def test_a_user_without_a_home_does_without(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MLLM_COMPILE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
+    before = sys.pycache_prefix
+    with kept_bytecode():
+        assert sys.pycache_prefix == before
+    with pytest.raises(
+        ConfigError, match=r"where the cache is \(Could not .*\): set cache\.dir, or MLLM_COMPILE_CACHE"
+    ):
+        auto_cache_dir()
+
+
+# Compiles a package ahead; says whether a module and a test of it are compiled after a while, and whether that would be
+# done again.
+AHEAD = """
+import importlib.util, os, sys, time
+from mllm_compile.process import bytecode
+folder = sys.argv[1]
+os.cpu_count = lambda: 4
+bytecode._is_kept_beside = lambda package: False
+packages = ("stands_for_torch", "no_such_package")
+with bytecode.kept_bytecode(), bytecode.compiled_ahead(packages):
+    names = ("__init__", "part", "tests/part")
+    *wanted, other = (importlib.util.cache_from_source(f"{folder}/{name}.py") for name in names)
+    deadline = time.monotonic() + float(sys.argv[2])
+    while not all(map(os.path.exists, wanted)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print(all(map(os.path.exists, wanted)), os.path.exists(other), bytecode._start_compiling(packages))
+"""
+
+
+def test_a_compile_has_other_processes_make_what_it_will_import(package, tmp_path):
+    (package / "tests").mkdir()
+    (package / "tests" / "part.py").write_text("")
+    paths = os.pathsep.join([str(package.parent), str(Path(__file__).parents[2])])
+    added = {"PYTHONPATH": paths, "MLLM_COMPILE_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", AHEAD, str(package), str(HANG_S)]
+    done = subprocess.run(command, env=os.environ | added, capture_output=True, text=True, check=True)
+    assert done.stdout == "True False None\n"
+
+
+def test_with_few_cores_or_no_room_for_a_process_whoever_imports_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert bytecode._start_compiling(bytecode.OF_TORCH) is None
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+
+    def refuse(*arguments, **options):
+        raise BlockingIOError
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(BlockingIOError):
+        bytecode._start_compiling(bytecode.OF_TORCH)
+    with compiled_ahead(bytecode.OF_TORCH):
+        pass

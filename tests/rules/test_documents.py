@@ -1,0 +1,145 @@
+"""Documents do not rot: links lead somewhere, files that are named exist, switches are keys that a config takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from mllm_compile import EngineConfig
+from mllm_compile.cli import make_app
+from mllm_compile.passes.pipeline import pass_names
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = {
+    path.name for folder in ("mllm_compile", "passes", "runtime", "tests") for path in (ROOT / folder).rglob("*")
+}
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_files_lead_somewhere(path):
+    for target, anchor in links_of(path):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+            assert not anchor or anchor in anchors_of(path.parent / target if target else path), anchor
+
+
+def links_of(path: Path) -> list[tuple[str, str]]:
+    """(file, anchor) of each link, either of which may be empty."""
+    prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_document_is_linked_from_the_readme_or_a_document_that_is():
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        targets = ((path.parent / target).resolve() for path in new for target, _ in links_of(path) if target)
+        new = {target for target in targets if target.suffix == ".md"} - reached
+    assert {path.name for path in set(DOCUMENTS) - reached} == {"CHANGELOG.md"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_files_that_are_named_exist(path):
+    for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
+        example = name.rpartition("/")[2].removeprefix("test_") == "my_pass.py"
+        assert example or name.rpartition("/")[2] in SOURCES or (ROOT / name).is_file(), name
+
+
+def test_documents_that_messages_name_exist():
+    for path in (ROOT / "mllm_compile").rglob("*.py"):
+        for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{path} names {name}"
+
+
+def test_each_switch_of_the_debugging_table_is_a_config():
+    first_table = text_of("docs/debugging.md").partition("## Look inside")[0]
+    switches = re.findall(r"`(\w+: \{.*?\})`", first_table)
+    assert len(switches) >= 10
+    for switch in switches:
+        sections = yaml.safe_load(switch)
+        EngineConfig.from_dict(sections | {"model": {"path": "m"} | sections.get("model", {})})
+
+
+def test_each_command_of_the_readme_is_one():
+    commands = {command.name for command in make_app().registered_commands}
+    commands |= {group.name for group in make_app().registered_groups}
+    named = set(re.findall(r"^mllm-compile (\w+) ", text_of("README.md"), re.MULTILINE))
+    assert named <= commands
+    assert {"generate", "inspect"} <= named
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_that_is_shown_takes_likely_tokens_as_the_embedded_model_draws_nonsense(path):
+    for code in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+        for params in re.findall(r"SamplingParams\(([^)]*)\)", code):
+            assert "temperature=0" in params
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_are_written_with_options_that_they_have(path):
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"mllm-compile ([^`\n|]+)", text):
+        words = line.partition(" #")[0].split()
+        command = typer.main.get_command(make_app())
+        if words[0] not in command.commands and "." in words[0]:
+            words.insert(0, "compile")
+        while words and hasattr(command, "commands") and words[0] in command.commands:
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def test_the_readme_and_the_page_of_models_agree():
+    counts = re.search(r"Of (\d+): (\d+) served right.*?, (\d+) refused", text_of("docs/models.md"))
+    assert counts is not None
+    total, served, refused = counts.groups()
+    readme = " ".join(text_of("README.md").split())
+    assert f"Of the {total} causal-LM architectures" in readme
+    assert f"{served} were served right and {refused} refused" in readme
+
+
+def test_the_architecture_page_has_the_passes_in_their_order():
+    listed = re.search(r"\*\*Passes\*\* \(`passes/`\)\. (.*?);", text_of("docs/architecture.md"), re.DOTALL)
+    assert listed is not None
+    assert [re.sub(r"\(on\s+\w+\)", "", name).strip() for name in listed[1].split("→")] == pass_names()
+
+
+def test_make_has_every_target_that_is_named():
+    targets = set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))
+    for path in DOCUMENTS:
+        named = set(re.findall(r"^make ([\w-]+)|`make ([\w-]+)`", path.read_text(encoding="utf-8"), re.MULTILINE))
+        assert {target for pair in named for target in pair if target} <= targets, path.name
+
+
+def test_make_says_what_takes_minutes_before_it_begins():
+    lines = text_of("Makefile").splitlines()
+    install = next(i for i, line in enumerate(lines) if "pip install" in line and "$(TORCH)" in line)
+    assert lines[install - 1].startswith("\t@echo") and "installing torch" in lines[install - 1]
+
+
+def test_the_readme_has_the_makefiles_torch_for_a_cpu():
+    choices = [re.search(r"TORCH='.*/whl/cpu'", text_of(name)) for name in ("README.md", "Makefile")]
+    assert None not in choices
+    assert len({choice[0] for choice in choices}) == 1
+
+
+def test_the_python_example_of_the_readme_is_five_lines_that_compile():
+    example = re.search(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL)
+    assert example is not None
+    compile(example[1], "README.md", "exec")
+    assert len([line for line in example[1].splitlines() if line]) == 5

@@ -1,0 +1,94 @@
+"""What captured attention is told of a batch; its kernels only note it here (tests/gpu/test_mixed_graphs.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm_compile.runtime.attention.captured.mixed import MixedSteps
+from mllm_compile.runtime.attention.metadata import split_decodes_and_prefills
+from tests.runtime.attention.attention_cases import make_case, make_layer
+
+MOST_REQUESTS = 6
+
+
+class Decodes:
+    def plan(self, rows):
+        self.lengths = rows.seq_lens
+        return self
+
+
+class Prefill:
+    def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
+        self.starts, self.num_keys = starts.tolist(), num_keys.tolist()
+
+
+class Prefills:
+    def __init__(self) -> None:
+        self.captured: dict[int, Prefill] = {}
+
+    def capture(self, num_tokens: int, page_table: torch.Tensor) -> Prefill:
+        self.rows = page_table.shape[0]
+        return self.captured.setdefault(num_tokens, Prefill())
+
+
+class Space:
+    page_table = torch.zeros(MOST_REQUESTS, 4, dtype=torch.int32)
+
+    def list_pages(self, rows: torch.Tensor) -> None:
+        self.listed = rows.tolist()
+
+
+@pytest.fixture
+def parts() -> tuple[MixedSteps, Decodes, Prefills, Space]:
+    decodes, prefills, space = Decodes(), Prefills(), Space()
+    return MixedSteps([decodes], [prefills], space, MOST_REQUESTS, torch.device("cpu")), decodes, prefills, space
+
+
+def replay(steps: MixedSteps, size: int, new: list[int], prefix: list[int]) -> int:
+    """Returns the number of decodes."""
+    batch = make_case(make_layer(), prefix, new).batch
+    num_decodes, *_ = split_decodes_and_prefills(batch.common)
+    steps.replay(size, batch.common, batch.req_pool_indices, num_decodes)
+    return num_decodes
+
+
+def test_a_captured_step_has_as_many_rows_as_it_may_have_requests_and_nothing_to_do(parts):
+    steps, decodes, prefills, _ = parts
+    for size, rows in ((4, 4), (40, MOST_REQUESTS)):
+        assert steps.capture(size).num_rows == prefills.rows == rows
+        assert decodes.lengths.tolist() == [0] * rows
+        assert prefills.captured[size].starts == [0] * (rows + 1)
+        assert prefills.captured[size].num_keys == [0] * rows
+
+
+def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
+    steps, decodes, prefills, space = parts
+    steps.capture(40)
+    assert replay(steps, 40, [1, 1, 7, 4], [5, 30, 0, 9]) == 2
+    assert decodes.lengths.tolist() == [6, 31, 0, 0, 0, 0]
+    assert prefills.captured[40].starts == [2, 2, 2, 9, 13, 13, 13]
+    assert prefills.captured[40].num_keys == [0, 0, 7, 13, 0, 0]
+    assert len(space.listed) == 4
+
+
+@given(data=st.data())
+def test_after_any_batches_each_row_has_what_the_last_one_says(data):
+    decodes, prefills = Decodes(), Prefills()
+    steps = MixedSteps([decodes], [prefills], Space(), MOST_REQUESTS, torch.device("cpu"))
+    steps.capture(64)
+    for _ in range(data.draw(st.integers(1, 4))):
+        new = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=MOST_REQUESTS))
+        new.sort(key=lambda count: count > 1)
+        prefix = [data.draw(st.integers(0, 20)) for _ in new]
+        count = replay(steps, 64, new, prefix)
+        total = [n + p for n, p in zip(new, prefix, strict=True)]
+        assert decodes.lengths.tolist() == total[:count] + [0] * (MOST_REQUESTS - count)
+        planned = prefills.captured[64]
+        padding = MOST_REQUESTS - len(new)
+        assert np.diff(planned.starts).tolist() == [0] * count + new[count:] + [0] * padding
+        assert planned.starts[0] == count and planned.starts[-1] == sum(new)
+        assert planned.num_keys == [0] * count + total[count:] + [0] * padding

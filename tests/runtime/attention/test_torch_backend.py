@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from mllm_compile.runtime.attention import torch_backend
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from tests.runtime.attention.attention_cases import AttentionCase, make_batch, make_case, make_layer
+
+LAYERS = {
+    "plain": make_layer(),
+    "multi_head": make_layer(num_heads=2, num_kv_heads=2),
+    "multi_query": make_layer(num_heads=6, num_kv_heads=1),
+    "window": make_layer(window_left=5),
+    "window_of_one": make_layer(window_left=0),
+    "soft_cap": make_layer(soft_cap=2.0),
+    "soft_cap_and_window": make_layer(soft_cap=2.0, window_left=3),
+    "scale": make_layer(sm_scale=0.7),
+    "sinks": make_layer(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "sinks_and_window": make_layer(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), window_left=4),
+    "narrow_values": make_layer(v_head_dim=8),
+    "narrow_values_and_soft_cap": make_layer(v_head_dim=8, soft_cap=3.0),
+}
+BATCHES = {
+    "decode": ([7, 0, 12, 3], [1, 1, 1, 1]),
+    "decode_alone": ([9], [1]),
+    "prefill": ([0, 0, 0], [5, 2, 9]),
+    "prefill_after_prefix": ([4, 0, 7], [5, 3, 2]),
+    "mixed": ([6, 11, 0, 3], [1, 1, 6, 5]),
+    "short_end_of_a_prompt": ([2, 6], [4, 1]),
+}
+
+
+def run(case: AttentionCase, layer, **kwargs) -> torch.Tensor:
+    backend = TorchAttnBackend()
+    backend.init_forward_metadata(case.batch)
+    return backend.forward(case.q, case.k, case.v, layer, case.batch, **kwargs)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_kind_of_layer_and_batch_equals_the_naive_reference(kind, batch):
+    case = make_case(LAYERS[kind], *BATCHES[batch])
+    torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "soft_cap", "sinks_and_window"])
+def test_blocks_of_queries_and_of_decodes_change_nothing(kind, monkeypatch):
+    monkeypatch.setattr(torch_backend, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(torch_backend, "MAX_GATHERED_KEYS", 8)
+    case = make_case(LAYERS[kind], [6, 11, 0, 3], [1, 1, 8, 5])
+    torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
+
+
+def test_it_writes_into_the_output_it_is_given_and_returns_it():
+    case = make_case(LAYERS["plain"], [3], [4])
+    out = torch.full_like(case.q, torch.nan)
+    assert run(case, LAYERS["plain"], out=out) is out
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
+
+
+def test_without_save_kv_cache_the_pages_are_read_as_they_are():
+    case = make_case(LAYERS["plain"], [3, 2], [1, 1])
+    before = [pages.clone() for pages in case.batch.token_to_kv_pool.get_pages(0)]
+    run(case, LAYERS["plain"], save_kv_cache=False)
+    after = case.batch.token_to_kv_pool.get_pages(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_new_batch_replaces_the_plan_of_the_last_one():
+    layer = LAYERS["window"]
+    backend = TorchAttnBackend()
+    for seed, (prefix, new) in enumerate(BATCHES.values()):
+        case = make_case(layer, prefix, new, seed=seed)
+        backend.init_forward_metadata(case.batch)
+        out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+        torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_is_as_close_as_its_rounding():
+    layer = make_layer(head_dim=32)
+    case = make_case(layer, [6, 30, 0], [1, 1, 9], dtype=torch.bfloat16)
+    torch.testing.assert_close(run(case, layer).float(), case.expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["plain", "window", "soft_cap", "sinks"])
+def test_an_fp8_cache_gives_the_attention_over_rounded_keys_and_values(kind, batch):
+    case = make_case(LAYERS[kind], *BATCHES[batch], kv_dtype=torch.float8_e4m3fn)
+    torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_deterministic_request_s_output_is_bitwise_the_same_in_any_batch(kind):
+    layer = LAYERS[kind]
+    case = make_case(layer, [6, 11, 0, 30], [1, 1, 1, 1])
+    together = TorchAttnBackend(deterministic=True)
+    together.init_forward_metadata(case.batch)
+    out = together.forward(case.q, case.k, case.v, layer, case.batch)
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
+    table, pool = case.batch.req_to_token_pool, case.batch.token_to_kv_pool
+    for i, prefix in enumerate([6, 11, 0, 30]):
+        one = slice(i, i + 1)
+        rows = case.batch.req_pool_indices[one].tolist()
+        alone = make_batch(rows, [prefix], [1], case.batch.out_cache_loc[one], table, pool, "cpu")
+        backend = TorchAttnBackend(deterministic=True)
+        backend.init_forward_metadata(alone)
+        assert torch.equal(backend.forward(case.q[one], case.k[one], case.v[one], layer, alone), out[one])
+
+
+def test_forward_before_planning_says_what_is_missing():
+    case = make_case(LAYERS["plain"], [1], [1])
+    with pytest.raises(RuntimeError, match="init_forward_metadata"):
+        TorchAttnBackend().forward(case.q, case.k, case.v, LAYERS["plain"], case.batch)

@@ -1,0 +1,106 @@
+"""The persistent inputs on a CPU: the same places, with nothing in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
+from tests.runtime.attention.attention_cases import make_case, make_layer
+
+NAMES = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+
+
+def values(num_tokens: int, num_requests: int) -> dict[str, np.ndarray]:
+    sizes = dict.fromkeys(NAMES[:3], num_tokens) | dict.fromkeys(NAMES[3:], num_requests)
+    return {name: np.arange(size) + 10 * i + 2 for i, (name, size) in enumerate(sizes.items())}
+
+
+def inputs_padded_by(padding_len: int) -> StepInputs:
+    return StepInputs(max_tokens=8, max_requests=4, padding_len=padding_len, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def inputs() -> StepInputs:
+    return inputs_padded_by(1)
+
+
+@pytest.mark.parametrize("padding_len", [0, 1])
+def test_padding_requests_are_as_long_as_attention_asks_for(padding_len):
+    inputs = inputs_padded_by(padding_len)
+    assert set(inputs.seq_lens.tolist()) == set(inputs.seq_lens_cpu.tolist()) == {padding_len}
+    inputs.upload(values(8, 4))
+    inputs.upload(values(5, 2))
+    assert inputs.seq_lens.tolist() == inputs.seq_lens_cpu.tolist() == [42, 43, padding_len, padding_len]
+    inputs.upload(values(8, 4))
+    batch = make_case(make_layer(), [3, 9], [1, 1]).batch
+    inputs.take_requests(batch, padded=3)
+    assert inputs.seq_lens.tolist() == inputs.seq_lens_cpu.tolist() == [4, 10, padding_len, 45]
+
+
+def test_an_upload_fills_the_places_and_pads_behind_them(inputs):
+    inputs.upload(values(8, 4))
+    fields = inputs.upload(values(5, 2))
+    assert {name: field.tolist() for name, field in fields.items()} == {k: v.tolist() for k, v in values(5, 2).items()}
+    for name in NAMES:
+        place = getattr(inputs, name)
+        assert fields[name].data_ptr() == place.data_ptr()
+        assert set(place[len(fields[name]) :].tolist()) == {1 if name == "seq_lens" else 0}
+    assert inputs.seq_lens_cpu.tolist() == [42, 43, 1, 1]
+    assert (inputs.seq_lens.dtype, inputs.positions.dtype) == (torch.int32, torch.int64)
+
+
+def test_more_uploads_than_host_buffers_still_bring_the_last_values(inputs):
+    for count in range(1, 8):
+        fields = inputs.upload(values(count, 1))
+    assert fields["positions"].tolist() == values(7, 1)["positions"].tolist()
+
+
+@pytest.mark.parametrize("num_pages", [3, 2000])
+def test_what_else_a_step_has_comes_with_its_inputs_however_much_it_is(inputs, num_pages):
+    others = {"page_slots": np.arange(64 * num_pages), "page_places": np.arange(num_pages), "empty": np.arange(0)}
+    for seed in range(6):
+        fields = inputs.upload(values(5, 2), {name: array + seed for name, array in others.items()})
+        assert fields["page_slots"].dtype == torch.int32
+        assert {name: fields[name].tolist() for name in others} == {k: (v + seed).tolist() for k, v in others.items()}
+        assert fields["positions"].tolist() == inputs.positions[:5].tolist() == values(5, 2)["positions"].tolist()
+    assert set(inputs.upload(values(5, 2))) == set(NAMES)
+
+
+def test_what_fits_is_decided_by_tokens_and_requests(inputs):
+    assert inputs.holds(8, 4)
+    assert not inputs.holds(9, 4)
+    assert not inputs.holds(8, 5)
+
+
+def test_a_batch_made_elsewhere_is_copied_in_and_padded(inputs):
+    inputs.upload(values(8, 4))
+    batch = make_case(make_layer(), [3, 9], [1, 1]).batch
+    batch.input_ids = torch.tensor([5, 6])
+    inputs.take_tokens(batch, padded=4)
+    inputs.take_requests(batch, padded=4)
+    assert inputs.input_ids[:4].tolist() == [5, 6, 0, 0]
+    assert inputs.positions[:4].tolist() == [3, 9, 0, 0]
+    assert inputs.out_cache_loc[:4].tolist() == [*batch.out_cache_loc.tolist(), 0, 0]
+    assert inputs.req_pool_indices[:4].tolist() == [*batch.req_pool_indices.tolist(), 0, 0]
+    assert inputs.seq_lens[:4].tolist() == inputs.seq_lens_cpu[:4].tolist() == [4, 10, 1, 1]
+
+
+def test_a_batch_that_is_in_its_places_is_left_there(inputs):
+    batch = make_case(make_layer(), [3, 9], [1, 1]).batch
+    fields = inputs.upload(
+        {
+            "input_ids": np.array([5, 6]),
+            "positions": batch.positions.numpy(),
+            "out_cache_loc": batch.out_cache_loc.numpy(),
+            "req_pool_indices": batch.req_pool_indices.numpy(),
+            "seq_lens": batch.seq_lens.numpy(),
+        }
+    )
+    for name, place in fields.items():
+        setattr(batch, name, place)
+    before = [getattr(inputs, name).clone() for name in NAMES]
+    inputs.take_tokens(batch, padded=4)
+    inputs.take_requests(batch, padded=4)
+    assert all(torch.equal(getattr(inputs, name), old) for name, old in zip(NAMES, before, strict=True))

@@ -1,0 +1,88 @@
+"""Loading pieces: from the bytes that were checked, and from no package that holds anything unexpected."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import pytest
+import torch
+
+from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.program.pieces import check_members, load_piece
+
+SOURCE = """
+import torch
+class Piece(torch.nn.Module):
+    def forward(self, x):
+        return (x * 2, x.sum())
+"""
+OURS = (
+    "piece/data/aotinductor/model/c.wrapper.so",
+    "piece/data/aotinductor/model/c.kernel.cpp",
+    "piece/data/aotinductor/model/c.wrapper_metadata.json",
+    "piece/data/aotinductor/model/k.cubin",
+    "piece/archive_format",
+    "piece/archive_version",
+    "piece/byteorder",
+    "piece/.data/version",
+    "piece/.data/serialization_id",
+)
+
+
+def package(*names: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"x")
+    return buffer.getvalue()
+
+
+def test_a_source_runs_as_written():
+    double, total = load_piece("piece.py", SOURCE.encode())([torch.ones(3)])
+    assert double.tolist() == [2, 2, 2]
+    assert total.item() == 3
+
+
+def test_what_inductor_packs_is_accepted():
+    check_members("piece", package(*OURS))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "piece/data/constants/weights.pkl",
+        "piece/data.pkl",
+        "piece/data/weights/w.pt",
+        "piece/model.pth",
+        "piece/run.py",
+        "piece/../../evil.so",
+        "/etc/evil.so",
+        "..\\evil.so",
+        "piece/noname",
+    ],
+)
+def test_any_other_member_is_refused_by_name(name):
+    with pytest.raises(ArtifactError, match=r"holds '.*', which no package of ours does: not loaded"):
+        load_piece("piece.pt2", package(*OURS, name))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x05\x06", b"no zip at all", package(*OURS)[:-30]])
+def test_what_is_no_package_is_refused(data):
+    with pytest.raises(ArtifactError, match=r"is no package|cannot be loaded"):
+        load_piece("piece.pt2", data)
+
+
+def test_a_package_that_torch_cannot_load_is_an_error_of_ours():
+    with pytest.raises(ArtifactError, match=r"piece piece\.pt2 cannot be loaded"):
+        load_piece("piece.pt2", package(*OURS))
+
+
+def test_a_package_that_would_fill_the_disk_is_refused():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("piece/a.so", "w") as member:
+        for _ in range(1100):
+            member.write(bytes(1 << 20))
+    assert len(buffer.getvalue()) < 4 << 20
+    with pytest.raises(ArtifactError, match="unpacks to more than 1024 MiB"):
+        check_members("piece", buffer.getvalue())

@@ -1,0 +1,248 @@
+"""A model without weights behind the scheduler: KV is a hash of the prefix, the next token a hash of all KV it reads.
+
+A page shared wrongly, read before it is written, or handed to two requests, and a token lost, doubled or computed twice
+all change what comes out, which is compared with `answer`, the same model run alone and without pages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from zlib import crc32
+
+import numpy as np
+
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.page_tables import PageTables
+from mllm_compile.runtime.schedule.prefix_cache import PageNode
+from mllm_compile.runtime.schedule.request import Request, RequestStatus
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+
+EOS, STOP, VOCAB = 0, 1, 29
+_MASK = (1 << 61) - 1
+
+
+FREE = {"ignore_eos": True}  # an answer as long as max_tokens
+
+
+def prompt_of(length: int, first: int = 2) -> list[int]:
+    return [(first + i * i) % 23 for i in range(length)]
+
+
+def make_request(
+    request_id: str, prompt: list[int], *, priority: int = 0, salt: tuple = (), **params: object
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params),
+        eos_token_ids=frozenset({EOS}),
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def make_config(**changes: object) -> SchedulerConfig:
+    values = {"max_running_requests": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    return SchedulerConfig(**({**values, "page_size": 4, "num_pages": 33} | changes))
+
+
+def _kv(previous: int, token: int) -> int:
+    return (previous * 1_000_003 + token * 7_919 + 12_345) & _MASK
+
+
+def _start(salt: tuple) -> int:
+    return crc32(repr(salt).encode())
+
+
+def _next_token(kv_sum: int) -> int:
+    return (kv_sum ^ (kv_sum >> 23)) % VOCAB
+
+
+def answer(request: Request, max_new_tokens: int) -> tuple[list[int], str, int | None]:
+    """What the request gets when it runs alone: output tokens, finish reason, stop reason."""
+    kv, kv_sum, params = _start(request.cache_salt), 0, request.params
+    for token in request.prompt_token_ids:
+        kv = _kv(kv, token)
+        kv_sum += kv
+    output: list[int] = []
+    while True:
+        token = _next_token(kv_sum)
+        output.append(token)
+        if len(output) >= params.min_tokens:
+            if token == EOS and not params.ignore_eos:
+                return output, "stop", None
+            if token in (params.stop_token_ids or ()):
+                return output, "stop", token
+        if len(output) == max_new_tokens:
+            return output, "length", None
+        kv = _kv(kv, token)
+        kv_sum += kv
+
+
+class FakeDevice:
+    """Runs batches in order, with page table, KV and last tokens of its own, as the step runner would."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.page_size = config.page_size
+        num_rows = config.max_running_requests + 1
+        self.page_table = np.zeros((num_rows, config.max_tokens_per_request // config.page_size + 1), dtype=np.int64)
+        self.kv = [[-1] * config.page_size for _ in range(config.num_pages)]
+        self.last_tokens = [-1] * num_rows
+
+    def run(self, batch: ScheduledBatch) -> np.ndarray:
+        """The sampled tokens; rows that are not sampled hold -1, so that taking one in is noticed."""
+        assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist()), "page writes concern rows of the batch"
+        if batch.num_decodes == batch.num_requests:
+            self._check_new_pages(batch)
+        self.page_table[batch.page_rows, batch.page_positions] = batch.page_ids
+        sampled = np.full(batch.num_requests, -1, dtype=np.int64)
+        taken = 0
+        for i, (request, row, prefix_len, num_new) in enumerate(
+            zip(batch.requests, batch.rows.tolist(), batch.prefix_lens.tolist(), batch.num_new.tolist(), strict=True)
+        ):
+            if i < batch.num_decodes:
+                tokens = [self.last_tokens[row]]
+            else:
+                tokens = batch.prefill_token_ids[taken : taken + num_new].tolist()
+                taken += num_new
+            kv_sum = self._compute(row, prefix_len, tokens, _start(request.cache_salt))
+            if batch.sample_mask[i]:
+                sampled[i] = self.last_tokens[row] = _next_token(kv_sum)
+        assert taken == batch.prefill_token_ids.size, "prefill tokens are those of the prefill rows"
+        return sampled
+
+    def _check_new_pages(self, batch: ScheduledBatch) -> None:
+        """Decodes alone get no page but what begins with their new token: captured ones hear of no other."""
+        starts = dict(zip(batch.rows.tolist(), batch.prefix_lens.tolist(), strict=True))
+        for row, position in zip(batch.page_rows.tolist(), batch.page_positions.tolist(), strict=True):
+            assert starts[row] == position * self.page_size
+
+    def _compute(self, row: int, prefix_len: int, tokens: list[int], start: int) -> int:
+        pages = self.page_table[row].tolist()
+        kv_sum, kv = 0, start
+        for position in range(prefix_len):
+            kv = self.kv[pages[position // self.page_size]][position % self.page_size]
+            kv_sum += kv
+        for position, token in enumerate(tokens, start=prefix_len):
+            page = pages[position // self.page_size]
+            assert page > 0, "nobody writes to the dummy page"
+            kv = _kv(kv, token)
+            self.kv[page][position % self.page_size] = kv
+            kv_sum += kv
+        return kv_sum
+
+
+class Simulation:
+    """Scheduler and device, with up to `steps_ahead` steps planned before the oldest one's tokens are known."""
+
+    def __init__(self, config: SchedulerConfig, steps_ahead: int = 0) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.device = FakeDevice(config)
+        self.steps_ahead = steps_ahead
+        self.in_flight: deque[tuple[ScheduledBatch, np.ndarray]] = deque()
+        self.requests: list[Request] = []
+        self.num_steps = 0
+
+    def add(self, request: Request) -> Request:
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def plan(self) -> ScheduledBatch | None:
+        """Schedule one batch and run it; its tokens are kept back until collect."""
+        batch = self.scheduler.schedule()
+        self._check_the_most_urgent_moves(batch)
+        if batch is not None:
+            self.num_steps += 1
+            check_batch(batch, self.config)
+            self.in_flight.append((batch, self.device.run(batch)))
+        return batch
+
+    def _check_the_most_urgent_moves(self, batch: ScheduledBatch | None) -> None:
+        """No request starves, because the first in order is in every step, save where pages come back by waiting."""
+        running = self.scheduler._prefilling + self.scheduler._decoding
+        if running and not self.scheduler._leaving:
+            assert batch is not None and min(running, key=lambda request: request.urgency) in batch.requests
+
+    def collect(self) -> list[Request]:
+        """Hand the oldest step's tokens to the scheduler; the requests that this ended."""
+        return self.scheduler.update(*self.in_flight.popleft()).finished
+
+    def step(self) -> ScheduledBatch | None:
+        """What an engine's loop does once."""
+        batch = self.plan()
+        if self.in_flight and (batch is None or len(self.in_flight) > self.steps_ahead):
+            self.collect()
+        return batch
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                return
+            self.step()
+        raise AssertionError(f"work left after {max_steps} steps: {self.scheduler.stats()}")
+
+    def check_answers(self) -> None:
+        """All requests have ended with their own answer, or with its beginning if they were ended from outside."""
+        for request in self.requests:
+            output, reason, stop_reason = answer(request, request.max_new_tokens)
+            assert request.status is RequestStatus.FINISHED
+            if request.finish_reason == "abort" or request.stop_reason == "outside":
+                assert request.output_token_ids == output[: len(request.output_token_ids)]
+            else:
+                assert (request.output_token_ids, request.finish_reason, request.stop_reason) == (
+                    output,
+                    reason,
+                    stop_reason,
+                )
+
+    def check_all_returned(self) -> None:
+        """Nothing is held: every page is free or an unused one of the prefix cache; every slot is free."""
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+        assert len(self.scheduler._free_slots) == self.config.max_running_requests
+        check_pages(self.scheduler.pages)
+        self.scheduler.flush_prefix_cache()
+        assert self.scheduler.pages.allocator.available_pages == self.config.usable_pages
+
+
+def check_batch(batch: ScheduledBatch, config: SchedulerConfig) -> None:
+    """What every reader of a batch relies on."""
+    rows = batch.rows.tolist()
+    assert len(set(rows)) == len(rows) == batch.num_requests > 0
+    assert 0 not in rows
+    assert batch.num_tokens == batch.num_new.sum() <= config.max_num_batched_tokens
+    assert (batch.num_new >= 1).all()
+    assert (batch.num_new[: batch.num_decodes] == 1).all()
+    assert batch.sample_mask[: batch.num_decodes].all()
+    assert (batch.seq_lens < config.max_model_len).all()
+    assert rows == [request.slot for request in batch.requests]
+    for array in (batch.rows, batch.num_new, batch.prefix_lens, batch.page_rows, batch.page_positions, batch.page_ids):
+        assert array.dtype == np.int32
+    assert batch.prefill_token_ids.dtype == np.int64
+    assert batch.sample_mask.dtype == batch.prompt_logprob_rows.dtype == bool
+
+
+def check_pages(pages: PageTables) -> None:
+    """Each page that was handed out has exactly one owner, and locks are those of the rows' paths."""
+    private: list[int] = []
+    nodes: set[PageNode] = set(pages.cache._unlocked)
+    locks: dict[PageNode, int] = {}
+    for row, path in enumerate(pages._paths):
+        private += pages.table[row, pages._path_pages[row] : pages.num_pages[row]].tolist()
+        node, depth = path, 0
+        while node is not None and node.parent is not None:
+            locks[node] = locks.get(node, 0) + 1
+            node, depth = node.parent, depth + 1
+        assert depth == pages._path_pages[row]
+    nodes |= set(locks)
+    assert len(nodes) == pages.cache.num_pages
+    assert all(node.locks == locks.get(node, 0) for node in nodes)
+    owned = private + [node.page for node in nodes]
+    assert len(set(owned)) == len(owned), "a page has two owners"
+    assert sorted(owned) == np.flatnonzero(pages.allocator._taken).tolist(), "a page is owned by nobody"
+    assert len(owned) + pages.allocator.available_pages == pages.allocator.usable_pages

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
+
+
+def test_the_dummy_page_is_never_handed_out() -> None:
+    allocator = TokenToKVPoolAllocator(num_pages=5, page_size=16)
+    assert allocator.usable_pages == allocator.available_pages == 4
+    pages = allocator.allocate(4)
+    assert pages.dtype == np.int32
+    assert sorted(pages.tolist()) == [1, 2, 3, 4]
+    assert allocator.available_pages == 0
+
+
+def test_more_than_is_free_is_an_internal_error_and_takes_nothing() -> None:
+    allocator = TokenToKVPoolAllocator(num_pages=4, page_size=1)
+    with pytest.raises(RuntimeError, match="4 KV pages asked of an allocator with 3 free pages"):
+        allocator.allocate(4)
+    assert allocator.available_pages == 3
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [[1, 1], [3], [0], [-1], [9], [1, 3]],
+    ids=["listed twice", "never handed out", "dummy", "negative", "beyond the pool", "one of two is free"],
+)
+def test_freeing_what_is_not_handed_out_is_an_internal_error_and_frees_nothing(pages: list[int]) -> None:
+    allocator = TokenToKVPoolAllocator(num_pages=9, page_size=1)
+    assert allocator.allocate(2).tolist() == [1, 2]
+    with pytest.raises(RuntimeError, match="internal error: KV pages"):
+        allocator.free(np.array(pages))
+    assert allocator.available_pages == 6
+    allocator.free(np.array([2, 1]))
+    assert allocator.available_pages == 8
+
+
+def test_freeing_twice_is_an_internal_error() -> None:
+    allocator = TokenToKVPoolAllocator(num_pages=9, page_size=1)
+    pages = allocator.allocate(3)
+    allocator.free(pages)
+    with pytest.raises(RuntimeError, match="freed, but not handed out"):
+        allocator.free(pages[:1])
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 20), st.lists(st.integers(-10, 10), max_size=40))
+def test_any_sequence_agrees_with_a_set_of_free_pages(num_pages: int, changes: list[int]) -> None:
+    allocator = TokenToKVPoolAllocator(num_pages, page_size=4)
+    free, held = set(range(1, num_pages)), []
+    for change in changes:
+        if 0 <= change <= allocator.available_pages:
+            pages = allocator.allocate(change).tolist()
+            assert len(set(pages)) == change and set(pages) <= free
+            free -= set(pages)
+            held += pages
+        elif change < 0:
+            back, held = held[:-change], held[-change:]
+            allocator.free(np.array(back, dtype=np.int32))
+            free |= set(back)
+        assert allocator.available_pages == len(free)
+        assert allocator.available_pages == len(free)

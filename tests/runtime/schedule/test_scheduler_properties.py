@@ -1,0 +1,140 @@
+"""Random histories of adding, aborting, finishing, preempting and evicting, against the model run alone.
+
+`make test-all` runs 10,000 of them, `make test` a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from mllm_compile.runtime.errors import RequestError
+from tests.runtime.schedule.scheduler_simulation import STOP, VOCAB, Simulation, check_pages, make_config, make_request
+
+SAMPLE = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+FULL = settings(SAMPLE, max_examples=10_000)
+
+
+@dataclass(frozen=True)
+class History:
+    """A scheduler's limits, how far it runs ahead, what happens to it, and the seed of all choices in that."""
+
+    limits: dict[str, int | bool]
+    steps_ahead: int
+    events: list[str]
+    seed: int
+
+
+# `plan` and `collect` alone vary how far the host runs ahead.
+_EVENT = st.sampled_from(
+    ["add"] * 10 + ["step"] * 12 + ["plan", "collect", "collect", "abort", "finish", "finish", "fail", "flush"]
+)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    max_running = draw(st.integers(1, 6))
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    max_model_len = draw(st.integers(8, 64))
+    limits = {
+        "max_running_requests": max_running,
+        "max_num_batched_tokens": max_running + draw(st.integers(0, 24)),
+        "max_model_len": max_model_len,
+        "page_size": page_size,
+        # From less than one longest request to about two of them.
+        "num_pages": 2 + max_model_len * draw(st.integers(2, 8)) // (4 * page_size),
+        "enable_prefix_cache": draw(st.sampled_from([True, True, True, False])),
+    }
+    events = draw(st.lists(_EVENT, min_size=20, max_size=80))
+    return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)))
+
+
+def _add(simulation: Simulation, choose: Random) -> None:
+    """A prompt from a family of few, so that prefixes are shared; every kind of ending."""
+    config = simulation.config
+    family, length = choose.randrange(3), choose.randint(1, config.max_model_len * 2 // 3)
+    prompt = [(family * 5 + i * i) % VOCAB for i in range(length)]
+    if choose.random() < 0.3:
+        prompt[choose.randrange(length)] = choose.randrange(VOCAB)
+    request = make_request(
+        f"r{len(simulation.requests)}",
+        prompt,
+        priority=choose.choice([0, 0, 0, 1]),
+        salt=choose.choice([(), (), (), ("other",)]),
+        max_tokens=choose.choice([None, choose.randint(1, 5), choose.randint(5, 40)]),
+        ignore_eos=choose.random() < 0.5,
+        stop_token_ids=[STOP] if choose.random() < 0.3 else None,
+        prompt_logprobs=0 if choose.random() < 0.1 else None,
+    )
+    try:
+        simulation.add(request)
+    except RequestError:
+        longest = min(length + (request.params.max_tokens or 1), config.max_model_len)
+        assert length >= config.max_model_len or longest > config.max_tokens_per_request
+
+
+def _happen(simulation: Simulation, event: str, choose: Random) -> None:
+    live = [request for request in simulation.requests if not request.is_finished]
+    if event == "add":
+        _add(simulation, choose)
+    elif event == "step":
+        simulation.step()
+    elif event == "plan" and len(simulation.in_flight) < 3:
+        simulation.plan()
+    elif event == "collect" and simulation.in_flight:
+        simulation.collect()
+    elif event == "abort" and live:
+        assert simulation.scheduler.abort(choose.choice(live))
+    elif event == "finish" and live:
+        assert simulation.scheduler.finish(choose.choice(live), "stop", "outside")
+    elif event == "fail" and simulation.in_flight and choose.random() < 0.2:
+        simulation.scheduler.fail(simulation.in_flight.popleft()[0])
+    elif event == "flush":
+        simulation.scheduler.flush_prefix_cache()
+
+
+def _check(history: History) -> Simulation:
+    simulation = Simulation(make_config(**history.limits), history.steps_ahead)
+    choose = Random(history.seed)
+    for event in history.events:
+        _happen(simulation, event, choose)
+        check_pages(simulation.scheduler.pages)
+    # Generous, but finite: one token of one request a step, all of it recomputed at every step of every other request.
+    simulation.run(max_steps=200 * (1 + len(simulation.requests)))
+    simulation.check_answers()
+    simulation.check_all_returned()
+    return simulation
+
+
+# Two steps of one request are in flight when it is preempted, and the first of them is lost.
+_LOST_BEFORE_A_PREEMPTION = History(
+    limits={
+        "max_running_requests": 2,
+        "max_num_batched_tokens": 2,
+        "max_model_len": 16,
+        "page_size": 1,
+        "num_pages": 10,
+        "enable_prefix_cache": True,
+    },
+    steps_ahead=2,
+    events=["add", "abort", "add", "step", *["add"] * 10, *["step"] * 4, "plan", "fail"],
+    seed=47,
+)
+
+
+@SAMPLE
+@example(_LOST_BEFORE_A_PREEMPTION)
+@given(histories())
+def test_any_history_gives_every_request_its_own_answer_and_every_page_back(history: History) -> None:
+    _check(history)
+
+
+@pytest.mark.slow
+@FULL
+@given(histories())
+def test_ten_thousand_histories_give_every_request_its_own_answer_and_every_page_back(history: History) -> None:
+    _check(history)

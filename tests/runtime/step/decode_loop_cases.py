@@ -1,0 +1,88 @@
+"""The kernels around a captured decode in plain torch, and a runner on a CPU whose decodes go through them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
+from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
+
+# What requests ask for: what a captured decode chooses by itself, and what needs more.
+PLAIN = [{}, {"temperature": 0.9}, {"temperature": 1.3, "seed": 4}]
+OTHERS = [
+    {"temperature": 0.8, "top_k": 3},
+    {"presence_penalty": 1.5, "temperature": 0.7},
+    {"logit_bias": {5: 3.0}},
+    {"logprobs": 2},
+    {"logprobs": 3, "temperature": 1.0},
+]
+
+
+def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
+    """The op of ops/decode_loop.py."""
+    turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens, table = arguments
+    for index in range(input_ids.shape[0]):
+        row, seq_len, slot, _ = requests[turns[0], index].tolist()
+        if row < 0:
+            continue
+        position = max(seq_len - 1, 0)
+        input_ids[index], positions[index], out_cache_loc[index] = last_tokens[row], position, slot
+        rows[index], seq_lens[index] = row, seq_len
+        page, start = slot // page_size, position // page_size * page_size
+        req_to_token[row, start : start + page_size] = page * page_size + torch.arange(page_size, dtype=torch.int32)
+        num_pages = position // page_size + 1
+        table[index, :num_pages] = req_to_token[row, ::page_size][:num_pages] // page_size
+    return ()
+
+
+def end_decode(arguments: list[torch.Tensor]) -> tuple[torch.Tensor]:
+    """The op of ops/decode_loop.py."""
+    logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen = arguments
+    scores = padded_scores(logits, floats[TEMPERATURE, rows])
+    drawn = draw_tokens(scores, ints[SEED, rows].contiguous(), seq_lens.long())
+    tokens = torch.where(ints[IS_GREEDY, rows] != 0, logits.argmax(-1), drawn)
+    last_tokens[rows[rows > 0]] = tokens[rows > 0]
+    turn = int(turns[0])
+    chosen[turn, : len(tokens)] = tokens
+    turns[0], turns[1] = (turn + 1) % NUM_TURNS, turn
+    return (tokens,)
+
+
+class LoopedRunner:
+    """A runner whose decodes make their own inputs ready and choose their own tokens, as captured ones do."""
+
+    def __init__(self, runner: ModelRunner, most: int) -> None:
+        self._runner = runner
+        self._most = most
+        self.decodes = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def holds_decode(self, num_requests: int) -> bool:
+        return num_requests <= self._most
+
+    def decode(self, rows, seq_lens, slots) -> CapturedDecode:
+        runner, count = self._runner, rows.size
+        self.decodes += 1
+        requests = torch.zeros(NUM_TURNS, count, REQUEST_FIELDS, dtype=torch.int32)
+        for field, values in enumerate((rows, seq_lens, slots)):
+            requests[0, :, field] = torch.from_numpy(values.astype("int32"))
+        input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
+        lengths, turns = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        req_to_token, state = runner.req_to_token_pool.req_to_token, runner.slot_state
+        table = torch.zeros(count, req_to_token.shape[1] // runner.config.page_size, dtype=torch.int32)
+        places = [input_ids, positions, out_cache_loc, row_places, lengths]
+        begin_decode([turns, requests, state.last_tokens, req_to_token, *places, table], runner.config.page_size)
+        batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc)
+        logits = runner.forward(batch).next_token_logits
+        chosen = torch.zeros(NUM_TURNS, count, dtype=torch.int64)
+        arguments = [logits, *state.sampling.tables, row_places, lengths, turns, state.last_tokens, chosen]
+        tokens = end_decode(arguments)[0]
+        turn = SimpleNamespace(tokens=chosen[0].numpy(), record=lambda: None, wait=lambda: None)
+        return CapturedDecode(logits, tokens, row_places, lengths, turn)

@@ -1,0 +1,32 @@
+import numpy as np
+
+from mllm_compile.runtime.step.host_page_table import HostPageTable
+
+
+def test_slots_follow_the_page_writes_of_each_row():
+    table = HostPageTable(num_rows=4, max_tokens=10, page_size=4)
+    table.write(np.array([1, 1, 3]), np.array([0, 1, 0]), np.array([9, 5, 2]))
+    rows, positions = np.array([1, 1, 1, 3], dtype=np.int32), np.array([0, 3, 4, 1])
+    slots = table.slots(rows, positions)
+    assert slots.tolist() == [36, 39, 20, 9]
+    assert slots.dtype == np.int64
+
+
+def test_a_page_written_again_is_the_new_one():
+    table = HostPageTable(2, 4, 4)
+    table.write(np.array([1]), np.array([0]), np.array([7]))
+    table.write(np.array([1]), np.array([0]), np.array([3]))
+    assert table.slots(np.array([1]), np.array([2])).tolist() == [14]
+
+
+def test_the_last_page_of_a_row_may_be_partly_used():
+    table = HostPageTable(2, max_tokens=9, page_size=4)
+    table.write(np.array([1]), np.array([2]), np.array([6]))
+    assert table.slots(np.array([1]), np.array([8])).tolist() == [24]
+
+
+def test_the_slots_of_pages_come_one_page_after_another():
+    table = HostPageTable(2, max_tokens=9, page_size=4)
+    slots = table.slots_of(np.array([6, 2]))
+    assert slots.tolist() == [24, 25, 26, 27, 8, 9, 10, 11]
+    assert slots.dtype == np.int32

@@ -1,0 +1,231 @@
+import numpy as np
+import pytest
+import torch
+
+from mllm_compile.runtime.errors import DeviceMemoryError
+from mllm_compile.runtime.sampling.state import SamplingFlags
+from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
+
+PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
+
+
+def outputs(requests) -> list[list[int]]:
+    return [request.output_token_ids for request in requests]
+
+
+def generate(prompts, overlap=True, enable_prefix_cache=False, num_tokens=8, **config):
+    model = TinyModel()
+    loop = Loop(make_runner(model, **config), enable_prefix_cache)
+    requests = [loop.add(prompt, max_tokens=num_tokens) for prompt in prompts]
+    loop.run(overlap)
+    return outputs(requests), loop
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [TinyModel().greedy(prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_batch_of_mixed_lengths_gives_each_prompt_what_it_gets_alone(expected, overlap):
+    tokens, loop = generate(PROMPTS, overlap)
+    assert tokens == expected
+    assert len(loop.batches) < 12, "they ran together"
+
+
+@pytest.mark.parametrize("budget", [8, 11])
+def test_prompts_in_chunks_beside_decodes_give_the_same_tokens(expected, budget):
+    tokens, loop = generate(PROMPTS, max_num_batched_tokens=budget)
+    assert tokens == expected
+    kinds = {(batch.num_decodes > 0, batch.num_decodes < batch.num_requests) for batch in loop.batches}
+    assert kinds == {(False, True), (True, True), (True, False)}, "prompts, both, and decodes"
+    assert any(not batch.sample_mask.all() for batch in loop.batches)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_page_size_makes_no_difference(expected, page_size):
+    assert generate(PROMPTS, page_size=page_size)[0] == expected
+
+
+def test_a_prefix_hit_gives_the_same_tokens_as_a_cold_prompt():
+    model = TinyModel()
+    loop = Loop(make_runner(model), enable_prefix_cache=True)
+    shared = [11, 22, 33, 44, 55, 6, 7, 8, 9]
+    first = loop.add([*shared, 1])
+    loop.run()
+    second = loop.add([*shared, 2, 3])
+    loop.run()
+    assert second.num_cached_tokens == 8
+    assert outputs([first, second]) == [model.greedy([*shared, 1], 8), model.greedy([*shared, 2, 3], 8)]
+
+
+def test_preempted_requests_are_recomputed_to_the_same_tokens():
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18]]
+    tokens, loop = generate(prompts, num_pages=9, num_tokens=14)
+    assert loop.scheduler.stats().preemptions > 0
+    assert tokens == [TinyModel().greedy(prompt, 14) for prompt in prompts]
+
+
+def test_requests_join_and_leave_while_others_run(expected):
+    model = TinyModel()
+    loop = Loop(make_runner(model, max_running_requests=2))
+    requests = [loop.add(prompt) for prompt in PROMPTS]
+    loop.run()
+    assert outputs(requests) == expected
+    assert max(batch.num_requests for batch in loop.batches) == 2
+
+
+def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_crowd():
+    def draw(crowd: bool):
+        loop = Loop(make_runner())
+        others = [loop.add(prompt, temperature=1.5) for prompt in PROMPTS] if crowd else []
+        request = loop.add([9, 9, 9], temperature=1.0, seed=7, top_p=0.9, max_tokens=12)
+        loop.run()
+        return request.output_token_ids, outputs(others)
+
+    alone, _ = draw(crowd=False)
+    in_crowd, others = draw(crowd=True)
+    assert alone == in_crowd
+    assert len(set(alone)) > 3
+    assert others == draw(crowd=True)[1], "unseeded ones follow the engine's seed"
+
+
+def test_a_slot_forgets_the_parameters_of_the_request_that_left():
+    model = TinyModel()
+    loop = Loop(make_runner(model, max_running_requests=1))
+    biased = loop.add([1, 2], logit_bias={5: 100.0}, max_tokens=3)
+    plain = loop.add([1, 2])
+    loop.run()
+    assert biased.output_token_ids == [5, 5, 5]
+    assert plain.output_token_ids == model.greedy([1, 2], 8)
+    assert not loop.steps.state.flags.needs_bias
+
+
+def test_another_step_runner_finds_slots_without_parameters(expected):
+    runner = make_runner()
+    for limits in ({"logit_bias": {5: 100.0}, "min_tokens": 2}, {}):
+        loop = Loop(runner)
+        requests = [loop.add(prompt, max_tokens=8, **limits) for prompt in PROMPTS]
+        loop.run()
+    assert outputs(requests) == expected
+
+
+def test_flags_of_requests_that_left_are_dropped_though_nobody_takes_their_slot():
+    loop = Loop(make_runner())
+    loop.add([1, 2], logprobs=3, max_tokens=2)
+    long = loop.add([3, 4], max_tokens=12)
+    loop.run()
+    assert long.output_token_ids == TinyModel().greedy([3, 4], 12)
+    assert loop.steps.state.flags.max_logprobs is None
+
+
+def test_logprobs_are_those_of_the_model_and_as_many_as_each_request_asked_for():
+    model = TinyModel()
+    loop = Loop(make_runner(model))
+    wants_2, wants_0, wants_none = (
+        loop.add(p, logprobs=k, max_tokens=5) for p, k in zip(PROMPTS, (2, 0, None), strict=False)
+    )
+    loop.run()
+    assert wants_none.output_logprobs == []
+    for request, num_top in ((wants_2, 2), (wants_0, 0)):
+        sequence = request.prompt_token_ids + request.output_token_ids
+        logprobs = torch.log_softmax(model.logits(sequence), dim=-1)
+        first = len(request.prompt_token_ids) - 1
+        assert len(request.output_logprobs) == 5
+        for i, scores in enumerate(request.output_logprobs):
+            assert scores.token_id == request.output_token_ids[i]
+            assert scores.logprob == pytest.approx(float(logprobs[first + i, scores.token_id]), abs=1e-4)
+            assert scores.rank == 1
+            assert len(scores.top) == num_top
+        if num_top:
+            assert wants_2.output_logprobs[0].top[0][0] == wants_2.output_token_ids[0]
+
+
+@pytest.mark.parametrize("budget", [64, 8])
+def test_prompt_logprobs_cover_every_prompt_token_but_the_first(budget):
+    model = TinyModel()
+    loop = Loop(make_runner(model, max_num_batched_tokens=budget))
+    beside = loop.add(PROMPTS[0])
+    request = loop.add(PROMPTS[3], prompt_logprobs=1, max_tokens=3)
+    loop.run()
+    logprobs = torch.log_softmax(model.logits(PROMPTS[3]), dim=-1)
+    assert [scores.token_id for scores in request.prompt_logprobs] == PROMPTS[3][1:]
+    for position, scores in enumerate(request.prompt_logprobs):
+        assert scores.logprob == pytest.approx(float(logprobs[position, scores.token_id]), abs=1e-4)
+        assert scores.top[0][0] == int(logprobs[position].argmax())
+        assert scores.rank == 1 + int((logprobs[position] > logprobs[position, scores.token_id]).sum())
+    assert request.output_token_ids == model.greedy(PROMPTS[3], 3)
+    assert beside.output_token_ids == model.greedy(PROMPTS[0], 8)
+
+
+def test_prompt_logprobs_run_the_head_on_a_part_of_the_positions_at_a_time(monkeypatch):
+    def score():
+        model = TinyModel()
+        loop = Loop(make_runner(model))
+        request = loop.add(PROMPTS[2], prompt_logprobs=2, max_tokens=2)
+        loop.run()
+        return [(s.token_id, s.rank, s.top, s.logprob) for s in request.prompt_logprobs], model.calls
+
+    expected, calls = score()
+    assert calls == [(21, 1), (21, 20), (1, 1)]
+    monkeypatch.setattr("mllm_compile.runtime.step.runner._SCORED_LOGITS", 8 * VOCAB)
+    in_parts, calls = score()
+    assert calls == [(21, 1), (21, 8), (21, 8), (21, 4), (1, 1)]
+    assert in_parts == expected
+
+
+def test_only_rows_that_end_their_prompt_get_logits():
+    model = TinyModel()
+    loop = Loop(make_runner(model, max_num_batched_tokens=8))
+    loop.add(PROMPTS[2], max_tokens=2)
+    loop.run()
+    assert model.calls == [(8, 1), (8, 1), (5, 1), (1, 1)]
+    assert [batch.sample_mask.tolist() for batch in loop.batches] == [[False], [False], [True], [True]]
+
+
+def test_tokens_of_unsampled_rows_are_marked():
+    loop = Loop(make_runner(max_num_batched_tokens=8))
+    loop.add(PROMPTS[2], max_tokens=2)
+    batch = loop.scheduler.schedule()
+    output = loop.steps.submit(batch).wait()
+    assert output.token_ids.dtype == np.int64
+    assert output.token_ids.tolist() == [-1]
+
+
+def test_running_out_of_memory_names_the_keys_to_change(monkeypatch):
+    loop = Loop(make_runner())
+    loop.add([1, 2, 3])
+
+    def fail(batch):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(loop.steps._runner, "forward", fail)
+    with pytest.raises(DeviceMemoryError, match=r"step of 3 tokens of 1 requests .*max_num_batched_tokens"):
+        loop.steps.submit(loop.scheduler.schedule())
+
+
+@pytest.mark.parametrize("part", ["counts.allocate", "biases.set"])
+def test_after_sampling_ran_out_of_memory_the_slot_serves_another_request(expected, monkeypatch, part):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    loop = Loop(make_runner(TinyModel(), max_running_requests=1))
+    owner, name = part.split(".")
+    loop.add([1, 2, 3], frequency_penalty=0.5, logit_bias={4: 100.0})
+    batch = loop.scheduler.schedule()
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(loop.steps.state, owner), name, refuse)
+        with pytest.raises(DeviceMemoryError, match="ran out of memory"):
+            loop.steps.submit(batch)
+    loop.scheduler.fail(batch)
+    request = loop.add(PROMPTS[0])
+    loop.run()
+    assert request.output_token_ids == expected[0]
+    assert loop.steps.state.flags == SamplingFlags()
+
+
+def test_every_token_is_one_of_the_vocabulary():
+    loop = Loop(make_runner())
+    requests = [loop.add([i, i + 1], temperature=2.0, max_tokens=20) for i in range(8)]
+    loop.run()
+    assert all(0 <= token < VOCAB for tokens in outputs(requests) for token in tokens)

@@ -1,0 +1,124 @@
+"""Weights in their places: packed parts, boxes, random values; a file that is not what was compiled for is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec, allocate_weights, fill_random, load_weights
+
+FILE = "model.safetensors"
+
+
+def matrix(rows: int, columns: int, first: float = 0.0) -> torch.Tensor:
+    return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + first
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(
+        {"q": matrix(4, 3), "k": matrix(2, 3, 100.0), "b": torch.ones(2), "s": torch.tensor(7.0)}, tmp_path / FILE
+    )
+    return tmp_path
+
+
+def load(folder: Path, *specs: WeightSpec) -> dict[str, torch.Tensor]:
+    weights = allocate_weights(specs, "cpu")
+    load_weights(specs, weights, folder)
+    return weights
+
+
+def test_packed_parts_stand_in_row_order(folder):
+    parts = (WeightPart("q", FILE, 0, (4, 3)), WeightPart("k", FILE, 4, (2, 3)))
+    weights = load(folder, WeightSpec("q+k", (6, 3), torch.float32, parts))
+    assert torch.equal(weights["q+k"], torch.cat([matrix(4, 3), matrix(2, 3, 100.0)]))
+
+
+def test_a_scalar_and_a_vector_are_weights_too(folder):
+    weights = load(
+        folder,
+        WeightSpec("s", (), torch.float32, (WeightPart("s", FILE, 0, ()),)),
+        WeightSpec("b", (2,), torch.bfloat16, (WeightPart("b", FILE, 0, (2,)),)),
+    )
+    assert weights["s"] == 7.0
+    assert torch.equal(weights["b"], torch.ones(2, dtype=torch.bfloat16))
+
+
+def test_a_view_of_a_tensor_fills_a_box(folder):
+    turned = WeightPart("q", FILE, 1, (4, 3), (("transpose", 0, 1), ("narrow", 1, 1, 2), ("unsqueeze", 0)), (0, 2))
+    spec = WeightSpec("box", (2, 3, 4), torch.float32, (turned,))
+    place = torch.zeros(2, 3, 4)
+    load_weights([spec], {"box": place}, folder)
+    assert torch.equal(place[1, :, 2:], matrix(4, 3).T[:, 1:3])
+    assert place[0].sum() == 0
+    assert place[1, :, :2].sum() == 0
+
+
+def test_a_spec_survives_json():
+    part = WeightPart("q", FILE, 1, (4, 3), (("transpose", 0, 1), ("reshape", 2, 6)), (0,))
+    spec = WeightSpec("w", (4, 6), torch.bfloat16, (part, WeightPart("k", FILE, 3, (2, 3))))
+    assert WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_a_checkpoint_that_has_changed_since_is_named(folder):
+    for tensor, shape, found in [("v", (4, 3), "no such tensor"), ("q", (3, 4), r"shape \[4, 3\]")]:
+        spec = WeightSpec("w", shape, torch.float32, (WeightPart(tensor, FILE, 0, shape),))
+        with pytest.raises(CheckpointError, match=f"expected tensor '{tensor}' of shape .* found {found}"):
+            load(folder, spec)
+
+
+def test_random_values_are_those_of_the_tensor_however_it_is_packed():
+    q, k = WeightPart("q", "", 0, (4, 3)), WeightPart("k", "", 0, (2, 3))
+    packed = WeightSpec("q+k", (6, 3), torch.float32, (q, WeightPart("k", "", 4, (2, 3))))
+    specs = [packed, WeightSpec("k", (2, 3), torch.float32, (k,))]
+    weights = allocate_weights(specs, "cpu")
+    fill_random(specs, weights, seed=3)
+    assert torch.equal(weights["q+k"][4:], weights["k"])
+    again = allocate_weights(specs, "cpu")
+    fill_random(specs, again, seed=4)
+    assert not torch.equal(again["k"], weights["k"])
+
+
+def test_random_norms_are_one_and_biases_zero():
+    specs = [
+        WeightSpec(name, (2,), torch.float32, (WeightPart(name, "", 0, (2,)),)) for name in ("norm.weight", "up.bias")
+    ]
+    weights = allocate_weights(specs, "cpu")
+    fill_random(specs, weights, seed=0)
+    assert weights["norm.weight"].tolist() == [1.0, 1.0]
+    assert weights["up.bias"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_with_a_value_that_is_no_number_is_named(tmp_path, value, dtype):
+    bad = matrix(2, 3)
+    bad[1, 2] = value
+    save_file({"q": matrix(4, 3), "k": bad, "i": torch.ones(2, dtype=torch.int64)}, tmp_path / FILE)
+    parts = (WeightPart("q", FILE, 0, (4, 3)), WeightPart("k", FILE, 4, (2, 3)))
+    numbers = WeightSpec("i", (2,), torch.int64, (WeightPart("i", FILE, 0, (2,)),))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=rf"{FILE}: tensor 'k' holds NaN or inf in 1 of its 6 values as {name}\."):
+        load(tmp_path, WeightSpec("q+k", (6, 3), dtype, parts), numbers)
+
+
+def test_a_value_that_the_models_type_does_not_hold_is_told_too(tmp_path):
+    save_file({"w": torch.tensor([1.0, 1e6])}, tmp_path / FILE)
+    spec = WeightSpec("w", (2,), torch.float16, (WeightPart("w", FILE, 0, (2,)),))
+    with pytest.raises(CheckpointError, match=r"tensor 'w' holds NaN or inf in 1 .* set model\.dtype"):
+        load(tmp_path, spec)
+
+
+def test_values_whose_sum_overflows_are_values(tmp_path):
+    save_file({"w": torch.full((64,), 3e38), "s": torch.tensor(65504.0)}, tmp_path / FILE)
+    weights = load(
+        tmp_path,
+        WeightSpec("w", (64,), torch.float32, (WeightPart("w", FILE, 0, (64,)),)),
+        WeightSpec("s", (), torch.float16, (WeightPart("s", FILE, 0, ()),)),
+    )
+    assert weights["w"].isfinite().all()

@@ -1,0 +1,85 @@
+"""Bytes from files into tensors: whole, converted, viewed, in pieces, and files that are not as long as they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
+
+CHUNK = 64  # so that every tensor takes several
+
+
+def random_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(17, 5, generator=generator),
+        "half": torch.randn(9, 7, generator=generator).bfloat16(),
+        "vector": torch.randn(3, generator=generator),
+        "scalar": torch.tensor(4.5),
+        "empty": torch.zeros(0, 5),
+        "flags": torch.tensor([True, False, True]),
+    }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(random_tensors(), path)
+    return path
+
+
+def read_of(path: Path, name: str, place: torch.Tensor, view=None) -> TensorRead:
+    return TensorRead(path, read_header(path).tensors[name], place, view)
+
+
+def test_every_tensor_arrives_whole(file):
+    expected = random_tensors()
+    places = {name: torch.empty_like(value) for name, value in expected.items()}
+    advanced: list[int] = []
+    stream_tensors([read_of(file, name, place) for name, place in places.items()], advanced.append, CHUNK)
+    for name, value in expected.items():
+        assert torch.equal(places[name], value), name
+    assert sum(advanced) == sum(value.nbytes for value in expected.values())
+
+
+def test_another_dtype_is_converted_and_a_view_is_taken(file):
+    expected = random_tensors()
+    as_float, turned = torch.empty(9, 7), torch.empty(5, 17)
+    reads = [
+        read_of(file, "half", as_float),
+        read_of(file, "matrix", turned, lambda tensor: tensor.transpose(0, 1)),
+    ]
+    stream_tensors(reads, chunk_bytes=CHUNK)
+    assert torch.equal(as_float, expected["half"].float())
+    assert torch.equal(turned, expected["matrix"].T)
+
+
+def test_a_box_inside_a_weight_is_filled_and_the_rest_left_alone(file):
+    weight = torch.full((20, 10), -1.0)
+    stream_tensors([read_of(file, "matrix", weight[2:19, 3:8])], chunk_bytes=CHUNK)
+    assert torch.equal(weight[2:19, 3:8], random_tensors()["matrix"])
+    assert (weight[:2] == -1).all() and (weight[:, :3] == -1).all() and (weight[:, 8:] == -1).all()
+
+
+def test_nothing_to_read_is_no_error():
+    stream_tensors([])
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_that_names_it(file):
+    reads = [read_of(file, "matrix", torch.empty(17, 5))]
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: the file ends at byte"):
+        stream_tensors(reads, chunk_bytes=CHUNK)
+
+
+def test_a_file_that_is_gone_is_an_error_that_names_it(file):
+    reads = [read_of(file, "vector", torch.empty(3))]
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: No such file"):
+        stream_tensors(reads)

@@ -1,0 +1,180 @@
+"""The key: the same whatever has nothing to do with what is compiled, another one for each factor, which is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mllm_compile
+from mllm_compile.compiler.target import find_target
+from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.store.explain import Change, changes, miss_note
+from mllm_compile.store.key import _SHAPING_SOURCES, _attention, _sources, changed_parts, key_of
+from tests.config.test_resolve import H200, resolved
+from tests.tiny_model import TINY, tiny_config
+
+CACHE = Path("/nonexistent")
+
+
+def factors(**sections) -> dict[str, str]:
+    return dict(find_target(tiny_config(CACHE, **sections)).factors)
+
+
+def changed_factors(**sections) -> list[str]:
+    return [change.factor for change in changes(factors(**sections), factors())]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shutil.copytree(TINY, tmp_path / "another name")
+    return tmp_path / "another name"
+
+
+def test_a_key_does_not_depend_on_paths_and_file_times(model):
+    for path in model.rglob("*"):
+        os.utime(path, (0, 0))
+    here, there = find_target(tiny_config(CACHE)), find_target(tiny_config(CACHE, model={"path": str(model)}))
+    assert there.factors == here.factors
+    assert there.folder == here.folder
+
+
+def test_an_output_folder_is_absolute_as_compilers_have_folders_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert find_target(tiny_config(CACHE), CompileOptions(output=Path("out"))).folder == tmp_path / "out"
+
+
+def test_a_key_does_not_depend_on_the_environment_the_process_or_the_folder_it_runs_in(tmp_path):
+    code = (
+        "from pathlib import Path; from mllm_compile.compiler.target import find_target;"
+        "from tests.tiny_model import tiny_config; print(find_target(tiny_config(Path('/nonexistent'))).folder)"
+    )
+    noise = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2", "TZ": "Asia/Tokyo", "LC_ALL": "C", "HOME": str(tmp_path)}
+    root = Path(__file__).parents[2]
+    environment = os.environ | noise | {"PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
+    )
+    assert done.stdout.strip() == str(find_target(tiny_config(CACHE)).folder)
+
+
+def test_a_key_does_not_depend_on_the_order_of_the_factors():
+    now = factors()
+    assert key_of(dict(reversed(now.items()))) == key_of(now)
+
+
+def test_sizes_of_batches_memory_and_seeds_are_no_factors():
+    runtime = {"max_running_requests": 3, "max_model_len": 64, "page_size": 8, "seed": 5, "enable_prefix_cache": False}
+    assert changed_factors(runtime=runtime) == []
+
+
+def test_each_choice_of_a_config_that_shapes_the_runtime_is_a_factor_of_its_own():
+    assert changed_factors(model={"dtype": "bfloat16"}) == ["dtype"]
+    assert changed_factors(compile={"backend": "eager"}) == ["backend"]
+    assert changed_factors(model={"load_format": "dummy"}) == ["weights"]
+    assert changed_factors(runtime={"max_num_batched_tokens": 16384}) == ["max traced tokens"]
+
+
+def test_a_pass_that_is_left_out_is_named():
+    (change,) = changes(factors(compile={"disable_passes": ["pack_projections"]}), factors())
+    assert change == Change("passes", "-", "without pack_projections")
+
+
+def test_another_config_and_other_weights_are_factors(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert changed_factors(model={"path": str(model)}) == ["model config"]
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.ones(2)}, model / "model.safetensors")
+    assert changed_factors(model={"path": str(model)}) == ["model config", "weights"]
+
+
+def test_the_code_of_a_model_is_a_factor_where_it_is_run(model):
+    (model / "modeling.py").write_text("x = 1")
+    assert changed_factors(model={"path": str(model)}) == []
+    first = factors(model={"path": str(model), "trust_remote_code": True})
+    (model / "modeling.py").write_text("x = 2")
+    (change,) = changes(factors(model={"path": str(model), "trust_remote_code": True}), first)
+    assert change.factor == "model code"
+    assert change.then.startswith("modeling.py ")
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "expected"),
+    [
+        ("a.py 1, b.py 2", "a.py 1, b.py 3", ("b.py 2", "b.py 3")),
+        ("a.py 1, b.py 2", "a.py 1", ("b.py 2", "-")),
+        ("2.13", "2.12", ("2.13", "2.12")),
+        ("a, b", "b, a", ("a, b", "b, a")),
+    ],
+)
+def test_of_a_value_with_parts_only_the_changed_ones_are_shown(now, then, expected):
+    assert changed_parts(now, then) == expected
+
+
+def test_a_miss_says_what_changed_from_what_to_what():
+    class Nearest:
+        factors = {"torch": "2.12", "dtype": "float32"}  # noqa: RUF012
+
+    assert miss_note({"torch": "2.13", "dtype": "float32"}, Nearest()) == (
+        "since the nearest runtime changed torch: 2.12 -> 2.13"
+    )
+    assert miss_note({"torch": "2.13"}, None) == "nothing was compiled for this model yet"
+
+
+def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
+    def attention_of(max_model_len: int = 4096, max_running_requests: int = 256, **compile_section) -> str:
+        sizes = {"max_model_len": max_model_len, "max_running_requests": max_running_requests}
+        return _attention(resolved(H200, compile=compile_section, runtime=sizes))
+
+    assert attention_of(hopper_decode=False) == attention_of() + ", no Hopper kernels"
+    assert attention_of(max_model_len=16384) == attention_of() + ", long requests"
+    assert attention_of(max_running_requests=1025) == attention_of() + ", many requests"
+    assert attention_of(max_model_len=16384, hopper_decode=False) == attention_of(hopper_decode=False)
+    assert attention_of(split_decode=False) == attention_of() + ", decodes by FlashInfer"
+    assert (
+        attention_of(backend="eager", split_decode=False)
+        == attention_of(backend="eager")
+        == attention_of(split_decode=False)
+    )
+
+
+def test_what_a_decode_piece_is_made_of_shapes_the_runtime():
+    sources = {part.split(" ")[0] for part in _sources().split(", ")}
+    assert {
+        "kernels/decode_attention.py",
+        "runtime/ops/split_decode.py",
+        "runtime/attention/split/splits.py",
+    } <= sources
+    assert {
+        "runtime/cuda/common.cuh",
+        "runtime/attention/hopper/shares.cu",
+        "runtime/ops/stream_linear/boxes.cuh",
+    } <= sources
+
+
+def test_every_op_that_pieces_call_shapes_the_runtime_and_so_does_what_it_takes_from_others():
+    """A kernel is a part of the packages; a change in one must not be served by old ones."""
+    sources = {part.split(" ")[0] for part in _sources().split(", ")}
+    compiler = Path(mllm_compile.__file__).parent / "inductor" / "compile_piece.py"
+    ops = re.findall(r"import mllm_compile\.(runtime\.ops\.[\w.]+)", compiler.read_text())
+    assert len(ops) > 8
+    for op in ops:
+        path = Path(mllm_compile.__file__).parent / f"{op.replace('.', '/')}.py"
+        taken = re.findall(r"^from mllm_compile\.(runtime[\w.]*) import", path.read_text(), re.MULTILINE)
+        for name in (op, *taken):
+            file = name.replace(".", "/")
+            assert f"{file}.py" in sources or any(source.startswith(f"{file}/") for source in sources), file
+
+
+def test_what_python_and_editors_leave_in_folders_shapes_nothing():
+    """A pattern without a suffix would find __pycache__, which tests that write no bytecode do not see."""
+    assert [pattern for pattern in _SHAPING_SOURCES if not pattern.endswith((".py", ".cu", ".cuh"))] == []
