@@ -30,6 +30,10 @@ class ArtifactError(MllmError):
     """A cached runtime that is incomplete, changed, of another format, or not to be trusted."""
 
 
+class DamagedWeightsError(ArtifactError):
+    """Weights packed into a cached runtime that are not those that were packed."""
+
+
 class OtherFormatError(ArtifactError):
     """A cached runtime that another version of this project wrote: nothing is damaged, but this one cannot read it."""
 

@@ -1,7 +1,7 @@
 """The files that weights are read from: what a runtime remembers of them, and how it finds out that they have changed.
 
-A header (names, dtypes, shapes, places) is compared at every start. The data, gigabytes of it, is hashed only when a
-user asks for it with --verify-weights.
+A header (names, dtypes, shapes, places) is compared at every start. The data, gigabytes of it, is hashed when weights
+are packed, and later when a user asks for it with --verify-weights or `cache verify`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mllm_compile.errors import CheckpointError
+from mllm_compile.runtime.regular_file import open_regular
 from mllm_compile.runtime.weights.safetensors_header import read_header
 
 _HASHERS = 4
@@ -81,7 +81,7 @@ class WeightFiles:
                     "back, or compile the model again."
                 )
 
-    def hashed(self, root: Path, advance: Callable[[int], None]) -> WeightFiles:
+    def hashed(self, root: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> WeightFiles:
         """The same with the sha256 of every file's data; where one is known it must be that.
 
         Args:
@@ -102,24 +102,6 @@ class WeightFiles:
                 )
             files[name] = replace(facts, sha256=digest)
         return replace(self, files=files)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "folder": self.folder,
-            "packed": self.is_packed,
-            "files": {
-                name: {"bytes": facts.num_bytes, "header_sha256": facts.header_sha256, "sha256": facts.sha256}
-                for name, facts in self.files.items()
-            },
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> WeightFiles:
-        files = {
-            name: WeightFileFacts(facts["bytes"], facts["header_sha256"], facts["sha256"])
-            for name, facts in data["files"].items()
-        }
-        return cls(data["folder"], files, data["packed"])
 
 
 def weight_files(root: Path, paths: Iterable[Path], *, is_packed: bool = False) -> WeightFiles:
@@ -146,13 +128,13 @@ def data_identity(paths: Iterable[Path]) -> str:
 
 def _facts(path: Path) -> WeightFileFacts:
     header = read_header(path)
-    return WeightFileFacts(path.stat().st_size, hashlib.sha256(header.raw).hexdigest())
+    return WeightFileFacts(header.file_bytes, hashlib.sha256(header.raw).hexdigest())
 
 
 def _sha256(path: Path, advance: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 advance(len(chunk))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mllm_compile.checkpoint.files import WeightFiles, weight_files
@@ -10,6 +11,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec, allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.sums import weight_sums
 
 _MAX_FILE_BYTES = 4 << 30
 
@@ -18,6 +20,8 @@ def pack_weights(
     config: ResolvedConfig, specs: Sequence[WeightSpec], checkpoint: Path, folder: Path, reporter: Reporter
 ) -> tuple[tuple[WeightSpec, ...], WeightFiles]:
     """Writes `folder`/packed-00001.safetensors and so on; one file's worth of weights is in memory at a time.
+
+    Each weight's sum goes into its spec, for every start; each file's sha256 into its facts, for whoever verifies it.
 
     Returns:
         The specs that read from there (files relative to the folder's parent), and the files' facts.
@@ -41,12 +45,15 @@ def pack_weights(
             save_tensors(weights, path)
             paths.append(path)
             name = path.relative_to(root).as_posix()
+            sums = weight_sums(weights)
             packed += [
-                WeightSpec(spec.name, spec.shape, spec.dtype, (WeightPart(spec.name, name, 0, spec.shape),))
+                replace(spec, parts=(WeightPart(spec.name, name, 0, spec.shape),), byte_sum=sums[spec.name])
                 for spec in group
             ]
             stage.advance(sum(spec.num_bytes for spec in group))
-    return tuple(packed), weight_files(root, paths, is_packed=True)
+    files = weight_files(root, paths, is_packed=True)
+    with reporter.stage("hash weights", total=sum(facts.num_bytes for facts in files.files.values())) as stage:
+        return tuple(packed), files.hashed(root, stage.advance)
 
 
 def _groups(specs: Sequence[WeightSpec]) -> list[list[WeightSpec]]:

@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from mllm_compile.errors import ArtifactError, ConfigError, NewFormatError, OldFormatError, OtherFormatError
+from mllm_compile.errors import (
+    ArtifactError,
+    CheckpointError,
+    ConfigError,
+    MllmError,
+    NewFormatError,
+    OldFormatError,
+    OtherFormatError,
+)
 from mllm_compile.files.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.files.cache_folders import auto_cache_dir, bytecode_cache, compiler_cache
 from mllm_compile.process.console import print_table
@@ -102,16 +110,19 @@ def verify_command(cache_dir: DirOption = None) -> None:
         print(f"no runtimes in {folder}")
     for runtime in runtimes:
         try:
-            open_artifact(runtime.folder)
+            artifact = open_artifact(runtime.folder)
+            if artifact.manifest.weights.is_packed:
+                with artifact.trusted.naming_itself():
+                    artifact.manifest.weights.hashed(artifact.trusted.pinned_path)
             print(f"{runtime.folder.name}: good")
-        except ArtifactError as error:
+        except (ArtifactError, CheckpointError) as error:
             num_bad += not isinstance(error, OtherFormatError)
             print(f"{runtime.folder.name}: {_state(error)}: {error}")
     if num_bad:
         raise typer.Exit(1)
 
 
-def _state(problem: ArtifactError | None) -> str:
+def _state(problem: MllmError | None) -> str:
     words: dict[type, str] = {OldFormatError: "old", NewFormatError: "newer"}
     return words.get(type(problem), "unusable")
 

@@ -24,7 +24,8 @@ from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.errors import CompileError
+from mllm_compile.errors import CheckpointError, CompileError
+from mllm_compile.files.json_file import read_file
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.kernels.flashinfer import collect_kernels
@@ -32,7 +33,7 @@ from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.attention.split.splits import OF_FEW
 from mllm_compile.runtime.device.memory import give_back_unused
-from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
+from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
 from mllm_compile.store.artifact import (
     CUBINS,
     GRAPHS,
@@ -96,7 +97,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
 
 def _fill(
     scratch: Path, target: Target, options: CompileOptions, timeline: Timeline
-) -> tuple[Lowered, WeightFiles, str]:
+) -> tuple[Lowered, WeightFiles, PieceSuffix]:
     """Writes all but the manifest; returns what was lowered, the weights' files, and the suffix of pieces that run."""
     config, model = target.config, target.model
     with (
@@ -143,8 +144,8 @@ def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> N
     if not export_tokenizer(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code):
         tokenizer.rmdir()
     for name in ("config.json", "generation_config.json"):
-        if (model.path / name).is_file():
-            (scratch / name).write_bytes((model.path / name).read_bytes())
+        if (data := read_file(model.path / name, CheckpointError)) is not None:
+            (scratch / name).write_bytes(data)
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def _build_pieces(
     compiler: KernelCompiler,
     early: Mapping[str, EarlyPiece],
     timeline: Timeline,
-) -> str:
+) -> PieceSuffix:
     """Writes every distinct piece, and beside that the kernels; returns the suffix of the files that run."""
     (scratch / PIECES).mkdir()
     jobs = write_pieces(lowered, scratch / PIECES)

@@ -35,7 +35,7 @@ class CompiledRuntime:
     Attributes:
         artifact: the opened folder.
         config: the config with no `auto` left.
-        weights_root: the folder that weights are read from.
+        weights_root: the folder that weights are read from; where it is the runtime, by its handle.
         was_cached: nothing had to be compiled.
         serves_same: the folder, opened by itself, serves with this very config and checkpoint.
         stages: (name, seconds), in order.
@@ -83,7 +83,7 @@ def load_or_compile(
     if options.verify_weights:
         artifact = verified(artifact, target.weights, target.model.path, place, timeline)
     mark_used(artifact.folder)
-    root = artifact.folder if artifact.manifest.weights.is_packed else target.model.path
+    root = artifact.weights_root(target.model.path)
     serves_same = serves(artifact.manifest, target.config, target.weights)
     return CompiledRuntime(artifact, target.config, root, was_cached, serves_same, timeline.stages)
 
@@ -105,8 +105,9 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
         detect_device(config.runtime.device)
         _check_machine(artifact, config)
         weights = artifact.manifest.weights
-        root = folder if weights.is_packed else Path(weights.folder)
-        weights.check_headers(root)
+        root = artifact.weights_root(Path(weights.folder))
+        with artifact.trusted.naming_itself():
+            weights.check_headers(root)
     mark_used(folder)
     return CompiledRuntime(artifact, config, root, True, True, timeline.stages)
 
@@ -120,7 +121,8 @@ def _open_cached(target: Target, timeline: Timeline, tell: Callable[[str], None]
             if artifact.factors != target.factors:
                 raise ArtifactError(f"{target.folder} was compiled for something else; it is compiled again")
             if artifact.manifest.weights.is_packed:
-                artifact.manifest.weights.check_headers(target.folder)
+                with artifact.trusted.naming_itself():
+                    artifact.manifest.weights.check_headers(artifact.trusted.pinned_path)
             return artifact
     except (ArtifactError, CheckpointError) as error:
         tell(f"the cached runtime is not used: {error}")

@@ -7,6 +7,7 @@ Transformers is imported only by `check_remote_code`, for the few folders that b
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,10 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES_IN_FILES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+_MAX_FILES = 10_000  # of a checkpoint; the largest known have some hundreds
+_MAX_LAYERS = 1000  # the deepest known has 126
+_NUM_LAYERS = re.compile(r"(num|n)_([a-z]+_)*(layers?|blocks)|(en|de)coder_layers")
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "*.txt")
 
 
@@ -61,7 +65,7 @@ class ModelFolder:
             CheckpointError: the first weight file is no safetensors file.
         """
         named = str(self.text_config_value("dtype", "torch_dtype")).removeprefix("torch.")
-        if named in _DTYPES_IN_FILES.values():
+        if named in _FLOAT_DTYPES:
             return named
         return _first_float_dtype(self.weight_files[0]) if self.weight_files else None
 
@@ -72,11 +76,13 @@ def open_model_folder(model: ModelConfig) -> ModelFolder:
     Raises:
         ModelNotFoundError: no such folder, no such repository, a hub that cannot be reached, no config.json.
         CheckpointError: no weights, a missing shard, a format other than safetensors, a quantised checkpoint.
+        UnsupportedModelError: more layers than any model has.
     """
     with_weights = model.load_format != "dummy"
     path = locate_model_folder(model)
     config = _read_config(path)
     _refuse_quantised(path, config)
+    _refuse_endless(path, config)
     return ModelFolder(path, config, _find_weight_files(path) if with_weights else ())
 
 
@@ -190,6 +196,17 @@ def _download_bars_on_terminals_only() -> Iterator[None]:
         enable_progress_bars()
 
 
+def _refuse_endless(folder: Path, config: Mapping[str, Any]) -> None:
+    """Transformers would build whatever number of layers it is told, for hours or until memory ends."""
+    nested = [section for section in config.values() if isinstance(section, dict)]
+    for section in (config, *nested):
+        for name, value in section.items():
+            if _NUM_LAYERS.fullmatch(name) and type(value) is int and value > _MAX_LAYERS:
+                raise UnsupportedModelError(
+                    f"{folder / CONFIG_FILE}: {name} is {value}; expected at most {_MAX_LAYERS}. Is the file damaged?"
+                )
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     config = read_json_object(folder / CONFIG_FILE, ModelNotFoundError)
     if config is None:
@@ -221,13 +238,13 @@ def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
 def _find_weight_files(folder: Path) -> tuple[Path, ...]:
     if (folder / WEIGHTS_INDEX_FILE).exists():
         names = _shard_names(folder / WEIGHTS_INDEX_FILE)
-        if missing := [name for name in names if not (folder / name).is_file()]:
+        if missing := [name for name in names if not (folder / name).exists()]:
             raise CheckpointError(
                 f"{folder}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]!r} (named in "
                 f"{WEIGHTS_INDEX_FILE}). Download the model again."
             )
         return tuple(folder / name for name in names)
-    if (folder / WEIGHTS_FILE).is_file():
+    if (folder / WEIGHTS_FILE).exists():
         return (folder / WEIGHTS_FILE,)
     raise CheckpointError(_no_weights_message(folder))
 
@@ -250,6 +267,10 @@ def _shard_names(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} holds no map of weight names to files. Download it again.")
     names = sorted(set(weight_map.values()))
+    if len(names) > _MAX_FILES:
+        raise CheckpointError(
+            f"{index} names {len(names):,} files; expected at most {_MAX_FILES:,}. Download it again."
+        )
     for name in names:
         if os.path.basename(name) != name:  # the folder's owner decides what is read, not a name in a downloaded file
             raise CheckpointError(f"{index} names {name!r}; expected a file of the same folder.")
@@ -257,14 +278,7 @@ def _shard_names(index: Path) -> list[str]:
 
 
 def _first_float_dtype(path: Path) -> str | None:
-    from safetensors import SafetensorError, safe_open
+    from mllm_compile.runtime.weights.safetensors_header import read_header
 
-    try:
-        with safe_open(path, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
-                dtype = _DTYPES_IN_FILES.get(tensors.get_slice(name).get_dtype())
-                if dtype is not None:
-                    return dtype
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no whole safetensors file: {error}. Download it again.") from None
-    return None
+    dtypes = (str(entry.dtype).removeprefix("torch.") for entry in read_header(path).tensors.values())
+    return next((dtype for dtype in dtypes if dtype in _FLOAT_DTYPES), None)

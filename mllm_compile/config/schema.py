@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from pathlib import Path
+from reprlib import Repr
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -18,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from mllm_compile.errors import ConfigError
 
 MAX_PAGE_SIZE = 256
+_MAX_CONFIG_CHARACTERS = 1 << 20
 
 # By these a folder in place of a YAML is known. The modules that own the names, artifact.py and model_folder.py, are
 # above this one.
@@ -313,17 +315,22 @@ class _OneKeyOnceLoader(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:  # a named pipe too, as a shell makes of <(…)
+            text = file.read(_MAX_CONFIG_CHARACTERS + 1)
     except FileNotFoundError:
         raise ConfigError(_describe_missing(path)) from None
     except IsADirectoryError:
         raise ConfigError(_describe_folder(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read as a text file: {error}") from None
+    if len(text) > _MAX_CONFIG_CHARACTERS:
+        raise ConfigError(f"has more than {_MAX_CONFIG_CHARACTERS:,} characters; expected a YAML config")
     try:
         # _OneKeyOnceLoader is a SafeLoader: it builds plain data only.
         content = yaml.load(text, Loader=_OneKeyOnceLoader)
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a number or a date that is none
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         raise ConfigError("the file is empty; it needs at least 'model: {path: …}'")
@@ -434,5 +441,9 @@ def _expectation(message: str) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    text = _SHORT.repr(value)  # a few aliases of a YAML may stand for more than memory holds
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 100

@@ -18,7 +18,8 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineSource, config_or_runtime
 from mllm_compile.engine.engine import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
-from mllm_compile.errors import DeviceMemoryError
+from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
+from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.device.idle_threads import end_idle_threads
@@ -30,6 +31,8 @@ from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.runner import StepRunner
+from mllm_compile.store.artifact import TOKENIZER
+from mllm_compile.store.contents import remove_runtime
 from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
 from mllm_compile.store.source import ArtifactSource
 from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
@@ -39,7 +42,7 @@ _LOG_FORWARD_TIMES_S = 10.0
 
 
 def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = False) -> EngineParts:
-    """Compiles if no cached runtime fits, then loads.
+    """Loads a runtime's folder as it is; for a config the cached runtime that fits, or one that is compiled first.
 
     Args:
         forward_times: measure every forward.
@@ -48,7 +51,19 @@ def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = 
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
     timeline = timeline_of(reporter)
-    compiled = _open(config, timeline)
+    source = config_or_runtime(config)
+    if isinstance(source, Path):
+        return _load(open_runtime(source, timeline), timeline, forward_times)
+    compiled = load_or_compile(source, timeline)
+    try:
+        return _load(compiled, timeline, forward_times)
+    except DamagedWeightsError as error:  # seen only when they are on the device
+        timeline.note(f"the cached runtime is not used: {error}")
+        remove_runtime(compiled.folder)
+    return _load(load_or_compile(source, timeline), timeline, forward_times)
+
+
+def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool) -> EngineParts:
     settings = runner_config(compiled.config)
     if forward_times:
         settings = replace(settings, forward_times_interval_s=_LOG_FORWARD_TIMES_S)
@@ -77,12 +92,6 @@ def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = 
         config=compiled.config,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
     )
-
-
-def _open(config: EngineSource, reporter: Reporter) -> CompiledRuntime:
-    """A folder is a runtime as it is; a YAML file, or what it would hold, finds one or compiles it."""
-    source = config_or_runtime(config)
-    return open_runtime(source, reporter) if isinstance(source, Path) else load_or_compile(source, reporter)
 
 
 def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
@@ -159,9 +168,9 @@ def _load_text_parts(
     compiled: CompiledRuntime, timeline: Timeline
 ) -> tuple[Tokenizer | None, GenerationDefaults, SamplingParams]:
     with timeline.stage("load tokenizer"):
-        folder = compiled.artifact.tokenizer_folder
-        tokenizer = None if folder is None else load_tokenizer(folder)
-        defaults = load_generation_defaults(compiled.folder)
+        texts = compiled.artifact.texts
+        tokenizer = load_tokenizer(compiled.folder / TOKENIZER, held_files(texts, TOKENIZER + "/"))
+        defaults = load_generation_defaults(compiled.folder, held_files(texts))
         return tokenizer, defaults, default_params(defaults, compiled.folder)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mllm_compile import __version__
+from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.runner_config import RunnerConfig
 
 # What may be free more or less than before: the driver and other processes' contexts. The share of memory that
@@ -49,11 +50,13 @@ class MemoryPlan:
         Args:
             stored: whatever was read; None where nothing was stored.
         """
-        if not self.free_bytes or not isinstance(stored, dict) or stored.get("settings") != self.settings:
+        try:
+            plan = from_json(MemoryPlan, stored)
+        except ValueError:
             return None
-        if abs(self.free_bytes - stored["free_bytes"]) > _SLACK * self.total_bytes:
+        if not self.free_bytes or plan.settings != self.settings:
             return None
-        return stored["num_pages"]
+        return None if abs(self.free_bytes - plan.free_bytes) > _SLACK * self.total_bytes else plan.num_pages
 
 
 def situation(config: RunnerConfig) -> MemoryPlan:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import ArtifactError
+from mllm_compile.runtime.json_data import parse_json
 
 _SEAL = "sha256"
 
@@ -32,8 +33,8 @@ def unseal(data: bytes, path: Path) -> dict[str, Any]:
         ArtifactError: the bytes are not those that `seal` made of what they say.
     """
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(data)
+    except ValueError as error:
         raise ArtifactError(f"{path} is no JSON ({error}); compile the model again") from None
     if not isinstance(content, dict):
         raise ArtifactError(f"{path} holds no object; compile the model again")

@@ -7,21 +7,24 @@ is in docs/security.md.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mllm_compile.errors import ArtifactError
+from mllm_compile.errors import ArtifactError, CheckpointError
+from mllm_compile.runtime.regular_file import open_regular, read_descriptor
 
 MAX_FILE_BYTES = 1 << 31
 MAX_FILES = 20_000
+_MAX_DEPTH = 8  # folders in folders
 _AGAIN = "compile the model again"
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not block
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,6 @@ class FileFacts:
 
     sha256: str
     num_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {"sha256": self.sha256, "bytes": self.num_bytes}
-
-    @classmethod
-    def from_json(cls, data: Any) -> FileFacts:
-        """
-        Raises:
-            ValueError: it is not what to_json writes.
-        """
-        if not isinstance(data, dict) or set(data) != {"sha256", "bytes"}:
-            raise ValueError(f"{data!r} is no sha256 and bytes")
-        if not isinstance(data["sha256"], str) or type(data["bytes"]) is not int:
-            raise ValueError(f"{data!r} is no sha256 and bytes")
-        return cls(data["sha256"], data["bytes"])
 
 
 class TrustedFolder:
@@ -60,7 +48,7 @@ class TrustedFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._handle = os.open(path.resolve(strict=True), _DIRECTORY_FLAGS)
+            self._handle = os.open(path, _DIRECTORY_FLAGS)  # a pinned_path is of the very folder that it pins
         except OSError as error:
             raise ArtifactError(f"there is no runtime at {path}: {error.strerror}") from error
         self._close = weakref.finalize(self, os.close, self._handle)
@@ -71,14 +59,26 @@ class TrustedFolder:
         """A path to this very folder, whatever its name stands for by now; valid while this object lives."""
         return Path(f"/proc/self/fd/{self._handle}")
 
+    @contextmanager
+    def naming_itself(self) -> Iterator[None]:
+        """Errors of the body, which reads by `pinned_path`, name the folder by its name."""
+        try:
+            yield
+        except (ArtifactError, CheckpointError) as error:
+            raise type(error)(str(error).replace(str(self.pinned_path), str(self.path))) from error
+
     def list_files(self) -> set[str]:
         """Every file by its path inside the folder.
 
         Raises:
-            ArtifactError: something in it is foreign, writable by others, or neither file nor folder.
+            ArtifactError: something in it is foreign, writable by others, or neither file nor folder; or there are
+                more files, or folders in folders, than in any runtime.
         """
         found: set[str] = set()
-        self._list(self._handle, "", found)
+        try:
+            self._list(self._handle, "", 0, found)
+        except OSError as error:
+            raise ArtifactError(f"{self.path} cannot be looked into ({error.strerror}); {_AGAIN}") from error
         return found
 
     def read(self, name: str, facts: FileFacts | None = None, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -90,34 +90,34 @@ class TrustedFolder:
         path = self.path / name
         limit = max_bytes if facts is None else min(max_bytes, facts.num_bytes)
         try:
-            handle = os.open(name, _FILE_FLAGS, dir_fd=self._handle)
-            with open(handle, "rb") as file:
-                status = os.fstat(handle)
-                if not stat.S_ISREG(status.st_mode):
-                    raise ArtifactError(f"{path} is no regular file; {_AGAIN}")
-                _check_status(path, status)
-                data = file.read(limit + 1) if status.st_size <= limit else None
+            handle = open_regular(name, dir_fd=self._handle, follow_links=False)
+            try:
+                _check_status(path, os.fstat(handle))
+                data = read_descriptor(handle, limit)
+            finally:
+                os.close(handle)
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise ArtifactError(f"{path} is larger than what was compiled; {_AGAIN}") from error
             raise ArtifactError(f"{path} cannot be read ({error.strerror}); {_AGAIN}") from error
-        if data is None or len(data) > limit:
-            raise ArtifactError(f"{path} is larger than what was compiled; {_AGAIN}")
         if facts is not None and (len(data) != facts.num_bytes or hashlib.sha256(data).hexdigest() != facts.sha256):
             raise ArtifactError(f"{path} is not what was compiled (its size or sha256 differs); {_AGAIN}")
         return data
 
-    def _list(self, handle: int, prefix: str, found: set[str]) -> None:
+    def _list(self, handle: int, prefix: str, depth: int, found: set[str]) -> None:
         with os.scandir(handle) as entries:
             for entry in entries:
                 name = prefix + entry.name
                 status = os.stat(entry.name, dir_fd=handle, follow_symlinks=False)
-                if stat.S_ISDIR(status.st_mode):
+                if stat.S_ISDIR(status.st_mode) and depth < _MAX_DEPTH:
                     _check_status(self.path / name, status)
-                    child = os.open(entry.name, _DIRECTORY_FLAGS, dir_fd=handle)
+                    child = os.open(entry.name, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=handle)
                     try:
-                        self._list(child, name + "/", found)
+                        self._list(child, name + "/", depth + 1, found)
                     finally:
                         os.close(child)
                 elif stat.S_ISREG(status.st_mode) and len(found) < MAX_FILES:
+                    _check_status(self.path / name, status)
                     found.add(name)
                 else:
                     raise ArtifactError(f"{self.path / name} is no file that this version writes; {_AGAIN}")

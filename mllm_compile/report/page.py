@@ -152,7 +152,7 @@ def _passes(subject: Subject) -> str:
     """A folded line a pass that changed something, with the diff of the graph; the others in one line."""
     artifact = subject.artifact
     names = sorted(name for name in artifact.manifest.files if name.startswith(GRAPHS + "/"))
-    texts = {name: (artifact.folder / name).read_text(encoding="utf-8").splitlines() for name in names}
+    texts = {name: artifact.texts[name].decode().splitlines() for name in names}
     reports = {report["name"]: report for report in artifact.manifest.about.get("passes", ())}
     lines, idle = [], []
     for before, after in pairwise(names):
@@ -195,9 +195,9 @@ def _pieces(subject: Subject) -> str:
     calls = [getattr(step, "piece", None) for step in program.steps]
     lines = []
     for piece in program.piece_ids():
-        text = (artifact.folder / PIECES / (piece + SOURCE_SUFFIX)).read_text(encoding="utf-8")
+        source = artifact.texts.get(f"{PIECES}/{piece}{SOURCE_SUFFIX}", artifact.pieces[piece])  # eager: what runs
         count = f"{calls.count(piece)} ×" if piece in calls else ""
-        body = parts.note(f"File {piece}{artifact.manifest.piece_suffix}") + parts.source(text)
+        body = parts.note(f"File {piece}{artifact.manifest.piece_suffix}") + parts.source(source.decode())
         lines.append(parts.folded(names[piece], count, format_bytes(len(artifact.pieces[piece])), body))
     lines += _cuda_kernels(artifact)
     steps = parts.source("\n".join(_steps(artifact)))

@@ -35,7 +35,10 @@ from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.files.sealed_json import unseal, write_sealed
 from mllm_compile.files.trusted_folder import FileFacts, TrustedFolder
 from mllm_compile.model.hf_model import ModelSizes
+from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.regular_file import read_regular
 from mllm_compile.runtime.weights.loader import WeightSpec
 from mllm_compile.store.key import FORMAT_VERSION
 from mllm_compile.store.measurements import MEASURED
@@ -49,9 +52,9 @@ CUBINS = "cubins"
 TOKENIZER = "tokenizer"
 GRAPHS = "graphs"
 WEIGHTS = "weights"
-# Weights are gigabytes: their headers are checked, their data only by --verify-weights.
+# Weights are gigabytes: each has a sum in program.json, which is compared when it has been read (sums.py).
 _UNHASHED_FOLDERS = (WEIGHTS + "/", MEASURED + "/")
-MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -71,34 +74,13 @@ class Manifest:
     factors: Mapping[str, str]
     config: Mapping[str, Any]
     sizes: ModelSizes
-    piece_suffix: str
+    piece_suffix: PieceSuffix
     weights: WeightFiles
     about: Mapping[str, Any]
     files: Mapping[str, FileFacts]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT_VERSION,
-            "factors": dict(self.factors),
-            "config": dict(self.config),
-            "sizes": asdict(self.sizes),
-            "piece_suffix": self.piece_suffix,
-            "weights": self.weights.to_json(),
-            "about": dict(self.about),
-            "files": {name: facts.to_json() for name, facts in self.files.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        return cls(
-            factors=data["factors"],
-            config=data["config"],
-            sizes=ModelSizes(**data["sizes"]),
-            piece_suffix=data["piece_suffix"],
-            weights=WeightFiles.from_json(data["weights"]),
-            about=data["about"],
-            files={name: FileFacts.from_json(facts) for name, facts in data["files"].items()},
-        )
+        return {"format": FORMAT_VERSION, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -114,6 +96,8 @@ class Artifact:
         pieces: the file that runs, by piece; its bytes, as they were checked.
         cubins: the binaries of program.cuda_kernels() by name, as they were checked.
         constants_data: constants.safetensors, as it was checked.
+        texts: by name, as they were checked: the files in tokenizer/ and graphs/, pieces' sources, and the model's own
+            config files.
         trusted: the handle that everything was read through.
     """
 
@@ -125,6 +109,7 @@ class Artifact:
     pieces: Mapping[str, bytes]
     cubins: Mapping[str, bytes]
     constants_data: bytes
+    texts: Mapping[str, bytes]
     trusted: TrustedFolder
 
     @property
@@ -136,21 +121,19 @@ class Artifact:
         return self.manifest.sizes
 
     @property
-    def tokenizer_folder(self) -> Path | None:
-        return self._subfolder(TOKENIZER)
-
-    @property
     def kernels_folder(self) -> Path | None:
         """By the handle, not the name: what is loaded from there later is of the folder that was checked."""
-        return None if self._subfolder(KERNELS) is None else self.trusted.pinned_path / KERNELS
+        has_kernels = any(name.startswith(KERNELS + "/") for name in self.manifest.files)
+        return self.trusted.pinned_path / KERNELS if has_kernels else None
+
+    def weights_root(self, checkpoint: Path) -> Path:
+        """The folder that weights are read from: `checkpoint`, or the runtime by its handle where they are packed."""
+        return self.trusted.pinned_path if self.manifest.weights.is_packed else checkpoint
 
     @property
     def measured_folder(self) -> Path:
-        return self.folder / MEASURED
-
-    def _subfolder(self, name: str) -> Path | None:
-        has_files = any(file.startswith(name + "/") for file in self.manifest.files)
-        return self.folder / name if has_files else None
+        """By the handle, as kernels_folder."""
+        return self.trusted.pinned_path / MEASURED
 
 
 def write_program(
@@ -196,9 +179,8 @@ def set_modes(folder: Path) -> None:
 def is_runtime(folder: Path) -> bool:
     """Whether a compile made it, whole or damaged: many a folder of something else has a manifest.json."""
     path, manifest = folder / MANIFEST, None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        if path.is_file() and path.stat().st_size <= MAX_MANIFEST_BYTES:
-            manifest = json.loads(path.read_bytes())
+    with contextlib.suppress(OSError, ValueError):
+        manifest = parse_json(read_regular(path, MAX_MANIFEST_BYTES))
     is_ours = isinstance(manifest, dict) and manifest.keys() >= {"format", "factors"}
     return is_ours or ((folder / PROGRAM).is_file() and (folder / PIECES).is_dir())
 
@@ -224,7 +206,7 @@ def open_artifact(folder: Path) -> Artifact:
     manifest = _read_manifest(trusted)
     _check_listing(trusted, set(manifest.files) | {MANIFEST} | manifest.weights.packed_names)
     used = {PROGRAM: b"", CONSTANTS: b""}
-    pieces, cubins = {}, {}
+    pieces, cubins, texts = {}, {}, {}
     for name, facts in manifest.files.items():
         data = trusted.read(name, facts)
         if name in used:
@@ -233,18 +215,21 @@ def open_artifact(folder: Path) -> Artifact:
             pieces[name.removeprefix(PIECES + "/").removesuffix(manifest.piece_suffix)] = data
         elif name.startswith(CUBINS + "/"):
             cubins[Path(name).stem] = data
+        elif not name.startswith(KERNELS + "/"):
+            texts[name] = data
     try:
-        content = json.loads(used[PROGRAM])
+        content = parse_json(used[PROGRAM])
         program = Program.from_json(content["program"])
         return Artifact(
             folder=folder,
             manifest=manifest,
             program=program,
-            weights=tuple(WeightSpec.from_json(spec) for spec in content["weights"]),
-            constants=tuple(content["constants"]),
+            weights=from_json(tuple[WeightSpec, ...], content["weights"]),
+            constants=from_json(tuple[str, ...], content["constants"]),
             pieces={piece: pieces[piece] for piece in program.piece_ids()},
             cubins=cubins,
             constants_data=used[CONSTANTS],
+            texts=texts,
             trusted=trusted,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -267,16 +252,18 @@ def _read_manifest(trusted: TrustedFolder) -> Manifest:
             f"{'upgrade mllm_compile, or ' if error_class is NewFormatError else ''}compile the model again"
         )
     try:
-        return Manifest.from_json(unseal(data, path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        body = unseal(data, path)
+        del body["format"]
+        return from_json(Manifest, body)
+    except ValueError as error:
         raise ArtifactError(f"{path} is not what this version writes ({error}); compile the model again") from error
 
 
 def _format_of(data: bytes) -> Any:
     """Before the seal is looked at, which other formats may not have."""
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
+        content = parse_json(data)
+    except ValueError:
         return FORMAT_VERSION  # damaged: unsealing says so
     return content.get("format") if isinstance(content, dict) else None
 

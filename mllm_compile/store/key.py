@@ -29,7 +29,7 @@ from mllm_compile.text.tokenizer import tokenizer_files
 
 # Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 18
+FORMAT_VERSION = 19
 # Sources that decide what is compiled; a change in any of them is a miss.
 _SHAPING_SOURCES = (
     "model/*.py",

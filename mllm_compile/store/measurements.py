@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.errors import ArtifactError
 from mllm_compile.files.sealed_json import unseal, write_sealed
 from mllm_compile.files.trusted_folder import TrustedFolder
+from mllm_compile.runtime.json_data import from_json
 
 if TYPE_CHECKING:
     from mllm_compile.config.resolved import ResolvedConfig
 
 MEASURED = "measured"  # the folder of a runtime
-_MAX_BYTES = 16 << 20
+_MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -48,29 +49,35 @@ def device_key(device: str) -> DeviceKey:
     return DeviceKey("cpu", 0)
 
 
+@dataclass(frozen=True)
+class _Measurement:
+    """What a file holds."""
+
+    device: DeviceKey
+    values: dict[str, Any]
+
+
 def read_measured(folder: Path, key: DeviceKey) -> dict[str, Any]:
     """What was stored for the device: {} where nothing (usable) was.
 
     Args:
         folder: the runtime's `measured` folder; it may be missing.
     """
-    if not (folder / key.file_name).is_file():
-        return {}
-    try:
-        content = unseal(TrustedFolder(folder).read(key.file_name, max_bytes=_MAX_BYTES), folder / key.file_name)
-    except ArtifactError:
-        return {}
-    return content["values"] if content.get("device") == asdict(key) else {}
+    found = _read(folder, key.file_name)
+    return found.values if found is not None and found.device == key else {}
 
 
 def read_all_measured(folder: Path) -> list[tuple[DeviceKey, dict[str, Any]]]:
     """Every device's values, for `inspect`."""
-    found = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        with contextlib.suppress(ArtifactError, KeyError, TypeError):
-            content = unseal(TrustedFolder(folder).read(path.name, max_bytes=_MAX_BYTES), path)
-            found.append((DeviceKey(**content["device"]), content["values"]))
-    return found
+    found = [_read(folder, path.name) for path in sorted(folder.glob("*.json"))]
+    return [(measurement.device, measurement.values) for measurement in found if measurement is not None]
+
+
+def _read(folder: Path, name: str) -> _Measurement | None:
+    try:
+        return from_json(_Measurement, unseal(TrustedFolder(folder).read(name, max_bytes=_MAX_BYTES), folder / name))
+    except (ArtifactError, ValueError):
+        return None
 
 
 def write_measured(folder: Path, key: DeviceKey, values: Mapping[str, Any]) -> None:

@@ -36,14 +36,15 @@ def verified(artifact: Artifact, files: WeightFiles, checkpoint: Path, place: Pl
         CheckpointError: it is not what it was, or not that of the checkpoint whose data is remembered.
     """
     weights = artifact.manifest.weights
-    root = artifact.folder if weights.is_packed else checkpoint
+    root = artifact.weights_root(checkpoint)
     is_other = _is_other(weights, files)
     if is_other and not weights.are_hashed:
         weights, is_other = files, False
     total = sum(facts.num_bytes for facts in weights.files.values())
     with timeline.stage("verify weights", total=total) as stage:
         try:
-            hashed = weights.hashed(root, stage.advance)
+            with artifact.trusted.naming_itself():
+                hashed = weights.hashed(root, stage.advance)
         except CheckpointError as error:
             raise (_other_checkpoint(artifact, root) if is_other else error) from None
     if weights.are_hashed:

@@ -56,6 +56,7 @@ class ArtifactSource:
 
         Raises:
             ArtifactError: a piece cannot be loaded on this machine.
+            DamagedWeightsError: packed weights are not those that were packed.
             CheckpointError: a weight file is missing, truncated, or not the one that was compiled for.
         """
         artifact = self._artifact
@@ -106,7 +107,8 @@ class ArtifactSource:
                 if self._artifact.manifest.weights.are_random:
                     fill_random(specs, weights, self._config.runtime.seed)
                 else:
-                    load_weights(specs, weights, self._weights_root, stage.advance)
+                    with self._artifact.trusted.naming_itself():
+                        load_weights(specs, weights, self._weights_root, stage.advance)
         return weights | _load_constants(self._artifact, device)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import ConfigError, RequestError
-from mllm_compile.files.json_file import read_json_object
+from mllm_compile.files.json_file import FileReader, folder_reader, json_object
 from mllm_compile.runtime.sampling.params import SamplingParams
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -41,14 +41,23 @@ class GenerationDefaults:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Reads a folder that holds config.json and perhaps generation_config.json.
+def load_generation_defaults(folder: Path, read: FileReader | None = None) -> GenerationDefaults:
+    """Reads config.json and generation_config.json of a folder, as far as it has them.
+
+    Args:
+        folder: the folder, as messages name it.
+        read: gives the folder's files; None: they are read from it.
 
     Raises:
-        ConfigError: a file that is no JSON object, or end-of-sequence ids that are no ids.
+        ConfigError: a file cannot be read or is no JSON object, or end-of-sequence ids that are no ids.
     """
-    generation = read_json_object(folder / GENERATION_CONFIG_FILE, ConfigError) or {}
-    model = read_json_object(folder / "config.json", ConfigError) or {}
+    read = read or folder_reader(folder, ConfigError)
+
+    def read_json(name: str) -> dict[str, Any]:
+        data = read(name)
+        return {} if data is None else json_object(data, folder / name, ConfigError)
+
+    generation, model = read_json(GENERATION_CONFIG_FILE), read_json("config.json")
     text_model = model.get("text_config")
     for source in (generation, model, text_model if isinstance(text_model, dict) else {}):
         if source.get("eos_token_id") is not None:

@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.errors import CheckpointError, MllmError, RequestError
-from mllm_compile.files.json_file import read_json_object
+from mllm_compile.files.json_file import FileReader, folder_reader, json_object
 from mllm_compile.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -155,35 +154,48 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
+def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | None:
     """The tokenizer of a folder, None when it holds no tokenizer.json.
 
+    Args:
+        folder: the folder, as messages name it.
+        read: gives the folder's files; None: they are read from it.
+
     Raises:
-        CheckpointError: a tokenizer file is damaged.
+        CheckpointError: a tokenizer file cannot be read or is damaged.
     """
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
+    read = read or folder_reader(folder, CheckpointError)
+    data = read(TOKENIZER_FILE)
+    if data is None:
         return None
     import tokenizers
 
+    path = folder / TOKENIZER_FILE
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:  # tokenizers raises bare Exception for a bad file
         raise CheckpointError(f"{path} is no valid tokenizer: {_fault(error)}. Download it again.") from None
-    config = _read(folder / TOKENIZER_CONFIG_FILE)
-    special_tokens = _special_tokens(_read(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
-    return Tokenizer(backend, special_tokens, _chat_templates(folder, config))
+
+    def read_json(name: str) -> dict[str, Any]:
+        content = read(name)
+        return {} if content is None else json_object(content, folder / name, CheckpointError)
+
+    config = read_json(TOKENIZER_CONFIG_FILE)
+    special_tokens = _special_tokens(read_json(SPECIAL_TOKENS_FILE)) | _special_tokens(config)
+    own_file = _template_text(read(CHAT_TEMPLATE_FILE), folder / CHAT_TEMPLATE_FILE)
+    template = read_json(CHAT_TEMPLATE_JSON_FILE).get("chat_template") or config.get("chat_template")
+    return Tokenizer(backend, special_tokens, own_file or _chat_templates(folder, template))
 
 
 def tokenizer_files(model_folder: Path) -> list[Path]:
     """The files of a model folder that `export_tokenizer` reads."""
     names = (*_EXPORTED_FILES, *_OLDER_FILES, *_COMPANION_FILES)
-    return [model_folder / name for name in names if (model_folder / name).is_file()]
+    return [model_folder / name for name in names if (model_folder / name).exists()]
 
 
 def has_tokenizer(model_folder: Path) -> bool:
     """Whether a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
-    return any((model_folder / name).is_file() for name in (TOKENIZER_FILE, *_OLDER_FILES))
+    return any((model_folder / name).exists() for name in (TOKENIZER_FILE, *_OLDER_FILES))
 
 
 def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bool = False) -> bool:
@@ -197,13 +209,14 @@ def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bo
     """
     if not has_tokenizer(model_folder):
         return False
-    if not (model_folder / TOKENIZER_FILE).is_file():
+    if not (model_folder / TOKENIZER_FILE).exists():
         _convert(model_folder, out_dir, trust_remote_code)
         return True
     out_dir.mkdir(parents=True, exist_ok=True)
+    read = folder_reader(model_folder, CheckpointError)
     for name in _EXPORTED_FILES:
-        if (model_folder / name).is_file():
-            shutil.copyfile(model_folder / name, out_dir / name)
+        if (data := read(name)) is not None:
+            (out_dir / name).write_bytes(data)
     return True
 
 
@@ -235,15 +248,16 @@ def _names_a_template(entry: Mapping[str, Any]) -> bool:
     return isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; a file of its own wins over the older place in tokenizer_config.json."""
-    path = folder / CHAT_TEMPLATE_FILE
-    if path.is_file():
-        try:
-            return {"default": path.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is no UTF-8 text ({error}). Save it as one, or download it again.") from None
-    template = _read(folder / CHAT_TEMPLATE_JSON_FILE).get("chat_template") or config.get("chat_template")
+def _template_text(data: bytes | None, path: Path) -> dict[str, str]:
+    """The template of a file of its own, which wins over the older places in JSON."""
+    try:
+        return {} if data is None else {"default": data.decode()}
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8 text ({error}). Save it as one, or download it again.") from None
+
+
+def _chat_templates(folder: Path, template: Any) -> dict[str, str]:
+    """Templates by name, of what `chat_template` is in JSON: a text, or a list of named ones."""
     if isinstance(template, list):
         if not all(isinstance(entry, dict) and _names_a_template(entry) for entry in template):
             raise CheckpointError(
@@ -252,7 +266,3 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             )
         return {entry["name"]: entry["template"] for entry in template}
     return {"default": template} if isinstance(template, str) else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json_object(path, CheckpointError) or {}

@@ -14,14 +14,15 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 
-PACKAGE_SUFFIX = ".pt2"
-SOURCE_SUFFIX = ".py"
+PieceSuffix = Literal[".pt2", ".py"]
+PACKAGE_SUFFIX: PieceSuffix = ".pt2"
+SOURCE_SUFFIX: PieceSuffix = ".py"
 # What AOTInductor packs; anything else (a pickled constant, a weight) is not of our making.
 _MEMBER_SUFFIXES = frozenset({".so", ".cubin", ".cpp", ".json"})
 _MEMBER_NAMES = frozenset({"version", "archive_format", "archive_version", "byteorder", "serialization_id"})

@@ -9,7 +9,7 @@ Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
@@ -17,6 +17,7 @@ from mllm_compile.runtime.attention.hopper.shapes import kernel_from_json
 from mllm_compile.runtime.attention.split.splits import Splits
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel
 from mllm_compile.runtime.ops.stream_linear.linear import LinearTiling
 from mllm_compile.runtime.ops.stream_linear.shapes import tiling_from_json
@@ -136,8 +137,8 @@ class DecodeForm:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DecodeForm:
         """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
-        splits = None if data["splits"] is None else Splits(**data["splits"])
-        form = cls(data["most_sequences"], data["piece"], splits, tuple(map(kernel_from_json, data["kernels"])))
+        kernels = tuple(map(kernel_from_json, data["kernels"]))
+        form = replace(from_json(cls, {**data, "kernels": []}), kernels=kernels)
         if (form.piece is None) is not bool(form.kernels):
             raise ValueError("a form of decode attention has a piece, or kernels")
         return form
@@ -232,17 +233,15 @@ class Program:
         try:
             return cls(
                 steps=tuple(_step_from_json(step) for step in data["steps"]),
-                layers=tuple(LayerSpec(**layer) for layer in data["layers"]),
-                weights=tuple(data["weights"]),
-                output=data["output"],
-                small_forms={
-                    piece: tuple(SmallForm(**form) for form in forms) for piece, forms in data["small_forms"].items()
-                },
+                layers=from_json(tuple[LayerSpec, ...], data["layers"]),
+                weights=from_json(tuple[str, ...], data["weights"]),
+                output=from_json(str, data["output"]),
+                small_forms=from_json(dict[str, tuple[SmallForm, ...]], data["small_forms"]),
                 decode_attention={
                     layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
-                sampling=None if data["sampling"] is None else SamplingForms(**data["sampling"]),
-                decode_loop=None if data["decode_loop"] is None else DecodeLoopForms(**data["decode_loop"]),
+                sampling=from_json(SamplingForms | None, data["sampling"]),
+                decode_loop=from_json(DecodeLoopForms | None, data["decode_loop"]),
                 linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
                 gated_linears=tuple(GatedKernel.from_json(kernel) for kernel in data["gated_linears"]),
             )
@@ -252,15 +251,8 @@ class Program:
             ) from error
 
 
-def _step_from_json(data: dict[str, Any]) -> Step:
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "op"
-    }
-    if data["op"] == "piece":
-        return PieceStep(**fields)
-    if data["op"] == "attention":
-        unrotated = fields["unrotated"]
-        if unrotated is not None:
-            fields["unrotated"] = UnrotatedStep(tuple(unrotated["values"]), unrotated["eps"])
-        return AttentionStep(**fields)
-    raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
+def _step_from_json(data: Mapping[str, Any]) -> Step:
+    kind = {"piece": PieceStep, "attention": AttentionStep}.get(data["op"])
+    if kind is None:
+        raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
+    return from_json(kind, {name: value for name, value in data.items() if name != "op"})

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
+from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_header
 from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
+from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
 _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size through the layers
@@ -52,12 +54,19 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One weight of the program: its place, and the checkpoint tensors that fill it, in row order."""
+    """One weight of the program.
+
+    Attributes:
+        name, shape, dtype: its place.
+        parts: the checkpoint tensors that fill it, in row order.
+        byte_sum: sums.py's sum of its bytes; None where the checkpoint may be another one of the same shapes.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[WeightPart, ...]
+    byte_sum: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -68,19 +77,8 @@ class WeightSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WeightSpec:
-        """Raises KeyError or TypeError for anything that to_json would not have written."""
-        parts = tuple(
-            WeightPart(
-                tensor=part["tensor"],
-                file=part["file"],
-                start=part["start"],
-                shape=tuple(part["shape"]),
-                steps=tuple(tuple(step) for step in part["steps"]),
-                inner_starts=tuple(part["inner_starts"]),
-            )
-            for part in data["parts"]
-        )
-        return cls(data["name"], tuple(data["shape"]), getattr(torch, data["dtype"]), parts)
+        """Raises ValueError for anything that to_json would not have written."""
+        return from_json(cls, data)
 
 
 def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:
@@ -125,6 +123,7 @@ def load_weights(
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
+        DamagedWeightsError: packed weights are not those that were packed.
     """
     headers = {
         file: read_header(folder / file) for file in sorted({part.file for spec in specs for part in spec.parts})
@@ -142,6 +141,7 @@ def load_weights(
         ],
         advance,
     )
+    _check_sums(specs, weights, folder)
     _check_finite(specs, weights, folder)
 
 
@@ -170,6 +170,17 @@ def _check_part(part: WeightPart, place: torch.Tensor, folder: Path) -> None:
             f"as {str(place.dtype).removeprefix('torch.')}. Fetch the checkpoint again; if it is whole, set "
             "model.dtype to one that holds its values, such as bfloat16 or float32."
         )
+
+
+def _check_sums(specs: Iterable[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Compare what packed weights are, where they lie now, with the sums that their specs remember."""
+    known = {spec.name: spec for spec in specs if spec.byte_sum is not None}
+    for name, byte_sum in weight_sums({name: weights[name] for name in known}).items():
+        if byte_sum != known[name].byte_sum:
+            raise DamagedWeightsError(
+                f"{folder / known[name].parts[0].file}: {name!r} is not what was packed (its sum differs); "
+                "compile the model again with --pack-weights, or put the file back"
+            )
 
 
 def _entry(path: Path, header: SafetensorsHeader, part: WeightPart) -> TensorEntry:

@@ -5,7 +5,6 @@ The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian head
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -15,6 +14,9 @@ from typing import Any, TypeGuard
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.json_data import parse_json
+from mllm_compile.runtime.regular_file import open_regular
+from mllm_compile.runtime.shown import shown
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"  # how such a file begins
@@ -46,10 +48,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """A file's tensors by name, and the raw header bytes (what a reference to the file is hashed by)."""
+    """A file's tensors by name, the raw header bytes (what a reference to it is hashed by), and the file's size."""
 
     tensors: dict[str, TensorEntry]
     raw: bytes
+    file_bytes: int
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -59,8 +62,8 @@ def read_header(path: Path) -> SafetensorsHeader:
         CheckpointError: the file is missing, truncated or not safetensors; the message says which and what to do.
     """
     try:
-        file_bytes = os.path.getsize(path)
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
             begin = file.read(8)
             length = int.from_bytes(begin, "little")
             if begin == _LFS_POINTER[:8]:
@@ -78,14 +81,14 @@ def read_header(path: Path) -> SafetensorsHeader:
         for name, fields in _parse(path, raw).items()
         if name != "__metadata__"
     }
-    return SafetensorsHeader(tensors, raw)
+    return SafetensorsHeader(tensors, raw, file_bytes)
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:
     try:
-        header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(_broken(path, "its header is not JSON")) from error
+        header = parse_json(raw)
+    except ValueError as error:
+        raise CheckpointError(_broken(path, f"its header is not JSON that can be read: {error}")) from error
     if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
         raise CheckpointError(_broken(path, "its header is not an object of objects"))
     return header
@@ -95,9 +98,9 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     dtype_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype_name!r}; known: {', '.join(DTYPES)}")
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {shown(dtype_name)}; known: {', '.join(DTYPES)}")
     if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
-        raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shape!r} at {offsets!r}"))
+        raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
     begin, end = (data_start + offset for offset in offsets)
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(_broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))
@@ -107,8 +110,8 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
 
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
-    # Exactly int: json reads true as a bool, which is an int too.
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    # Exactly int: json reads true as a bool, which is an int too. torch has 64 dimensions and 64-bit sizes.
+    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _broken(path: Path, why: str) -> str:

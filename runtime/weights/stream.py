@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.regular_file import open_regular
 from mllm_compile.runtime.weights.safetensors_header import TensorEntry
 
 # A reader copies 3–6 GB/s out of the page cache; eight keep the copy engine of a PCIe 5 GPU busy.
@@ -208,7 +209,7 @@ def _open_files(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
     try:
         for path in paths:
             try:
-                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                files[path] = open_regular(path)
             except OSError as error:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         yield files

@@ -49,7 +49,7 @@ def test_the_dtype_is_the_configs_else_that_of_the_first_float_weight(folder):
 
 def test_a_damaged_weight_file_is_named_when_its_dtype_is_needed(folder):
     (folder / "model.safetensors").write_bytes(b"\x08\x00\x00")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or corrupt"):
         open_folder(folder).checkpoint_dtype()
 
 

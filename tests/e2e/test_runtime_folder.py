@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
+from mllm_compile.cli.cache import verify_command
+from mllm_compile.compiler.load_or_compile import CompiledRuntime, load_or_compile, open_runtime
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError
+from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, DamagedWeightsError
 from mllm_compile.store.artifact import open_artifact, read_manifest, write_manifest
 from tests.tiny_model import TINY, tiny_config
 
@@ -42,8 +46,8 @@ def folder(eager_cache: Path, tmp_path: Path) -> Path:
     found = load_or_compile(tiny_config(tmp_path / "cache", compile=EAGER, model={"path": str(tmp_path / "model")}))
     assert found.was_cached
     manifest = found.artifact.manifest
-    weights = manifest.weights.to_json() | {"folder": str(tmp_path / "model")}
-    write_manifest(found.folder, type(manifest).from_json(manifest.to_json() | {"weights": weights}))
+    weights = replace(manifest.weights, folder=str(tmp_path / "model"))
+    write_manifest(found.folder, replace(manifest, weights=weights))
     return found.folder
 
 
@@ -85,8 +89,7 @@ def test_weights_that_are_gone_or_others_are_refused(folder, tmp_path):
 def test_a_folder_of_another_machine_or_version_is_refused_by_name(folder):
     manifest = read_manifest(folder)
     for factor in ("torch", "CPU", "mllm_compile"):
-        changed = manifest.to_json() | {"factors": manifest.factors | {factor: "another"}}
-        write_manifest(folder, type(manifest).from_json(changed))
+        write_manifest(folder, replace(manifest, factors={**manifest.factors, factor: "another"}))
         with pytest.raises(ArtifactError, match=f"was compiled for {factor} 'another', here it is "):
             open_runtime(folder)
 
@@ -127,6 +130,82 @@ def test_packed_weights_that_changed_are_found_when_asked(packed, tmp_path):
     path.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match="truncated or corrupt"):
         open_runtime(tmp_path / "runtime")
+
+
+def change_bytes(path: Path, count: int) -> None:
+    """In the middle of a weight, as a disk or a copy may."""
+    data = bytearray(path.read_bytes())
+    begin = len(data) // 2
+    data[begin : begin + count] = bytes(byte ^ 0x11 for byte in data[begin : begin + count])
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("count", [1, 2000])
+def test_packed_weights_that_changed_are_not_served(packed, tmp_path, count):
+    folder = tmp_path / "runtime"
+    shutil.copytree(packed, folder)
+    (path,) = folder.glob("weights/*.safetensors")
+    change_bytes(path, count)
+    with pytest.raises(DamagedWeightsError, match=r"packed-00001\.safetensors: '.*' is not what was packed"):
+        tokens(folder)
+
+
+def test_packed_weights_that_changed_are_compiled_anew_where_a_config_asks(tmp_path, capsys):
+    config = tiny_config(tmp_path / "cache", compile=EAGER)
+    packed = load_or_compile(config, None, CompileOptions(pack_weights=True)).folder
+    expected = tokens(config)
+    (path,) = packed.glob("weights/*.safetensors")
+    change_bytes(path, 2000)
+    with pytest.raises(typer.Exit):
+        verify_command(tmp_path / "cache")
+    assert "the data has changed" in capsys.readouterr().out
+    assert tokens(config) == expected
+    assert not packed.exists()
+    assert load_or_compile(config).was_cached
+
+
+@pytest.mark.parametrize("name", ["weights/packed-00001.safetensors", "measured/cpu.json", "tokenizer/tokenizer.json"])
+def test_a_file_that_others_may_write_to_is_refused_wherever_it_is(packed, tmp_path, name):
+    folder = tmp_path / "runtime"
+    shutil.copytree(packed, folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    (folder / name).chmod(0o666)
+    with pytest.raises(ArtifactError, match=rf"{name} can be written by others"):
+        open_runtime(folder)
+    if os.geteuid() == 0:
+        (folder / name).chmod(0o644)
+        os.chown(folder / name, 12345, -1)
+        with pytest.raises(ArtifactError, match=rf"{name} belongs to user id 12345"):
+            open_runtime(folder)
+
+
+def test_whoever_swaps_the_folder_after_the_check_changes_nothing(packed, tmp_path, monkeypatch):
+    """Weights, tokenizer, generation_config.json and measurements are those that were checked."""
+    folder = tmp_path / "runtime"
+    shutil.copytree(packed, folder)
+    with Engine(folder) as engine:
+        expected = engine.generate(PROMPT, GREEDY)[0].outputs[0]
+        params = engine.default_params
+
+    def check_then_swap(source: Path, reporter: object = None) -> CompiledRuntime:
+        checked = open_runtime(source, reporter)
+        folder.rename(tmp_path / "elsewhere")
+        shutil.copytree(tmp_path / "elsewhere", folder)
+        change_bytes(next(folder.glob("weights/*.safetensors")), 2000)
+        (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+        (folder / "tokenizer" / "chat_template.jinja").write_text("{{ evil }}")
+        (folder / "generation_config.json").write_text('{"temperature": 0.123, "eos_token_id": 5}')
+        for path in folder.glob("measured/*"):
+            path.write_text("{}")
+        return checked
+
+    monkeypatch.setattr("mllm_compile.engine.assemble.open_runtime", check_then_swap)
+    with Engine(folder) as engine:
+        assert engine.default_params == params
+        answer = engine.generate(PROMPT, GREEDY)[0].outputs[0]
+    assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
+    assert (folder / "tokenizer" / "tokenizer.json").read_text() == "{}"
 
 
 def test_an_output_folder_that_holds_something_else_is_left_alone(tmp_path):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,7 @@ def test_without_kernels_it_says_what_to_install(runtime, tmp_path):
     shutil.copytree(runtime, tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / "kernels")
     manifest = read_manifest(tmp_path / "bare")
-    files = {name: facts.to_json() for name, facts in hash_files(tmp_path / "bare").items()}
-    write_manifest(tmp_path / "bare", type(manifest).from_json(manifest.to_json() | {"files": files}))
+    write_manifest(tmp_path / "bare", replace(manifest, files=hash_files(tmp_path / "bare")))
     assert "flashinfer-jit-cache" in serve(tmp_path / "bare", tmp_path)["error"]
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from mllm_compile.runtime.weights.safetensors_header import read_header
 from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
+from mllm_compile.runtime.weights.sums import weight_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -29,3 +30,9 @@ def test_bytes_arrive_and_are_converted_on_the_device(tmp_path, dtype):
     stream_tensors(reads_into(path, places), chunk_bytes=100_000)
     for name, value in tensors.items():
         assert torch.equal(places[name].cpu(), value.to(dtype)), name
+
+
+@pytest.mark.parametrize("size", [1, 65_539, 100 << 20])
+def test_a_gpu_sums_bytes_as_a_cpu_does(size):
+    weight = (torch.arange(size) * 37 % 251).to(torch.uint8)
+    assert weight_sums({"weight": weight.cuda()}) == weight_sums({"weight": weight})

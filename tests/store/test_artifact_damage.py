@@ -14,8 +14,8 @@ import pytest
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import ArtifactError
-from mllm_compile.store.artifact import MEASURED, open_artifact
-from mllm_compile.store.measurements import device_key, read_measured
+from mllm_compile.store.artifact import open_artifact
+from mllm_compile.store.measurements import MEASURED, device_key, read_measured
 from tests.tiny_model import tiny_config
 
 EAGER = {"backend": "eager"}
@@ -86,7 +86,7 @@ def test_damaged_measurements_are_as_good_as_none(cache):
     config = tiny_config(cache, compile=EAGER)
     expected = tokens(config)
     runtime = load_or_compile(config)
-    (path,) = runtime.artifact.measured_folder.glob("*.json")
+    (path,) = (runtime.folder / MEASURED).glob("*.json")
     key = device_key("cpu")
     assert read_measured(path.parent, key)["starts"][0]["kv_tokens"] > 0
     for place in range(0, path.stat().st_size, 97):

@@ -10,6 +10,7 @@ from mllm_compile.runtime.attention.hopper.clusters import TILE as CLUSTER_TILE
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
 from mllm_compile.runtime.attention.hopper.shares import TILE, ShareKernel
+from mllm_compile.runtime.json_data import from_json
 
 _MIN_KV_HEADS = 8  # with fewer a cluster's request has too few blocks, and a share's rows are short
 _MAX_GROUP = 8  # query heads of a KV head; half the rows of a product
@@ -29,5 +30,5 @@ def rotates_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
 
 
 def kernel_from_json(data: Mapping[str, Any]) -> DecodeKernel:
-    """What `to_json` gave. Raises KeyError or TypeError for anything else."""
-    return _KERNELS[data["source"]](**{name: value for name, value in data.items() if name != "source"})
+    """What `to_json` gave. Raises KeyError or ValueError for anything else."""
+    return from_json(_KERNELS[data["source"]], {name: value for name, value in data.items() if name != "source"})

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
+from mllm_compile.runtime.json_data import from_json
 
 UNIT_TOKENS = 64
 TILE_UNITS = 4
@@ -71,8 +72,8 @@ class GatedKernel(CudaKernel):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GatedKernel:
-        """What `to_json` gave. Raises TypeError for anything else."""
-        return cls(**{name: value for name, value in data.items() if name != "source"})
+        """What `to_json` gave. Raises ValueError for anything else."""
+        return from_json(cls, {name: value for name, value in data.items() if name != "source"})
 
     def constants(self) -> dict[str, int]:
         return {

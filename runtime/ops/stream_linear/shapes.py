@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.ops.stream_linear import lanes as by_lanes
 from mllm_compile.runtime.ops.stream_linear import rows as by_rows
 from mllm_compile.runtime.ops.stream_linear import tiles as by_tiles
@@ -74,6 +75,5 @@ def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
 
 
 def tiling_from_json(data: Mapping[str, Any]) -> LinearTiling:
-    """What `to_json` gave. Raises KeyError or TypeError for anything else."""
-    rest = {name: value for name, value in data.items() if name not in ("source", "kind")}
-    return _TILINGS[data["source"]](kind=LinearKind(**data["kind"]), **rest)
+    """What `to_json` gave. Raises KeyError or ValueError for anything else."""
+    return from_json(_TILINGS[data["source"]], {name: value for name, value in data.items() if name != "source"})
