@@ -7,10 +7,17 @@ is a copy wherever the engine reads the original on: what a caller does with an 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from mllm_compile.engine import end_errors
-from mllm_compile.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from mllm_compile.engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    VocabularyLogprobs,
+)
 from mllm_compile.engine.sequences import Delta, Sequence, Submission, shown_token_ids
 from mllm_compile.runtime.step.output import TokenScores
 from mllm_compile.text.detokenizer import Decoder, Detokenizer, detokenize
@@ -122,8 +129,10 @@ class _ScoreReader:
         self._decoder = decoder
         self._texts: dict[int, str] = {}
 
-    def as_dict(self, scores: TokenScores) -> dict[int, Logprob]:
+    def as_dict(self, scores: TokenScores) -> Mapping[int, Logprob]:
         """By token id: the token itself, then the alternatives, best first."""
+        if scores.of_all is not None:
+            return VocabularyLogprobs(scores.of_all, self._text)
         entry = {scores.token_id: Logprob(scores.logprob, scores.rank, self._text(scores.token_id))}
         for rank, (token_id, logprob) in enumerate(scores.top, start=1):
             entry.setdefault(token_id, Logprob(logprob, rank, self._text(token_id)))
@@ -166,7 +175,7 @@ def _text(sequence: Sequence, decoder: Decoder | None) -> str:
     return detokenize(decoder, request.prompt_token_ids, shown, request.params.skip_special_tokens)
 
 
-def _prompt_logprobs(submission: Submission, scores: _ScoreReader) -> list[dict[int, Logprob] | None] | None:
+def _prompt_logprobs(submission: Submission, scores: _ScoreReader) -> list[Mapping[int, Logprob] | None] | None:
     if submission.params.prompt_logprobs is None:
         return None
     # Nothing predicts the first token.

@@ -7,8 +7,12 @@ the one before: `text`, `token_ids` and `logprobs` of its completions, concatena
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -22,6 +26,34 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class VocabularyLogprobs(Mapping[int, Logprob]):
+    """Logprobs of every token of the vocabulary at one position, by token id, most probable first.
+
+    4 bytes a token; a Logprob is made when it is asked for.
+
+    Args:
+        logprobs: [V] float32, by token id.
+        text_of: the text of a token.
+    """
+
+    def __init__(self, logprobs: np.ndarray, text_of: Callable[[int], str | None]) -> None:
+        self._logprobs = logprobs
+        self._text_of = text_of
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        if not isinstance(token_id, numbers.Integral) or not 0 <= token_id < len(self):
+            raise KeyError(token_id)
+        logprob = self._logprobs[token_id]
+        rank = int((self._logprobs > logprob).sum()) + 1
+        return Logprob(float(logprob), rank, self._text_of(int(token_id)))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.argsort(-self._logprobs, kind="stable").tolist())
+
+    def __len__(self) -> int:
+        return int(self._logprobs.size)
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt (there are `SamplingParams.n`).
@@ -31,7 +63,8 @@ class CompletionOutput:
         text: the detokenized output, without the stop string and the end-of-sequence token unless they were asked for.
         token_ids: every sampled token, the one that ended the completion included.
         cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for.
-        logprobs: for each token the sampled one and the top alternatives by token id; None unless asked for.
+        logprobs: for each token the sampled one and the top alternatives by token id, a dict (with logprobs=-1 a
+            VocabularyLogprobs); None unless asked for.
         finish_reason: None while it runs; "error" when it was refused or a step failed (see `RequestOutput.error`).
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
     """
@@ -40,7 +73,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -94,7 +127,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
     error: str | None = None
@@ -122,6 +155,6 @@ class RequestOutput:
         return self.first.finish_reason
 
     @property
-    def logprobs(self) -> list[dict[int, Logprob]] | None:
+    def logprobs(self) -> list[Mapping[int, Logprob]] | None:
         """Log-probabilities of the first completion, if asked for."""
         return self.first.logprobs

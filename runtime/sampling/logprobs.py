@@ -64,6 +64,12 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     )
 
 
+def all_logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of all tokens, computed in float32 as token_logprobs does. [S, V] → [S, V] float32. No sync."""
+    logits = logits.float()
+    return logits - logits.logsumexp(dim=-1, keepdim=True)
+
+
 def _chunk_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> TokenLogprobs:
     logits = logits.float()
     normaliser = logits.logsumexp(dim=-1, keepdim=True)

@@ -19,11 +19,13 @@ from typing import Any, TypeVar
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.shown import shown
 
+ALL_LOGPROBS = -1  # in the place of a number of alternatives: the whole vocabulary
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
 MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
 # Looked for in every answer; bound what a request costs whoever makes it, and what the engine keeps of it.
 MAX_STOP_TEXTS = 64
 MAX_STOP_CHARACTERS = 4096  # of all of them together
+_MOST_LOGPROBS_BYTES = 2**28  # of one request that wants the whole vocabulary's: they are kept until it is answered
 MAX_BAD_WORDS = 512  # texts; each is up to two phrases, which every step compares with the output
 MAX_BAD_WORD_TOKENS = 32
 _BAD_WORD_CHARACTERS = 1024
@@ -153,8 +155,9 @@ class SamplingParams:
         max_tokens: Most output tokens; None: as many as the model's context leaves.
         ignore_eos: Go on after the end-of-sequence token.
         logprobs: Return the log-probability of each output token and of this many most probable alternatives (0: of
-            the output token alone; at most 20). Of the model's own distribution: before bias, penalties, temperature
-            and filters. None: return none.
+            the output token alone; at most 20; -1: of the whole vocabulary, where n * max_tokens of those take no more
+            than 256 MiB at 4 bytes a number). Of the model's own distribution: before bias, penalties, temperature and
+            filters. None: return none.
         prompt_logprobs: The same for the tokens of the prompt but the first, which nothing predicts.
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: Whether to make text at all; stop texts need it.
@@ -235,7 +238,8 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
     def _check_outputs(self) -> None:
-        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True, hint="Use None for none.")
+        hint = "Use -1 for the whole vocabulary, None for none."
+        self._integer("logprobs", ALL_LOGPROBS, MAX_LOGPROBS, optional=True, hint=hint)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True, hint="Use None for none.")
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, field), bool):
@@ -272,8 +276,13 @@ class SamplingParams:
         """Refuse token ids that the model does not have; called at the door, where the model is known.
 
         Raises:
-            RequestError: An id of logit_bias, stop_token_ids or allowed_token_ids is `vocab_size` or more.
+            RequestError: An id of logit_bias, stop_token_ids or allowed_token_ids is `vocab_size` or more, or logprobs
+                of the whole vocabulary are too many.
         """
+        most_tokens = _MOST_LOGPROBS_BYTES // (4 * vocab_size)
+        if self.logprobs == ALL_LOGPROBS and (self.max_tokens is None or self.n * self.max_tokens > most_tokens):
+            expected = f"n * max_tokens of at most {most_tokens} with -1, for the whole vocabulary of {vocab_size}"
+            raise _refused("logprobs", expected, (self.n, self.max_tokens), "Lower max_tokens, or ask for at most 20.")
         for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             largest = max(getattr(self, field) or (), default=0)
             if largest >= vocab_size:

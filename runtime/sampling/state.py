@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.device.upload import upload
-from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, SamplingParams
 from mllm_compile.runtime.sampling.penalties import TokenCounts
 from mllm_compile.runtime.sampling.token_additions import SlotAdditions
 from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases
@@ -43,7 +43,8 @@ SEED, IS_GREEDY = (list(_NEUTRAL_INTS).index(name) for name in ("seed", "is_gree
 class SamplingFlags:
     """What some running request asks for: decides which operations a step has, never what a row gets of them.
 
-    `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities. The default
+    `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities; those of the
+    whole vocabulary (`needs_all_logprobs`) are the step runner's, for the rows that want them alone. The default
     is a greedy step; SamplingFlags(all_greedy=False) serves any mix of greedy and plain temperature rows.
     """
 
@@ -58,6 +59,7 @@ class SamplingFlags:
     needs_top_p: bool = False
     needs_min_p: bool = False
     max_logprobs: int | None = None
+    needs_all_logprobs: bool = False
 
     @property
     def needs_filters(self) -> bool:
@@ -175,7 +177,7 @@ class SamplingState:
         self._active[slot] = params  # from here on what fails is taken back when the slot has another request
         self._uses.update(_features(params))
         if params.logprobs is not None:
-            self._num_logprobs[params.logprobs] += 1
+            self._num_logprobs[max(params.logprobs, 0)] += 1
         self._changed()
         if params.logit_bias is not None:
             self.biases.set(slot, params.logit_bias)
@@ -228,7 +230,7 @@ class SamplingState:
         params = self._active.pop(slot)
         self._uses.subtract(_features(params))
         if params.logprobs is not None:
-            self._num_logprobs[params.logprobs] -= 1
+            self._num_logprobs[max(params.logprobs, 0)] -= 1
         if params.has_penalties:
             self.counts.free(int(self._host_ints[slot, list(_NEUTRAL_INTS).index("count_row")]))
         if params.logit_bias is not None:
@@ -257,6 +259,7 @@ class SamplingState:
             needs_top_p=uses["top_p"] > 0,
             needs_min_p=uses["min_p"] > 0,
             max_logprobs=max((number for number, slots in self._num_logprobs.items() if slots), default=None),
+            needs_all_logprobs=uses["all_logprobs"] > 0,
         )
 
 
@@ -275,6 +278,7 @@ def _features(params: SamplingParams) -> list[str]:
         "min_tokens": params.min_tokens > 0,
         "allowed": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
+        "all_logprobs": params.logprobs == ALL_LOGPROBS,
         "top_k": is_random and params.top_k > 0,
         "top_p": is_random and params.top_p < 1,
         "min_p": is_random and params.min_p > 0,

@@ -6,7 +6,7 @@ Shape legend: R rows of the step, S sampled rows, N prompt positions, K alternat
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,12 +26,14 @@ class TokenScores:
         logprob: its natural-log probability.
         rank: 1 when no token is likelier.
         top: (token id, log-probability) of the likeliest tokens, best first; as many as were asked for.
+        of_all: [V] float32, log-probabilities by token id, where those of the whole vocabulary were asked for.
     """
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
+    of_all: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +46,8 @@ class ScoreTable:
     top_token_ids: np.ndarray  # [N, K] int64
     top_logprobs: np.ndarray  # [N, K] float32
 
-    def row(self, index: int, num_top: int) -> TokenScores:
-        """One token's scores with its `num_top` alternatives."""
+    def row(self, index: int, num_top: int, of_all: np.ndarray | None = None) -> TokenScores:
+        """One token's scores with its `num_top` alternatives, and those of the whole vocabulary ([V])."""
         return TokenScores(
             token_id=int(self.token_ids[index]),
             logprob=float(self.logprobs[index]),
@@ -57,6 +59,7 @@ class ScoreTable:
                     strict=True,
                 )
             ),
+            of_all=of_all,
         )
 
 
@@ -71,6 +74,7 @@ class StepOutput:
         score_rows: [S] index into R of the sampled rows, and so of each row of `scores`.
         prompt_scores: of prompt tokens, None when no row of the step has any.
         prompt_rows: [N] index into R of each row of `prompt_scores`, ascending.
+        all_scores: by row, log-probabilities of the whole vocabulary, [V] float32, of requests that asked for them.
     """
 
     token_ids: np.ndarray
@@ -79,6 +83,7 @@ class StepOutput:
     score_rows: np.ndarray
     prompt_scores: ScoreTable | None
     prompt_rows: np.ndarray
+    all_scores: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def broken_rows(self) -> np.ndarray:
@@ -107,4 +112,6 @@ class StepOutput:
             for row in accepted:
                 request = self.requests[row]
                 if request.params.logprobs is not None:
-                    request.output_logprobs.append(self.scores.row(index_of_row[row], request.params.logprobs))
+                    num_top = max(request.params.logprobs, 0)
+                    scores = self.scores.row(index_of_row[row], num_top, self.all_scores.get(row))
+                    request.output_logprobs.append(scores)

@@ -24,7 +24,8 @@ from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
-from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
+from mllm_compile.runtime.sampling.params import ALL_LOGPROBS
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -65,6 +66,7 @@ class StepHandle:
             score_rows=plan.sampled,
             prompt_scores=_table(targets, prompt_scores, plan.score_indices),
             prompt_rows=plan.prompt_rows,
+            all_scores=self._results.fetch_all(),
         )
 
 
@@ -127,18 +129,19 @@ class StepRunner:
         decode = self._runner.decode(inputs["req_pool_indices"], inputs["seq_lens"], inputs["out_cache_loc"])
         if not flags.chooses_plainly:  # then what the graph chose is nobody's
             fields = {"req_pool_indices": decode.rows, "seq_lens": decode.seq_lens}
-            return self._sample(plan, fields, LogitsProcessorOutput(decode.logits))
+            return self._sample(batch, plan, fields, LogitsProcessorOutput(decode.logits))
         if flags.max_logprobs is None:
             scores = None
         else:
             scores = token_logprobs(decode.logits, decode.tokens, flags.max_logprobs)
-        return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores)
+        all_scores = self._score_all(batch, plan, decode.logits)
+        return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
         fields = self._upload(plan, self._page_writes(batch))
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
         self._follow_slots(batch)  # while the device is busy
-        return self._sample(plan, fields, output)
+        return self._sample(batch, plan, fields, output)
 
     def _page_writes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         """What to tell the device's table of slots of new pages, if there are any."""
@@ -198,14 +201,17 @@ class StepRunner:
         forward_batch.logits_indices = fields["logits_indices"]
         return forward_batch
 
-    def _sample(self, plan: StepPlan, fields: dict[str, torch.Tensor], output: LogitsProcessorOutput) -> _Results:
-        tokens = scores = prompt_scores = None
+    def _sample(
+        self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor], output: LogitsProcessorOutput
+    ) -> _Results:
+        tokens = scores = prompt_scores = all_scores = None
         logits = output.next_token_logits
         if plan.sampled.size:
             slots = fields.get("sampled_slots", fields["req_pool_indices"])
             positions = fields.get("sampled_positions", fields["seq_lens"])
             sampled = self._sampler(logits, self.state, slots, self.state.flags, positions)
             tokens, scores = sampled.token_ids, sampled.logprobs
+            all_scores = self._score_all(batch, plan, logits)
             # The next step may be under way before the host knows that there was no token: its embedding needs an id.
             self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
         if output.logits_of is not None:
@@ -217,7 +223,16 @@ class StepRunner:
         token_ids = None
         if tokens is not None:
             token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
-        return _Results(buffer, token_ids, scores, prompt_scores)
+        return _Results(buffer, token_ids, scores, prompt_scores, all_scores)
+
+    def _score_all(self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor) -> _AllScores | None:
+        """Log-probabilities of the whole vocabulary for the sampled rows that want them; None: no request does."""
+        if not self.state.flags.needs_all_logprobs:
+            return None
+        wanted = [row for row in plan.sampled.tolist() if batch.requests[row].params.logprobs == ALL_LOGPROBS]
+        rows = np.array(wanted, dtype=np.int64)
+        indices = upload(plan.token_indices[np.searchsorted(plan.sampled, rows)], logits.device)
+        return rows, all_logprobs(logits.index_select(0, indices))
 
     def _score(
         self,
@@ -255,6 +270,9 @@ class StepRunner:
             self._slot_owners[request.slot] = request
 
 
+_AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each
+
+
 class _Results:
     """What a step computed, on its way to the host."""
 
@@ -264,17 +282,28 @@ class _Results:
         tokens: np.ndarray | None,
         scores: TokenLogprobs | None,
         prompt_scores: TokenLogprobs | None = None,
+        all_scores: _AllScores | None = None,
     ) -> None:
         """
         Args:
             buffer: the host's memory of the step.
             tokens: [S] int64, a part of it that is being written.
+            all_scores: as _score_all gives them.
         """
         self._buffer = buffer
         self._tokens = tokens
         self._scores = None if scores is None else _download(scores)
         self._prompt_scores = None if prompt_scores is None else _download(prompt_scores)
+        self._all_scores = None if all_scores is None else (all_scores[0], _to_host([all_scores[1]])[0])
         self._buffer.record()
+
+    def fetch_all(self) -> dict[int, np.ndarray]:
+        """By row of the step, what it has of the whole vocabulary: [V] float32, to be kept. Called after `fetch`."""
+        if self._all_scores is None:
+            return {}
+        rows, scores = self._all_scores
+        # Copies: the whole step's pinned memory would stay with one of them.
+        return {row: scores[index].numpy().copy() for index, row in enumerate(rows.tolist())}
 
     def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
         """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over.
@@ -298,7 +327,10 @@ def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, ro
 
 def _download(scores: TokenLogprobs) -> list[torch.Tensor]:
     """In ScoreTable's order, on the host, in flight until the stream gets there; CPU tensors as they are."""
-    columns = [scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs]
+    return _to_host([scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs])
+
+
+def _to_host(columns: list[torch.Tensor]) -> list[torch.Tensor]:
     return [
         torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(column, non_blocking=True)
         if column.is_cuda

@@ -1,9 +1,10 @@
 """Answers and stream pieces, made from what the engine's thread collected."""
 
+import numpy as np
 import pytest
 
 from mllm_compile.engine.answers import StreamBuilder, build_answer
-from mllm_compile.engine.outputs import Logprob
+from mllm_compile.engine.outputs import Logprob, VocabularyLogprobs
 from mllm_compile.engine.sequences import Delta, Submission
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -99,3 +100,17 @@ def test_what_a_stream_says_of_the_first_completion_is_of_the_first():
     both = builder.build([second, Delta(0, [A], SCORES[:1], None, None, None)], False)
     assert [completion.index for completion in both.outputs] == [0, 1]
     assert (both.text, both.token_ids, both.finish_reason) == ("a", [A], None)
+
+
+def test_log_probabilities_of_the_whole_vocabulary_are_a_mapping_best_first():
+    logprobs = np.full(260, -9.0, dtype=np.float32)
+    logprobs[[A, B]] = -0.5, -1.0
+    scores = [TokenScores(B, -1.0, 2, (), logprobs), TokenScores(A, -0.5, 1, (), logprobs)]
+    output = build_answer(submission_of([B, A], scores, logprobs=-1), ByteTokenizer()).outputs[0]
+    entry = output.logprobs[0]
+    assert isinstance(entry, VocabularyLogprobs)
+    assert (len(entry), list(entry)[:2], entry[B]) == (260, [A, B], Logprob(-1.0, 2, "b"))
+    assert entry[C] == Logprob(-9.0, 3, "c")
+    assert entry.get(260) is entry.get(-1) is None
+    assert output.cumulative_logprob == -1.5
+    assert max(entry.values(), key=lambda one: one.logprob) == Logprob(-0.5, 1, "a")

@@ -138,12 +138,13 @@ class Loop:
         self.batches: list[ScheduledBatch] = []
         self._ids = itertools.count()
 
-    def add(self, prompt: Sequence[int], **params) -> Request:
-        """Queue a request; greedy unless a temperature is given."""
+    def add(self, prompt: Sequence[int], bad_phrases: tuple[tuple[int, ...], ...] = (), **params) -> Request:
+        """Queue a request; greedy unless a temperature is given. bad_phrases: the tokens of params' bad_words."""
         request = Request(
             request_id=f"request {next(self._ids)}",
             prompt_token_ids=list(prompt),
             params=SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params)),
+            bad_phrases=bad_phrases,
         )
         self.scheduler.add(request)
         return request

@@ -25,7 +25,7 @@ REFUSED = [
     *[("n", value) for value in (0, -1, 1.5, None, 1025, 10**9)],
     *[("max_tokens", value) for value in (0, -1, 1.5, "16", True)],
     *[("min_tokens", value) for value in (-1, 1.5, None, 17)],
-    *[("logprobs", value) for value in (-1, 21, 1.5, True, "5")],
+    *[("logprobs", value) for value in (-2, 21, 1.5, True, "5")],
     *[("prompt_logprobs", value) for value in (-1, 21, 1.5, True)],
     *[("stop", value) for value in ("", ["a", ""], [1], 5, b"a", {"a": 1})],
     *[("stop_token_ids", value) for value in ([-1], ["2"], [1.0], [True], 5, "5", [1] * 1025)],
@@ -211,3 +211,10 @@ def test_token_ids_past_the_vocabulary_are_refused_at_the_door(params):
     params.check_vocab(10)
     with pytest.raises(RequestError, match=r"expected token ids under 9, .*got 9"):
         params.check_vocab(9)
+
+
+def test_log_probabilities_of_a_whole_vocabulary_are_bounded_at_the_door():
+    SamplingParams(logprobs=-1, max_tokens=512).check_vocab(2**17)
+    for more in ({"max_tokens": 513}, {"max_tokens": None}, {"max_tokens": 257, "n": 2}):
+        with pytest.raises(RequestError, match=r"^logprobs: expected n \* max_tokens of at most 512 with -1"):
+            SamplingParams(logprobs=-1, **more).check_vocab(2**17)

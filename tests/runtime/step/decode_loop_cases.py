@@ -11,6 +11,7 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
+from mllm_compile.runtime.step.output import NO_TOKEN
 
 # What requests ask for: what a captured decode chooses by itself, and what needs more.
 PLAIN = [{}, {"temperature": 0.9}, {"temperature": 1.3, "seed": 4}]
@@ -20,6 +21,9 @@ OTHERS = [
     {"logit_bias": {5: 3.0}},
     {"logprobs": 2},
     {"logprobs": 3, "temperature": 1.0},
+    {"logprobs": -1},
+    {"allowed_token_ids": [2, 3, 5, 7, 11, 13, 17, 19], "temperature": 1.0},
+    {"allowed_token_ids": [2, 3, 5], "bad_words": ["of these tokens"], "bad_phrases": ((2, 2), (3, 5, 3), (5, 5))},
 ]
 
 
@@ -46,7 +50,8 @@ def end_decode(arguments: list[torch.Tensor]) -> tuple[torch.Tensor]:
     scores = padded_scores(logits, floats[TEMPERATURE, rows])
     drawn = draw_tokens(scores, ints[SEED, rows].contiguous(), seq_lens.long())
     tokens = torch.where(ints[IS_GREEDY, rows] != 0, logits.argmax(-1), drawn)
-    last_tokens[rows[rows > 0]] = tokens[rows > 0]
+    tokens = torch.where(scores.amax(-1).isfinite(), tokens, NO_TOKEN)
+    last_tokens[rows[rows > 0]] = tokens[rows > 0].clamp(min=0)
     turn = int(turns[0])
     chosen[turn, : len(tokens)] = tokens
     turns[0], turns[1] = (turn + 1) % NUM_TURNS, turn

@@ -141,6 +141,25 @@ def test_logprobs_are_those_of_the_model_and_as_many_as_each_request_asked_for()
             assert wants_2.output_logprobs[0].top[0][0] == wants_2.output_token_ids[0]
 
 
+@pytest.mark.parametrize("config", [{}, {"deterministic": True}, {"max_num_batched_tokens": 8}])
+def test_log_probabilities_of_the_whole_vocabulary_are_those_rows_alone(config):
+    model = TinyModel()
+    loop = Loop(make_runner(model, **config))
+    beside = [loop.add(PROMPTS[0]), loop.add(PROMPTS[1], logprobs=1)]
+    requests = [loop.add(PROMPTS[2], logprobs=-1, max_tokens=5), loop.add(PROMPTS[3], logprobs=-1, temperature=0.7)]
+    assert not loop.steps.state.flags.needs_all_logprobs
+    loop.run()
+    for request in requests:
+        logprobs = torch.log_softmax(model.logits(request.prompt_token_ids + request.output_token_ids), dim=-1)
+        for position, scores in enumerate(request.output_logprobs, start=len(request.prompt_token_ids) - 1):
+            assert scores.of_all == pytest.approx(logprobs[position].numpy(), abs=1e-4)
+            assert scores.logprob == pytest.approx(scores.of_all[scores.token_id], abs=1e-6)
+            assert scores.top == ()
+        assert len(request.output_logprobs) == len(request.output_token_ids)
+    assert beside[0].output_logprobs == []
+    assert all(scores.of_all is None and len(scores.top) == 1 for scores in beside[1].output_logprobs)
+
+
 @pytest.mark.parametrize("budget", [64, 8])
 def test_prompt_logprobs_cover_every_prompt_token_but_the_first(budget):
     model = TinyModel()
