@@ -153,7 +153,7 @@ class Sequence:
         self._stop_matcher: StopMatcher | None = None
         self._detokenizer: Detokenizer | None = None
         if params.stop and decoder is not None:
-            self._stop_matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+            self._stop_matcher = StopMatcher(tuple(params.stop), params.include_stop_str_in_output)
             self._detokenizer = Detokenizer(decoder, request.prompt_token_ids, params.skip_special_tokens)
 
     @property
