@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mllm_compile.bench.limits.step_parts import StepPart, limit_s
 from mllm_compile.bench.measure.results import Ceilings
-from mllm_compile.bench.step_parts import StepPart, limit_s
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.report import html_parts as parts
 from mllm_compile.report.figures import format_rate, format_seconds, three_digits

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from mllm_compile.bench.limits.step_parts import StepPart, WeightSize, limit_s, step_parts
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.measure.workloads import StepWork
-from mllm_compile.bench.step_parts import StepPart, WeightSize, limit_s, step_parts
 from mllm_compile.store.measurements import DeviceKey, device_key, read_all_measured, read_measured, write_measured
 
 if TYPE_CHECKING:

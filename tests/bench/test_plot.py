@@ -1,21 +1,74 @@
+"""Pictures of latency: every time and share is written out, in units, for one batch size and for many."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.results import Measurement
-from mllm_compile.bench.show.plot import plot_latency
+from mllm_compile.bench.show.plot import _apart, draw_latency, plot_latency
 from tests.bench.result_cases import result, run, tpot
 
 pytest.importorskip("matplotlib")
 PREFILL = Measurement.of("prefill", "ms", [9.0, 10.0], batch=1).with_limit(5.0)
-RESULT = result(run("mllm", tpot(1, 4.0, 4.2, limit=3.0), tpot(8, 5.0, limit=3.3), PREFILL), run("vllm", tpot(1, 5.0)))
+RESULT = result(run("mllm", tpot(1, 4.0, 4.2, limit=3.0), tpot(8, 60.0, limit=3.3), PREFILL), run("vllm", tpot(1, 5.0)))
 
 
-def test_a_plot_is_a_picture(tmp_path):
+def texts(figure: Any) -> list[str]:
+    """All that is written in a picture, once it is drawn."""
+    from matplotlib.text import Text
+
+    figure.canvas.draw()
+    found = [text.get_text() for text in figure.findobj(Text)]
+    ticks = [text.get_text() for axes in figure.axes for text in (*axes.get_xticklabels(), *axes.get_yticklabels())]
+    return [text for text in (*found, *ticks) if text]
+
+
+def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     plot_latency(RESULT, path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"plot\.nosuch"):
         plot_latency(RESULT, tmp_path / "plot.nosuch")
+
+
+def test_times_shares_units_and_the_title_are_written_and_no_tick_is_a_power() -> None:
+    written = texts(draw_latency(RESULT))
+    assert "m on a GPU" in written, "model and device"
+    assert "Time per output token, ms" in written
+    assert {"4.10", "60.00", "5.00"} <= set(written), "every median"
+    assert {"73 %", "6 %"} <= set(written), "3.0 of 4.1, 3.3 of 60"
+    assert "60 %" in written, "the other engine's share of the same limit, 3 of 5"
+    assert not [text for text in written if re.search(r"\\times|\^|10\^|×", text)]
+    assert {"5", "10", "20", "50"} <= set(written), "ticks are plain numbers"
+
+
+def test_the_title_says_the_lengths_of_the_work() -> None:
+    shaped = replace(RESULT, work={"input_len": 512, "output_len": 128})
+    assert "m on a GPU: prompts of 512 tokens, answers of 128" in texts(draw_latency(shaped))
+
+
+def test_one_batch_size_is_bars_with_what_they_say() -> None:
+    one = result(run("mllm", tpot(4, 4.0, limit=3.0)), run("vllm", tpot(4, 6.0)))
+    written = texts(draw_latency(one))
+    assert "Time per output token, 4 requests, ms" in written
+    assert "4.00 ms, 75% of the limit" in written
+    assert "6.00 ms, 50% of the limit" in written
+
+
+def test_values_of_many_batch_sizes_do_not_stand_on_each_other() -> None:
+    sizes = list(range(1, 257, 4))
+    kept = _apart(sizes)
+    assert kept[0] == 1 and kept[-1] == sizes[-1] and 5 <= len(kept) <= 10
+    assert all(later / earlier > 1.5 for earlier, later in pairwise(kept))
+    many = result(run("mllm", *(tpot(size, float(size), limit=0.5 * size) for size in sizes)))
+    assert sum(text == "50 %" for text in texts(draw_latency(many))) == len(kept)

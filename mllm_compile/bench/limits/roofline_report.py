@@ -22,8 +22,8 @@ from mllm_compile.bench.limits.roofline import (
 )
 from mllm_compile.bench.measure.harness import WORKER, Probe, ceilings_found, probe_machine, run_process
 from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.workloads import StepWork
-from mllm_compile.bench.runtime_place import RuntimePlace
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
 from mllm_compile.process.console import print_table
 

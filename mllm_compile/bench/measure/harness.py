@@ -16,9 +16,9 @@ from mllm_compile.bench.adapters import check_installed
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.limits import ModelFigures, with_latency_limits, with_throughput_limits
 from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
+from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
-from mllm_compile.bench.runtime_place import RuntimePlace
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
 
 WORKER = "mllm_compile.bench.measure.worker"

@@ -17,9 +17,9 @@ from typing import Any
 from mllm_compile.bench.adapters import open_engine
 from mllm_compile.bench.adapters.base import BenchEngine
 from mllm_compile.bench.measure.results import EngineRun, Measurement
+from mllm_compile.bench.measure.runtime_place import runtime_place
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call, LatencyWork, StepWork, ThroughputWork
-from mllm_compile.bench.runtime_place import runtime_place
 from mllm_compile.errors import MllmError
 
 EXIT_MISTAKE = 2
