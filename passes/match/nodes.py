@@ -13,8 +13,8 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 
-import mllm_compile.runtime.ops
-import mllm_compile.runtime.ops.trace  # noqa: F401  (with runtime.ops: the ops that are asked about here)
+import mllm_compile.runtime.ops.attention
+import mllm_compile.runtime.ops.trace  # noqa: F401  (with ops.attention: the ops that are asked about here)
 
 LINEAR = torch._C._nn.linear
 # Where the kernels run that passes put into pieces, and on what.
