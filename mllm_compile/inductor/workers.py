@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from mllm_compile.errors import CompileError
 from mllm_compile.files.cache_folders import make_private
 from mllm_compile.inductor.compile_piece import SYSTEM_CXX, PieceInput
 from mllm_compile.process import bytecode
+from mllm_compile.process.group import ProcessGroup
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
 _COMMAND = (sys.executable, "-m", "mllm_compile.inductor.server")
@@ -130,14 +130,13 @@ class _CompilerProcess:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             **bytecode.environment(),
         }
-        self._process = subprocess.Popen(
+        self._process = ProcessGroup(
             [*_COMMAND, device, str(scratch), str(waiting)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env=environment,
-            process_group=0,  # its own, with the forks and whatever they start
         )
         self._jobs = itertools.count()
         self._writing, self._lock = threading.Lock(), threading.Lock()
@@ -171,7 +170,7 @@ class _CompilerProcess:
             future.set_result(answer)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        self._kill_group()  # forks of a process that was killed alone
+        self._process.kill_group()  # forks of a process that was killed alone
         self._log.seek(0)
         last_lines = " | ".join(self._log.read().strip().splitlines()[-3:])
         end = {"error": f"the compiler process ended (exit code {self._process.poll()}): {last_lines}"}
@@ -188,11 +187,7 @@ class _CompilerProcess:
     def kill(self) -> None:
         """Ends the process and its forks, which hold nothing that anybody needs."""
         if self.is_running:
-            self._kill_group()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill_group()
 
     def close(self) -> None:
         """Waits for its end."""

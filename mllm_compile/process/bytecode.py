@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.cache_folders import auto_cache_dir, bytecode_cache, make_private
+from mllm_compile.process.group import ProcessGroup
 
 _setting = threading.Lock()
 
@@ -65,12 +65,11 @@ def compiled_ahead(packages: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended long ago
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill_group()
             process.wait()
 
 
-def _start_compiling(packages: Sequence[str]) -> subprocess.Popen[bytes] | None:
+def _start_compiling(packages: Sequence[str]) -> ProcessGroup | None:
     workers = min(_MOST_WORKERS, (os.cpu_count() or 1) - 2)  # this process imports, and the compiler process does
     if sys.pycache_prefix is None or sys.dont_write_bytecode or not sys.executable or workers < 2:
         return None
@@ -78,13 +77,12 @@ def _start_compiling(packages: Sequence[str]) -> subprocess.Popen[bytes] | None:
     if all(_is_compiled(os.path.join(folder, "__init__.py")) for folder in folders):
         return None
     left_out = f"^({'|'.join(map(re.escape, folders))})/(.*/)?({_NOT_AHEAD})/"
-    return subprocess.Popen(
+    return ProcessGroup(
         [sys.executable, "-P", "-m", "compileall", "-qq", "-j", str(workers), "-x", left_out, *folders],
         env=os.environ | environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        process_group=0,
     )
 
 

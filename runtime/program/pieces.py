@@ -17,8 +17,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
+from torch.torch_version import TorchVersion
 
 from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.program.unpacked import Unpacked, check_room
 
 PieceSuffix = Literal[".pt2", ".py"]
 PACKAGE_SUFFIX: PieceSuffix = ".pt2"
@@ -40,9 +42,8 @@ class PackagedPiece:
         check_members(name, package)
         # run_single_threaded: the threaded runner queries an event, which fails while a CUDA graph is captured.
         run_single_threaded, num_runners, device_index = True, 1, -1
-        with _as_file(name, package) as path:
+        with _as_path(name, package) as (path, self._files):
             try:
-                # torch unpacks it into a new folder under $TMPDIR that only this user can open, and loads from there.
                 self._loader = torch._C._aoti.AOTIModelPackageLoader(
                     path, "model", run_single_threaded, num_runners, device_index
                 )
@@ -98,6 +99,28 @@ def check_members(name: str, package: bytes) -> None:
             raise ArtifactError(f"piece {name} holds {member.filename!r}, which no package of ours does: not loaded")
     if sum(member.file_size for member in members) > _MAX_UNPACKED_BYTES:
         raise ArtifactError(f"piece {name} unpacks to more than {_MAX_UNPACKED_BYTES >> 20} MiB: not loaded")
+
+
+# Before torch 2.13 the loader takes no folder: it unpacks a package itself into one in /tmp, which stays where the
+# process is killed. Can go with them.
+_TAKES_FOLDERS = TorchVersion(torch.__version__) >= (2, 13)
+
+
+@contextmanager
+def _as_path(name: str, package: bytes) -> Iterator[tuple[str, Unpacked | None]]:
+    """What the loader is given: the package unpacked, in a folder that only this user can open and that must outlive
+    the loader; or the package itself.
+
+    Raises:
+        ConfigError: there is no room to unpack it.
+    """
+    if _TAKES_FOLDERS:
+        files = Unpacked(package)
+        yield str(files.path), files
+        return
+    check_room(package)
+    with _as_file(name, package) as path:
+        yield path, None
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def test_with_few_cores_or_no_room_for_a_process_whoever_imports_compiles(tmp_pa
     def refuse(*arguments, **options):
         raise BlockingIOError
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr("mllm_compile.process.bytecode.ProcessGroup", refuse)
     with pytest.raises(BlockingIOError):
         bytecode._start_compiling(bytecode.OF_TORCH)
     with compiled_ahead(bytecode.OF_TORCH):

@@ -1,0 +1,79 @@
+"""A command and all that it starts end with whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from mllm_compile.process.group import ProcessGroup
+
+# A command that starts another in a fork, as compilers are started, and then waits for ever.
+COMMAND = """
+import os, subprocess, sys
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print(os.getpid(), inner.pid, flush=True)
+inner.wait()
+"""
+STARTER = """
+import sys
+from mllm_compile.process.group import ProcessGroup
+group = ProcessGroup([sys.executable, "-c", sys.argv[1]])
+sys.stdin.read()
+"""
+
+
+def wait_for_end(pid: int) -> None:
+    """Returns when the process has ended; a hang is for the test run's own guard."""
+    stat = Path(f"/proc/{pid}/stat")
+    while True:
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+
+
+def test_all_end_when_the_starting_process_is_killed():
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    pids = [int(pid) for pid in starter.stdout.readline().split()]
+    assert len(pids) == 2
+    starter.send_signal(signal.SIGKILL)
+    starter.communicate()
+    for pid in pids:
+        wait_for_end(pid)
+
+
+def test_it_reads_writes_and_ends_as_the_command_does():
+    group = ProcessGroup(
+        [sys.executable, "-c", "import sys; print(sys.stdin.read()[::-1]); sys.exit(3)"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert group.communicate("abc")[0] == "cba\n"
+    assert group.returncode == 3
+    group.kill_group()
+
+
+def test_a_command_that_ends_alone_lets_its_readers_go_on_while_the_group_is_held():
+    group = ProcessGroup(["/bin/sh", "-c", "echo $$; kill -9 $$"], stdout=subprocess.PIPE, text=True)
+    assert group.stdout is not None
+    assert int(group.stdout.read()) == group.pid
+    assert group.wait() == -signal.SIGKILL
+    group.kill_group()
+
+
+def test_what_is_left_of_a_group_can_be_ended():
+    group = ProcessGroup([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True)
+    assert group.stdout is not None
+    _, inner = map(int, group.stdout.readline().split())
+    os.kill(group.pid, signal.SIGKILL)
+    group.wait()
+    group.kill_group()
+    wait_for_end(inner)
