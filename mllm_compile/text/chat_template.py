@@ -12,7 +12,7 @@ from typing import Any
 
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.shown import brief
-from mllm_compile.template_process import TemplateProcesses
+from mllm_compile.text.template_process import TemplateProcesses
 
 _EXPECTED = "{'role': …, 'content': …}"
 

@@ -28,7 +28,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mllm_compile.runtime.shown import brief
-from mllm_compile.template_protocol import (
+from mllm_compile.text.template_protocol import (
     FRAME,
     MAX_CHARACTERS,
     MAX_MEMORY,

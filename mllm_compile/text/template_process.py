@@ -22,7 +22,7 @@ from typing import Any
 
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.process import bytecode
-from mllm_compile.template_protocol import (
+from mllm_compile.text.template_protocol import (
     FRAME,
     MAX_ANSWER,
     MAX_CHARACTERS,
@@ -44,7 +44,7 @@ _ADVICE = "Shorten the messages, correct the model's chat template, or pass the 
 # The process has the modules of this one, wherever they come from, and of its own nothing to do before.
 _COMMAND = (
     "-S", "-s", "-P", "-c",
-    "import sys; sys.path[:] = sys.argv[1:]; from mllm_compile.template_server import main; main()",
+    "import sys; sys.path[:] = sys.argv[1:]; from mllm_compile.text.template_server import main; main()",
 )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ class _Process:
         Raises:
             MllmError: the system gives no process.
         """
-        folders = [os.path.abspath(folder) for folder in sys.path] + [str(Path(__file__).parent.parent)]
+        folders = [os.path.abspath(folder) for folder in sys.path] + [str(Path(__file__).parents[2])]
         self._socket, theirs = socket.socketpair()
         try:
             with theirs, bytecode.kept_bytecode():
