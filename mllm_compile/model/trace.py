@@ -8,6 +8,7 @@ that the graph holds for every size. What comes out has the placeholders `input_
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
 from dataclasses import dataclass
@@ -100,7 +101,9 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def capturing_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        captured.append((graph_module, list(example_inputs)))
+        # A copy of its nodes: torch 2.15 clears those of a trace that ended in an exception.
+        kept = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+        captured.append((kept, list(example_inputs)))
         raise _Captured  # or Dynamo would write guards, and run the graph on fake weights: an eighth of its time
 
     torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs that nobody has
