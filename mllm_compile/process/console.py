@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import TextIO
+
+_WIDTH = 100  # of what is no terminal
+
+
+def text_width(stream: TextIO) -> int:
+    """Columns that a line may take: the terminal's ($COLUMNS, where it is set), or 100 in a pipe."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if stream.isatty() else _WIDTH
 
 
 def print_table(stream: TextIO, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

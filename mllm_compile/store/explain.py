@@ -48,6 +48,12 @@ def changes(now: Mapping[str, str], then: Mapping[str, str]) -> list[Change]:
     return found
 
 
+def nearest_changes(factors: Mapping[str, str], cache_dir: str | Path) -> list[Change] | None:
+    """What differs from the nearest runtime; None where nothing of the model was compiled."""
+    nearest = nearest_runtime(factors, cache_dir)
+    return None if nearest is None else changes(factors, nearest.factors)
+
+
 def miss_note(factors: Mapping[str, str], nearest: Manifest | None) -> str:
     """One line on why there is no runtime yet."""
     if nearest is None:
@@ -56,8 +62,18 @@ def miss_note(factors: Mapping[str, str], nearest: Manifest | None) -> str:
     if not changed:
         return "the runtime of this key is unusable"
     return "since the nearest runtime changed " + "; ".join(
-        f"{change.factor}: {change.then} -> {change.now}" for change in changed
+        f"{change.factor}: {change_text(change)}" for change in changed
     )
+
+
+def change_text(change: Change) -> str:
+    """What a factor was and is, in a few words: of many files their names."""
+    sides = [[part for part in side.split(", ") if part != "-"] for side in (change.then, change.now)]
+    if all(_FILE_HASH.fullmatch(part) for side in sides for part in side):
+        names = list(dict.fromkeys(part.rpartition(" ")[0] for side in sides for part in side))
+        more = f" and {len(names) - _MOST_PARTS} more" if len(names) > _MOST_PARTS else ""
+        return ", ".join(names[:_MOST_PARTS]) + more
+    return f"{shortened(change.then)} -> {shortened(change.now)}"
 
 
 # What people ask for, in this order; a factor of no group is of the last one.
