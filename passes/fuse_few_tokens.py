@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import operator
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.linear import Linear, match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
 
 
@@ -59,7 +59,6 @@ class LinearOps:
 
     Attributes:
         prefix: of their names.
-        module: defines them.
         is_taken: whether they take a weight of [rows, columns].
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
@@ -67,7 +66,6 @@ class LinearOps:
     """
 
     prefix: str
-    module: str
     is_taken: Callable[[int, int], bool]
     num_norm_blocks: Callable[[int, int], int | None]
     takes_float16: bool
@@ -84,7 +82,7 @@ class LinearOps:
         return is_dtype and self.is_taken(*linear.shape)
 
 
-FEW = LinearOps("few", "mllm_compile.runtime.ops.few_tokens", is_taken, num_norm_blocks, takes_float16=True)
+FEW = LinearOps("few", is_taken, num_norm_blocks, takes_float16=True)
 
 
 @dataclass(frozen=True)
@@ -175,11 +173,8 @@ class _Fusion:
 
     def _call(self, node: fx.Node, name: str, *operands: Any) -> fx.Node:
         """A call in the place of `node`."""
-        name = f"{self._ops.prefix}_{name}"
-        if not hasattr(torch.ops.mllm, name):
-            importlib.import_module(self._ops.module)  # of Triton's, only where it is needed
         with self._graph.inserting_before(node):
-            made = self._graph.call_function(getattr(torch.ops.mllm, name).default, operands)
+            made = self._graph.call_function(op(f"{self._ops.prefix}_{name}"), operands)
         made.meta.update(node.meta)
         return made
 

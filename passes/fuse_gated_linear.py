@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-import mllm_compile.runtime.ops.gated_linear.ops  # noqa: F401  (defines the op)
 from mllm_compile.passes.base import SMALL_FORMS, PassResult
 from mllm_compile.passes.match.linear import match_linear, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op, rewrite_pieces
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.gated_linear.shapes import is_taken
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
 
@@ -48,5 +48,5 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     linear = None if product is None or len(product.users) != 1 else match_linear(product)
     if linear is None or not is_taken(*linear.shape) or linear.weight.meta["val"].dtype != torch.bfloat16:
         return False
-    replace_by_op(graph, node, torch.ops.mllm.gated_linear.default, linear.source, linear.weight)
+    replace_by_op(graph, node, op("gated_linear"), linear.source, linear.weight)
     return True

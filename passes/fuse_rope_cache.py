@@ -18,6 +18,7 @@ from mllm_compile.passes.match.nodes import (
     takes_kernels,
 )
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
+from mllm_compile.runtime.ops import op
 
 
 class FuseRopeCache:
@@ -117,13 +118,11 @@ def _call_op(
     k_rotation: _Rotation,
     cache: list[fx.Node],
 ) -> tuple[fx.Node, fx.Node]:
-    if not hasattr(torch.ops.mllm, "rope_and_cache"):
-        import mllm_compile.runtime.ops.rope_cache  # noqa: F401  (defines the op; needs Triton)
     q_norm, k_norm = q_rotation.norm, k_rotation.norm
     weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
     eps = 0.0 if q_norm is None else q_norm.eps
     operands = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin, *weights, eps, *cache)
-    both = graph.call_function(torch.ops.mllm.rope_and_cache.default, operands)
+    both = graph.call_function(op("rope_and_cache"), operands)
     both.meta["val"] = tuple(torch.empty_like(x.meta["val"], memory_format=torch.contiguous_format) for x in (q, k))
     made = []
     for index in range(2):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import called_pieces, replace_by_op, rewrite_pieces, takes_kernels
+from mllm_compile.runtime.ops import op
 
 _COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the columns; smaller ones would not pay
 
@@ -44,7 +44,5 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
     source = match_silu_mul(node)
     if source is None or not takes_kernels(source) or source.meta["val"].shape[-1] % (2 * _COLUMNS_UNIT):
         return False
-    if not hasattr(torch.ops.mllm, "silu_mul"):
-        import mllm_compile.runtime.ops.silu_mul  # noqa: F401  (defines the op; needs Triton)
-    replace_by_op(graph, node, torch.ops.mllm.silu_mul.default, source)
+    replace_by_op(graph, node, op("silu_mul"), source)
     return True

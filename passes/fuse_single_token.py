@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
@@ -12,6 +11,7 @@ from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.linear import match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op
 from mllm_compile.passes.match.rms_norm import match_rms_norm
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.single_token_shapes import is_taken
 
 
@@ -84,6 +84,4 @@ def _fuse_residual(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, op_name: str, *args: Any) -> None:
-    if not hasattr(torch.ops.mllm, op_name):
-        import mllm_compile.runtime.ops.single_token  # noqa: F401  (defines the ops; needs Triton)
-    replace_by_op(graph, node, getattr(torch.ops.mllm, op_name), *args)
+    replace_by_op(graph, node, op(op_name), *args)

@@ -9,6 +9,7 @@ from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_attention
+from mllm_compile.runtime.ops import op
 
 
 class LowerAttention:
@@ -55,7 +56,7 @@ def _lower(gm: fx.GraphModule, node: fx.Node, spec: AttentionSpec) -> None:
         shape: list[Any] = [num_tokens, spec.num_heads, spec.v_head_dim]
         output = gm.graph.call_function(torch.ops.aten.new_empty.default, (q, shape))
         output.meta["val"] = val
-        lowered = gm.graph.call_function(torch.ops.mllm.attention_with_output.default, (q, k, v, output, spec.name))
+        lowered = gm.graph.call_function(op("attention_with_output"), (q, k, v, output, spec.name))
         lowered.meta["val"] = None
         lowered.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
     node.replace_all_uses_with(output)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
-from mllm_compile.passes.match.nodes import is_attention_with_output, is_call
+from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op
 from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 
 
@@ -63,8 +63,7 @@ def _made_by(attention: fx.Node) -> fx.Node | None:
     """The call of rope_and_cache that makes its q."""
     q = attention.args[0]
     call = q.args[0] if is_call(q, operator.getitem) else None
-    is_fused = hasattr(torch.ops.mllm, "rope_and_cache")
-    return call if is_fused and is_call(call, torch.ops.mllm.rope_and_cache.default) else None
+    return call if is_op(call, "rope_and_cache") else None
 
 
 def _is_served(layer: AttentionSpec, call: fx.Node) -> bool:

@@ -83,7 +83,6 @@ def streamed(tokens: int) -> LinearOps:
     """The ops for steps of up to `tokens` tokens."""
     return LinearOps(
         prefix="stream",
-        module="mllm_compile.runtime.ops.stream_linear.ops",
         is_taken=partial(is_streamed, tokens=tokens),
         num_norm_blocks=num_streamed_norm_blocks,
         takes_float16=False,

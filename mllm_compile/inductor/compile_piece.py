@@ -22,6 +22,7 @@ import torch
 from mllm_compile.inductor.patches.precompiled_header import is_shared, pays, share_header
 from mllm_compile.inductor.patches.shared_host_code import share_interface
 from mllm_compile.inductor.patches.unloadable import mark_nothing_unique
+from mllm_compile.runtime import ops
 from mllm_compile.runtime.program.pieces import piece_class
 
 SYSTEM_CXX = "/usr/bin/g++"
@@ -143,7 +144,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     fuse_attention._sfdp_init = lambda *device: None  # type: ignore[assignment]
     if device.startswith("cuda"):
         with contextlib.suppress(ImportError):  # there is no Triton, or another
-            _import_ops()
+            ops.define()
             from triton.runtime.cache import triton_key
 
             triton_key()
@@ -193,7 +194,7 @@ def compile_piece(
 
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:
-        _import_ops()
+        ops.define(source)
         from mllm_compile.inductor.patches.early_launch import hide_waits_from_analysis
 
         hide_waits_from_analysis()
@@ -210,20 +211,6 @@ def compile_piece(
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(package_path), inductor_configs=inductor_options(device)
         )
-
-
-def _import_ops() -> None:
-    """Defines the ops that pieces call. Those not for Hopper need Triton."""
-    import mllm_compile.runtime.ops.decode_loop
-    import mllm_compile.runtime.ops.draw
-    import mllm_compile.runtime.ops.few_tokens
-    import mllm_compile.runtime.ops.gated_linear.ops
-    import mllm_compile.runtime.ops.greedy
-    import mllm_compile.runtime.ops.rope_cache
-    import mllm_compile.runtime.ops.silu_mul
-    import mllm_compile.runtime.ops.single_token
-    import mllm_compile.runtime.ops.split_decode
-    import mllm_compile.runtime.ops.stream_linear.ops  # noqa: F401
 
 
 def _example_inputs(inputs: list[PieceInput], device: str) -> tuple[torch.Tensor, ...]:

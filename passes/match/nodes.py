@@ -13,9 +13,6 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 
-import mllm_compile.runtime.ops.attention
-import mllm_compile.runtime.ops.trace  # noqa: F401  (with ops.attention: the ops that are asked about here)
-
 LINEAR = torch._C._nn.linear
 # Where the kernels run that passes put into pieces, and on what.
 KERNEL_DEVICE_TYPE = "cuda"
@@ -48,14 +45,23 @@ def takes_kernels(node: fx.Node) -> bool:
     return val.device.type == KERNEL_DEVICE_TYPE and val.dtype in KERNEL_DTYPES
 
 
+def is_op(node: object, *names: str) -> TypeGuard[fx.Node]:
+    """True for a call of one of these ops of ours (runtime/ops), as a trace or as a pass has it; defines none."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    packet = getattr(node.target, "overloadpacket", node.target)
+    namespace, _, name = getattr(packet, "_qualified_op_name", "").partition("::")
+    return namespace == "mllm" and name in names
+
+
 def is_attention(node: object) -> TypeGuard[fx.Node]:
     """True for the trace-time attention op."""
-    return is_call(node, torch.ops.mllm.attention, torch.ops.mllm.attention.default)
+    return is_op(node, "attention")
 
 
 def is_attention_with_output(node: object) -> TypeGuard[fx.Node]:
     """True for the run-time attention op."""
-    return is_call(node, torch.ops.mllm.attention_with_output.default)
+    return is_op(node, "attention_with_output")
 
 
 def is_weight(node: object) -> TypeGuard[fx.Node]:

@@ -1,1 +1,60 @@
-"""Ops that a graph may hold, a file or folder each."""
+"""Ops that a graph may hold, a file or folder each.
+
+OPS is their one list: passes put ops into pieces by `op`, processes that compile pieces define theirs by `define`,
+and a test compares the list with the files. To add an op: its file, and a line here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+# The op mllm::<name> → the module here that defines it, imported when somebody asks for the op: many need Triton.
+OPS = {
+    "attention": "trace",
+    "attention_with_output": "attention",
+    "begin_decode": "decode_loop",
+    "draw_tokens": "draw",
+    "end_decode": "decode_loop",
+    "few_linear": "few_tokens",
+    "few_linear_residual": "few_tokens",
+    "few_linear_residual_norm": "few_tokens",
+    "gated_linear": "gated_linear.ops",
+    "greedy_tokens": "greedy",
+    "linear_residual": "single_token",
+    "norm_gated_linear": "single_token",
+    "norm_linear": "single_token",
+    "rope_and_cache": "rope_cache",
+    "silu_mul": "silu_mul",
+    "split_decode": "split_decode",
+    "stream_linear": "stream_linear.ops",
+    "stream_linear_residual": "stream_linear.ops",
+    "stream_linear_residual_norm": "stream_linear.ops",
+}
+
+
+def op(name: str) -> Any:
+    """The overload torch.ops.mllm.<name>.default, which is defined first if nobody has done so.
+
+    Raises:
+        KeyError: OPS does not hold the name.
+        ImportError: its module needs Triton, which is not there.
+    """
+    import torch
+
+    module = OPS[name]
+    if not hasattr(torch.ops.mllm, name):
+        importlib.import_module(f"{__name__}.{module}")
+    return getattr(torch.ops.mllm, name).default
+
+
+def define(source: str | None = None) -> None:
+    """Defines the ops that `source`, a piece's, calls; without one all ops.
+
+    Raises:
+        ImportError: a module needs Triton, which is not there.
+    """
+    called = OPS if source is None else re.findall(r"torch\.ops\.mllm\.(\w+)", source)
+    for name in dict.fromkeys(called):
+        op(name)
