@@ -8,28 +8,33 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.match.in_place import make_functional
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, identifier, input_node, is_symbolic, is_weight
+from mllm_compile.passes.match.spelling import spell
 
 
 class Canonicalise:
-    """Names, sizes and dead ends.
+    """Names, sizes, writes, spellings and dead ends.
 
     Why: Dynamo hands over sizes as graph inputs, range checks on them, and names made of module paths; a piece must be
-        a function of tensors alone, and equal layers should read alike.
+        a function of tensors alone, and equal layers should read alike. What writes into a tensor changes it for all
+        who have it, which no pass would see (match/in_place.py); and an operation that is spelled in three ways would
+        be three in every pass (match/spelling.py).
 
     Before::
 
         def forward(self, u0, l_input_ids_, l_self_…_q_proj_parameters_weight_):
             ge = u0 >= 1; _assert_scalar_default = aten._assert_scalar(ge, "…")
-            x = embedding.view(1, u0, -1)
+            x = embedding.view(1, u0, -1); x.mul_(2); y = x.float().mean(dim=-1)
 
     After::
 
         def forward(self, input_ids, model_layers_0_self_attn_q_proj_weight):
             sym_size = aten.sym_size.int(input_ids, 0)
-            x = embedding.view(1, sym_size, -1)
+            x = embedding.view(1, sym_size, -1); x_1 = x * 2; y = torch.mean(x_1.to(torch.float32), -1)
 
-    Requires: a graph of mllm_compile.model.trace. The gate has looked at the size checks before they are dropped here.
+    Requires: a graph of mllm_compile.model.trace. The gate has looked at the size checks before they are dropped here,
+        and refused writes into inputs. A write of an unknown kind ends the compile with an error that names it.
     Preserves: every value bitwise.
     """
 
@@ -37,9 +42,10 @@ class Canonicalise:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = self._drop_checks(gm) + self._drop_size_inputs(gm)
+        matches = self._drop_checks(gm) + self._drop_size_inputs(gm) + make_functional(gm)
         self._rename_placeholders(gm)
         drop_dead_nodes(gm)
+        spell(gm)
         self._drop_unused_weights(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 

@@ -14,7 +14,6 @@ from mllm_compile.passes.match.nodes import (
     drop_dead_nodes,
     is_attention_with_output,
     is_call,
-    is_method_call,
     takes_kernels,
 )
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
@@ -170,13 +169,13 @@ def _new_size(v: Any) -> torch.SymInt:
 
 def _match_rotation(flat: fx.Node) -> _Rotation | None:
     """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D]."""
-    node: Any = flat.args[0] if is_method_call(flat, "contiguous") else flat
-    if not is_method_call(node, "reshape", "view") or len(node.meta["val"].shape) != 3:
+    node: Any = flat.args[0] if is_call(flat, "contiguous") else flat
+    if not is_call(node, torch.reshape, "view") or len(node.meta["val"].shape) != 3:
         return None
     rotated = _transposed(node.args[0])
-    if not is_call(rotated, operator.add, torch.add):
+    if not is_call(rotated, operator.add):
         return None
-    first, second = rotated.args[:2]
+    first, second = rotated.args
     for straight, crossed in ((first, second), (second, first)):
         found = _match_products(straight, crossed)
         if found is not None:
@@ -186,10 +185,10 @@ def _match_rotation(flat: fx.Node) -> _Rotation | None:
 
 def _match_products(straight: object, crossed: object) -> _Rotation | None:
     """x * cos and rotate_half(x) * sin."""
-    if not (is_call(straight, operator.mul, torch.mul) and is_call(crossed, operator.mul, torch.mul)):
+    if not (is_call(straight, operator.mul) and is_call(crossed, operator.mul)):
         return None
-    x, cos = straight.args[:2]
-    half, sin = crossed.args[:2]
+    x, cos = straight.args
+    half, sin = crossed.args
     if not isinstance(x, fx.Node) or not _is_rotate_half(half, x):
         return None
     cos, sin, heads = _angles(cos), _angles(sin), _transposed(x)
@@ -204,11 +203,11 @@ def _match_products(straight: object, crossed: object) -> _Rotation | None:
 
 def _is_rotate_half(node: object, x: fx.Node) -> bool:
     """cat((-x[..., D/2:], x[..., :D/2]), -1)."""
-    if not is_call(node, torch.cat) or (node.kwargs.get("dim"), *node.args[1:]) not in {(-1,), (None, -1)}:
+    if not is_call(node, torch.cat) or node.args[1:] != (-1,):
         return False
     parts: Any = node.args[0]
     half = x.meta["val"].shape[-1] // 2
-    if len(parts) != 2 or not is_call(parts[0], operator.neg, torch.neg):
+    if len(parts) != 2 or not is_call(parts[0], operator.neg):
         return False
     return _is_slice(parts[0].args[0], x, slice(half, None, None)) and _is_slice(parts[1], x, slice(None, half, None))
 
@@ -219,7 +218,7 @@ def _is_slice(node: object, x: fx.Node, columns: slice) -> bool:
 
 def _angles(node: object) -> fx.Node | None:
     """unsqueeze(angles [1, T, D], 1) → angles."""
-    if not is_method_call(node, "unsqueeze") or node.args[1:] != (1,):
+    if not is_call(node, torch.unsqueeze) or node.args[1:] != (1,):
         return None
     angles: Any = node.args[0]
     val = angles.meta["val"]
@@ -228,7 +227,7 @@ def _angles(node: object) -> fx.Node | None:
 
 def _transposed(node: object) -> fx.Node | None:
     """x.transpose(1, 2) → x."""
-    if not is_method_call(node, "transpose") or node.args[1:] != (1, 2):
+    if not is_call(node, torch.transpose) or node.args[1:] != (1, 2):
         return None
     source: Any = node.args[0]
     return source

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from mllm_compile.passes.base import HEAD_INPUT, PassResult
 from mllm_compile.passes.match.nodes import (
@@ -20,7 +21,6 @@ from mllm_compile.passes.match.nodes import (
     is_call,
     is_symbolic,
     recompute_value,
-    writes_in_place,
 )
 
 
@@ -88,11 +88,11 @@ class _Region:
 
     @classmethod
     def ahead_of(cls, gather: fx.Node, last: fx.Node) -> _Region | None:
-        """None where a node works on more than one token at a time or writes in place, where the head reads more than
-        what is gathered, or where nothing lies between."""
+        """None where a node works on more than one token at a time, where the head reads more than what is gathered, or
+        where nothing lies between."""
         order = {node: place for place, node in enumerate(gather.graph.nodes)}
         between = [node for node in order if order[last] < order[node] < order[gather]]
-        if any(writes_in_place(node) or _is_read_behind(node, gather, order) for node in between):
+        if any(_is_read_behind(node, gather, order) for node in between):
             return None
         region, wanted = set(), [gather.args[0]]
         sources: dict[fx.Node, None] = {}
@@ -207,7 +207,7 @@ def _keeps_order(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
 
 
 def _is_mean_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = node.args[1] if len(node.args) > 1 else None
     dims = dims if isinstance(dims, tuple | list) else [dims]
     if not all(isinstance(dim, int) for dim in dims):
         return False
@@ -216,18 +216,17 @@ def _is_mean_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
 
 
 def _is_split_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    dim = node.args[2] if len(node.args) > 2 else 0
     return isinstance(dim, int) and dim % first.dim() != _token_dim(first)
 
 
 def _is_norm_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+    shape = node.args[1]
     return isinstance(shape, tuple | list) and len(inputs) == 1 and (_token_dim(first) or 0) < first.dim() - len(shape)
 
 
 def _is_no_dropout(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return training is False
+    return node.args[2:] == (False,)  # training
 
 
 def _is_part(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
@@ -237,19 +236,17 @@ def _is_part(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
 
 _POINTWISE = (
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow),
-    *(torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.square, torch.sqrt, torch.rsqrt, torch.neg),
-    *(torch.tanh, torch.sigmoid, torch.relu, torch.clamp, torch.where),
-    *(torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu, torch._C._nn.gelu),
-    *("add", "sub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "neg", "tanh", "sigmoid", "relu", "clamp"),
-    *("to", "float", "type_as", "contiguous"),
+    *(torch.add, torch.sub),  # with a factor
+    *(torch.square, torch.sqrt, torch.rsqrt, torch.tanh, torch.sigmoid, torch.relu, torch.clamp, torch.where),
+    *(functional.silu, functional.gelu, "to", "contiguous"),
 )
 _RULES: dict[Any, Callable[[fx.Node, Any, list[Any]], bool]] = {
     **dict.fromkeys(_POINTWISE, _is_pointwise),
-    **dict.fromkeys((LINEAR, torch.nn.functional.linear), _is_linear),
-    **dict.fromkeys(("reshape", "view", "flatten", "unsqueeze", torch.reshape), _keeps_order),
-    **dict.fromkeys(("mean", torch.mean), _is_mean_of_others),
-    **dict.fromkeys((torch.functional.split, torch.split, torch.chunk, "split", "chunk"), _is_split_of_others),
-    torch.nn.functional.layer_norm: _is_norm_of_others,
-    torch.nn.functional.dropout: _is_no_dropout,
+    **dict.fromkeys((torch.reshape, "view", torch.flatten, torch.unsqueeze), _keeps_order),
+    **dict.fromkeys((torch.split, torch.chunk), _is_split_of_others),
+    LINEAR: _is_linear,
+    torch.mean: _is_mean_of_others,
+    functional.layer_norm: _is_norm_of_others,
+    functional.dropout: _is_no_dropout,
     operator.getitem: _is_part,
 }

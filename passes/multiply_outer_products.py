@@ -11,9 +11,6 @@ from torch import fx
 from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_call
 
-_PRODUCTS = (operator.matmul, torch.matmul, torch.bmm)
-_METHODS = ("matmul", "bmm")
-
 
 class MultiplyOuterProducts:
     """Matrix products that add nothing up become multiplications.
@@ -43,15 +40,14 @@ class MultiplyOuterProducts:
         for node in products:
             column, row = node.args
             with gm.graph.inserting_before(node):
-                node.replace_all_uses_with(call(gm.graph, torch.mul, column, row))
+                node.replace_all_uses_with(call(gm.graph, operator.mul, column, row))
         drop_dead_nodes(gm)
         return PassResult(gm, len(products), before, len(gm.graph.nodes))
 
 
 def _is_outer_product(node: fx.Node) -> bool:
     """[..., M, 1] times [..., 1, N], both floating-point."""
-    is_product = is_call(node, *_PRODUCTS) or (node.op == "call_method" and node.target in _METHODS)
-    if not is_product or len(node.args) != 2 or node.kwargs:
+    if not is_call(node, operator.matmul, torch.bmm):
         return False
     column, row = (operand.meta["val"] for operand in node.args if isinstance(operand, fx.Node))
     return (

@@ -77,7 +77,7 @@ class PackProjections:
             bias = _packed_placeholder(gm, [linear_operands(node)[2] for node in linears], first_bias, packed)
         with gm.graph.inserting_before(linears[0]):
             joined = call(gm.graph, LINEAR, source, weight, bias)
-            parts = call(gm.graph, torch.split, joined, rows, dim=-1)
+            parts = call(gm.graph, torch.split, joined, rows, -1)
             joined.meta["nn_module_stack"] = parts.meta["nn_module_stack"] = linears[0].meta.get("nn_module_stack", {})
             outputs = [call(gm.graph, operator.getitem, parts, index) for index in range(len(rows))]
         for node, output in zip(linears, outputs, strict=True):
@@ -90,7 +90,7 @@ class PackProjections:
 
 
 def _is_packable(node: fx.Node) -> bool:
-    if not is_call(node, LINEAR, torch.nn.functional.linear):
+    if not is_call(node, LINEAR):
         return False
     _, weight, bias = linear_operands(node)
     if not (is_weight(weight) and len(weight.users) == 1 and weight.meta["val"].shape[0] >= _MIN_ROWS):

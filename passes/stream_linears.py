@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
 from mllm_compile.passes.base import SMALL_FORMS, PassResult
@@ -61,7 +60,7 @@ class StreamLinears:
 def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
     """None too where a linear would be left to the library, which is slow with few tokens."""
     ops = streamed(tokens)
-    linears = [node for node in piece.graph.nodes if is_call(node, LINEAR, torch.nn.functional.linear)]
+    linears = [node for node in piece.graph.nodes if is_call(node, LINEAR)]
     return few_token_form(piece, ops) if all(ops.match(node) for node in linears) else None
 
 

@@ -20,7 +20,8 @@ from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.refusals import refusing
 from mllm_compile.model.small_weights import materialise
 from mllm_compile.model.trace import Trace
-from mllm_compile.passes.match.nodes import is_attention, is_symbolic, writes_in_place
+from mllm_compile.passes.match.in_place import InPlaceError, writes_in_place, written_tensor
+from mllm_compile.passes.match.nodes import is_attention, is_symbolic
 
 _ATTENTION_FUNCTIONS = ("scaled_dot_product", "flex_attention", "flash_attention", "multi_head_attention")
 
@@ -133,9 +134,12 @@ def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         if not writes_in_place(node):
             continue
-        target = node.kwargs.get("out") if isinstance(node.kwargs.get("out"), fx.Node) else node.args[0]
-        val = target.meta.get("val") if isinstance(target, fx.Node) else None
-        written = inputs.get(val.untyped_storage()._cdata) if isinstance(val, torch.Tensor) else None
+        try:
+            val = written_tensor(node).meta["val"]
+        except InPlaceError as error:
+            yield f"{error} ({_where(node)})"
+            continue
+        written = inputs.get(val.untyped_storage()._cdata)
         if written is not None:
             yield f"{node.name} writes into {written.meta.get('weight_name', written.target)} ({_where(node)})"
 

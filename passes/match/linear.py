@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
-from mllm_compile.passes.match.nodes import LINEAR, is_call, linear_operands, takes_kernels, writes_in_place
+from mllm_compile.passes.match.nodes import LINEAR, is_call, linear_operands, takes_kernels
 from mllm_compile.passes.match.rms_norm import match_rms_norm
-
-_SPLIT = (torch.split, torch.functional.split)
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Linear:
 
 def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
     """A linear in a type that the kernels take, without a bias unless `takes_bias`."""
-    if not is_call(node, LINEAR, torch.nn.functional.linear):
+    if not is_call(node, LINEAR):
         return None
     source, weight, bias = linear_operands(node)
     if weight.op != "placeholder" or not takes_kernels(weight):
@@ -46,31 +45,29 @@ def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
 
 def match_silu_mul(node: fx.Node) -> fx.Node | None:
     """silu(gate) * up over the two halves of one value, gate first: that value."""
-    if not is_call(node, operator.mul, torch.mul) or node.kwargs or len(node.args) != 2:
+    if not is_call(node, operator.mul):
         return None
     silu, up = node.args
-    if not is_call(silu, torch.nn.functional.silu):
+    if not is_call(silu, functional.silu):
         silu, up = up, silu
-    # In place it would change the very halves that a kernel of ours reads.
-    if not is_call(silu, torch.nn.functional.silu) or len(silu.users) != 1 or writes_in_place(silu) or silu.args[1:]:
+    if not is_call(silu, functional.silu) or len(silu.users) != 1:
         return None
     gate: Any = silu.args[0]
     if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem) and gate.args[0] is up.args[0]):
         return None
     split: Any = gate.args[0]
-    if (gate.args[1], up.args[1]) != (0, 1) or not is_call(split, *_SPLIT) or len(split.users) != 2:
-        return None
-    sizes: Any = split.args[1] if len(split.args) > 1 else None
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or sizes[0] != sizes[1]:
+    if (gate.args[1], up.args[1]) != (0, 1) or not is_call(split, torch.split) or len(split.users) != 2:
         return None
     source: Any = split.args[0]
-    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
-    return source if dim in (-1, source.meta["val"].dim() - 1) else None
+    sizes: Any = split.args[1]
+    dim = split.args[2] if len(split.args) > 2 else 0
+    are_halves = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
+    return source if are_halves and dim in (-1, source.meta["val"].dim() - 1) else None
 
 
 def match_residual(node: fx.Node) -> Iterator[tuple[Linear, fx.Node]]:
     """residual + linear, where nothing else reads the linear: (the linear, the residual), for either operand."""
-    if not is_call(node, operator.add, torch.add) or len(node.args) != 2 or node.kwargs:  # alpha, out
+    if not is_call(node, operator.add):
         return
     for residual, product in (node.args, node.args[::-1]):
         linear = match_linear(product)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -17,26 +16,18 @@ LINEAR = torch._C._nn.linear
 # Where the kernels run that passes put into pieces, and on what.
 KERNEL_DEVICE_TYPE = "cuda"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor", "setitem")
-)
 
 
-def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[fx.Node]:
-    """True for a call_function node of one of `targets`."""
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
-
-
-def is_method_call(node: object, *names: str) -> TypeGuard[fx.Node]:
-    """True for a call_method node of one of `names`."""
-    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
+def is_call(node: object, *targets: Callable[..., Any] | str) -> TypeGuard[fx.Node]:
+    """True for a call of one of `targets`: functions, or methods by their names. In a canonical graph an operation has
+    one target, and its arguments stand by place (spelling.py)."""
+    return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
 
 
 def linear_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """Input, weight and bias of a call of LINEAR, by place or by name."""
-    values = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    return values["input"], values["weight"], values.get("bias")  # type: ignore[return-value]
+    """Input, weight and bias of a call of LINEAR."""
+    source, weight, *bias = node.args
+    return source, weight, bias[0] if bias else None  # type: ignore[return-value]
 
 
 def takes_kernels(node: fx.Node) -> bool:
@@ -87,22 +78,10 @@ def is_symbolic(value: object) -> bool:
     return isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
-def writes_in_place(node: fx.Node) -> bool:
-    """True for a call that changes a tensor it is given (`x.mul_(2)`, `x += y`, `out=`): it counts without a reader."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return (
-        node.target in _IN_PLACE_OPERATORS
-        or (name.endswith("_") and not name.endswith("__"))
-        or bool(node.kwargs.get("inplace"))
-        or node.kwargs.get("out") is not None
-    )
-
-
 def drop_dead_nodes(gm: fx.GraphModule) -> None:
-    """Erases calls whose result nobody reads; FX's own rule takes an unread `x.mul_(2)` for one of them."""
-    gm.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_in_place(node))
+    """Erases calls whose result nobody reads. In a functional graph only ops count without a reader whose schema says
+    that they write, as those of attention and of the KV cache."""
+    gm.graph.eliminate_dead_code()
 
 
 def called_pieces(gm: fx.GraphModule) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mllm_compile.passes.match.nodes import is_call, is_method_call
+from mllm_compile.passes.match.nodes import is_call
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RMSNorm:
 
 def match_rms_norm(node: fx.Node) -> RMSNorm | None:
     """The norm whose result `node` is, or None. Inside a piece, where weights are plain placeholders."""
-    if not is_call(node, operator.mul, torch.mul):
+    if not is_call(node, operator.mul):
         return None
     for weight, scaled in (node.args, node.args[::-1]):
         if not (isinstance(weight, fx.Node) and weight.op == "placeholder" and weight.meta["val"].dim() == 1):
@@ -36,10 +36,10 @@ def match_rms_norm(node: fx.Node) -> RMSNorm | None:
 
 def _match_scaled(node: object) -> tuple[fx.Node, float] | None:
     """(x.float() * rsqrt(…)).to(dtype) → x, eps."""
-    if not is_method_call(node, "to"):
+    if not is_call(node, "to"):
         return None
     product = node.args[0]
-    if not is_call(product, operator.mul, torch.mul):
+    if not is_call(product, operator.mul):
         return None
     factors: Any = product.args
     for wide, root in (factors, factors[::-1]):
@@ -53,16 +53,16 @@ def _match_scaled(node: object) -> tuple[fx.Node, float] | None:
 
 def _match_mean_square(node: object, wide: fx.Node) -> float | None:
     """mean(wide ** 2, -1, keepdim=True) + eps → eps."""
-    if not is_call(node, operator.add, torch.add):
+    if not is_call(node, operator.add):
         return None
     mean, eps = node.args
-    if not isinstance(eps, float) or not is_method_call(mean, "mean"):
+    if not isinstance(eps, float) or not is_call(mean, torch.mean):
         return None
-    if mean.args[1:] != (-1,) or mean.kwargs != {"keepdim": True}:
+    square, *rest = mean.args
+    if rest != [-1, True]:
         return None
-    square = mean.args[0]
-    return eps if is_method_call(square, "pow") and square.args == (wide, 2) else None
+    return eps if is_call(square, operator.pow) and square.args == (wide, 2) else None
 
 
 def _is_float32(node: object) -> bool:
-    return is_method_call(node, "to") and torch.float32 in (*node.args[1:], *node.kwargs.values())
+    return is_call(node, "to") and torch.float32 in (*node.args[1:], *node.kwargs.values())

@@ -107,9 +107,16 @@ def as_gpt_bigcode_views(builder: GraphBuilder, x: fx.Node) -> fx.Node:
     return builder.method("view", builder.call(torch.relu, x), sizes)
 
 
+def in_place(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    y = builder.call(torch.relu, x)
+    builder.method("mul_", y, 2)
+    return y
+
+
 @pytest.mark.parametrize(
     "body",
     [
+        in_place,
         views,
         as_opt_views,
         as_gpt_bigcode_views,
@@ -135,12 +142,6 @@ def is_multiplied_by_the_number_of_tokens(builder: GraphBuilder, x: fx.Node) -> 
     return builder.call(operator.mul, x, builder.call(operator.getitem, sizes, 1))
 
 
-def in_place(builder: GraphBuilder, x: fx.Node) -> fx.Node:
-    y = builder.call(torch.relu, x)
-    builder.method("mul_", y, 2)
-    return y
-
-
 def writes_a_part(builder: GraphBuilder, x: fx.Node) -> fx.Node:
     y = builder.call(torch.relu, x)
     written = builder.graph.call_function(operator.setitem, (y, (slice(None), slice(None), 0), 5.0))
@@ -158,7 +159,6 @@ def writes_a_part(builder: GraphBuilder, x: fx.Node) -> fx.Node:
         lambda builder, x: builder.call(operator.add, x, builder.method("flip", x, 1)),
         is_told_its_sizes,
         is_multiplied_by_the_number_of_tokens,
-        in_place,
         writes_a_part,
         lambda builder, x: builder.call(operator.mul, x, builder.size_inputs["T"]),
         lambda builder, x: builder.call(operator.truediv, x, builder.call(operator.add, builder.size_inputs["T"], 1)),

@@ -56,10 +56,10 @@ class GraphBuilder:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return call(self.graph, target, *args, **kwargs)
 
-    def method(self, name: str, *args: Any) -> fx.Node:
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         values = fx.map_arg(args, lambda node: node.meta["val"])
-        node = self.graph.call_method(name, args)
-        node.meta["val"] = getattr(values[0], name)(*values[1:])
+        node = self.graph.call_method(name, args, kwargs)
+        node.meta["val"] = getattr(values[0], name)(*values[1:], **kwargs)
         return node
 
     def linear(self, source: fx.Node, name: str, rows: int, bias: bool = False) -> fx.Node:
@@ -159,6 +159,51 @@ def run(gm: fx.GraphModule, num_tokens: int = 7, seed: int = 0) -> torch.Tensor:
 
     Attention after its lowering sees one request of `num_tokens` tokens.
     """
+    return _run(gm, gm, num_tokens, seed)
+
+
+def assert_values_hold(gm: fx.GraphModule, num_tokens: int = 7) -> None:
+    """Runs the graph and its pieces node by node: each gives tensors of the shape and type that its `val` says."""
+    _run(gm, _Checking(gm, {}).run, num_tokens, 0)
+
+
+class _Checking(fx.Interpreter):
+    """Compares what nodes give with their `val`; `sizes` has what the symbols stand for, from the inputs on."""
+
+    def __init__(self, gm: fx.GraphModule, sizes: dict[str, int]) -> None:
+        super().__init__(gm)
+        self._sizes = sizes
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if node.op != "output":
+            self._compare(node, node.meta["val"], result)
+        return result
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        piece: Any = self.module.get_submodule(target)
+        return _Checking(piece, self._sizes).run(*args)
+
+    def _compare(self, node: fx.Node, said: Any, got: Any) -> None:
+        if isinstance(said, tuple | list) and not isinstance(said, torch.Size):
+            assert len(said) == len(got), node.name
+            for one, other in zip(said, got, strict=True):
+                self._compare(node, one, other)
+        elif isinstance(said, torch.Tensor):
+            assert got.dtype == said.dtype, f"{node.name} gives {got.dtype}, said to be {said.dtype}"
+            assert got.dim() == said.dim(), f"{node.name} gives {list(got.shape)}, said to be {list(said.shape)}"
+            for size, number in zip(said.shape, got.shape, strict=True):
+                symbol = str(size)
+                if node.op == "placeholder" and symbol.isidentifier():
+                    self._sizes.setdefault(symbol, number)
+                wanted = size if isinstance(size, int) else self._evaluated(size.node.expr)
+                assert number == wanted, f"{node.name} gives {list(got.shape)}, said to be {list(said.shape)}"
+
+    def _evaluated(self, expression: Any) -> int:
+        return int(expression.subs({symbol: self._sizes[str(symbol)] for symbol in expression.free_symbols}))
+
+
+def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     inputs = {
         "input_ids": torch.randint(0, VOCAB, (num_tokens,), generator=generator),
@@ -176,7 +221,7 @@ def run(gm: fx.GraphModule, num_tokens: int = 7, seed: int = 0) -> torch.Tensor:
             num_tokens=num_tokens,
         ),
     ):
-        return gm(*values)[0]
+        return call_graph(*values)[0]
 
 
 def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.match.nodes import LINEAR
+from mllm_compile.passes.match.spelling import spell
 
 HIDDEN, FFN, EPS = 256, 512, 1e-6
 
@@ -58,8 +59,12 @@ class Block:
         return self.call(operator.mul, self.call(torch.nn.functional.silu, gate), up)
 
     def module(self, *outputs: fx.Node) -> fx.GraphModule:
+        """The piece, spelled as canonicalise leaves it."""
         self.graph.output(tuple(outputs))
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        gm = fx.GraphModule(torch.nn.Module(), self.graph)
+        spell(gm)
+        gm.recompile()
+        return gm
 
 
 def decoder_piece(
