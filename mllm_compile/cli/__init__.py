@@ -7,7 +7,6 @@ runs.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
@@ -25,11 +24,11 @@ from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
 from mllm_compile.errors import MllmError
 from mllm_compile.process.bytecode import kept_bytecode
+from mllm_compile.runtime.disk_space import is_full
 
 PROGRAM = "mllm-compile"
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile_command,
@@ -118,7 +117,7 @@ def _message_for_user(error: Exception) -> str | None:
     """One line for a user's mistake, None for an error of ours."""
     if isinstance(error, MllmError):
         return " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+    if isinstance(error, OSError) and is_full(error):
         place = "" if error.filename is None else f"{error.filename}: "
         return f"{place}{error.strerror}. Make room, or write to another place."
     # typer's usage errors; their base class has moved between its versions, the method has not.

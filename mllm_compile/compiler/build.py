@@ -102,6 +102,7 @@ def _fill(
     config, model = target.config, target.model
     with (
         TemporaryDirectory(dir=scratch) as folder,  # left when the workers, which write into it, have ended
+        _inductor_cache(Path(folder)),
         _workers(config, Path(folder)) as workers,
         KernelCompiler() as compiler,
     ):
@@ -117,6 +118,20 @@ def _fill(
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
         return lowered, files, _build_pieces(config, lowered, scratch, workers, compiler, early, timeline)
+
+
+@contextmanager
+def _inductor_cache(folder: Path) -> Iterator[None]:
+    """Importing Dynamo makes Inductor's cache folder, by default in the one for temporary files; here it is `folder`,
+    which may go: pieces are compiled in processes of their own (inductor/workers.py)."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, str(folder))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
 
 
 def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:

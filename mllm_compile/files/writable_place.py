@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mllm_compile.errors import ConfigError
+from mllm_compile.runtime.disk_space import describe_full, is_full
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAKE_ROOM = "make room (mllm-compile cache prune removes what is not needed)"
 
 
@@ -21,10 +22,12 @@ class Place:
 
     Attributes:
         name: what the user calls it.
+        folder: where it lies.
         remedy: what to do when it cannot be written.
     """
 
     name: str
+    folder: Path
     remedy: str
 
     @contextmanager
@@ -41,17 +44,24 @@ class Place:
         try:
             yield
         except OSError as error:
-            if error.errno not in _FULL:
+            if not is_full(error):
                 raise
             # A copy names what it reads first.
             files = [Path(os.fsdecode(name)) for name in (error.filename2, error.filename) if name is not None]
             if not files or any(file.is_relative_to(folder) for file in files):
                 raise self._cannot_write(error) from error
-            raise ConfigError(f"{files[0]} cannot be written ({error.strerror}); {_MAKE_ROOM}") from error
+            place = files[0] if files[0].is_dir() else files[0].parent
+            remedy = "set TMPDIR to another" if files[0].is_relative_to(tempfile.gettempdir()) else self.remedy
+            raise ConfigError(
+                f"{files[0]} cannot be written: {describe_full(error, place)}; {_MAKE_ROOM}, or {remedy}"
+            ) from error
 
     def _cannot_write(self, error: OSError) -> ConfigError:
-        room = f"{_MAKE_ROOM}, or " if error.errno in _FULL else ""
-        return ConfigError(f"{self.name} cannot be written ({error.strerror or error}); {room}{self.remedy}")
+        if is_full(error):
+            return ConfigError(
+                f"{self.name} cannot be written: {describe_full(error, self.folder)}; {_MAKE_ROOM}, or {self.remedy}"
+            )
+        return ConfigError(f"{self.name} cannot be written ({error.strerror or error}); {self.remedy}")
 
 
 def place_of(final: Path, *, is_output: bool) -> Place:
@@ -61,13 +71,13 @@ def place_of(final: Path, *, is_output: bool) -> Place:
         is_output: --output named it; otherwise it is one of a cache.
     """
     if is_output:
-        return Place(f"--output {final}", "give --output a folder of yours")
+        return Place(f"--output {final}", final.parent, "give --output a folder of yours")
     return cache_place(final.parent.parent)
 
 
 def cache_place(folder: Path) -> Place:
     """Of a cache as a whole."""
-    return Place(f"cache.dir {folder}", "set cache.dir, or MLLM_COMPILE_CACHE, to a folder of yours")
+    return Place(f"cache.dir {folder}", folder, "set cache.dir, or MLLM_COMPILE_CACHE, to a folder of yours")
 
 
 def make_folder(folder: Path) -> None:

@@ -25,6 +25,7 @@ from mllm_compile.files.cache_folders import make_private
 from mllm_compile.inductor.compile_piece import SYSTEM_CXX, PieceInput
 from mllm_compile.process import bytecode
 from mllm_compile.process.group import ProcessGroup
+from mllm_compile.runtime.disk_space import full_disk_said
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
 _COMMAND = (sys.executable, "-m", "mllm_compile.inductor.server")
@@ -72,7 +73,7 @@ class PieceWorkers:
 
         Returns:
             Ends with a CompileError where the piece does not compile: the piece's name and the first line of the
-            compiler's error.
+            compiler's error; or with an OSError where a disk is full.
         """
         return self._threads.submit(self._run, job)
 
@@ -87,6 +88,9 @@ class PieceWorkers:
             }
         ).result()
         if answer.get("error"):
+            written = (job.package_path.parent, self._failed.parent, Path(tempfile.gettempdir()))
+            if (full := full_disk_said(answer["error"], written)) is not None:
+                raise full
             raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {self._keep(job)})")
 
     def _keep(self, job: PieceJob) -> Path:

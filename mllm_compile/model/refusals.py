@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mllm_compile.errors import MllmError, UnsupportedModelError
+from mllm_compile.runtime.disk_space import full_disk
 
 
 @contextmanager
@@ -13,13 +14,15 @@ def refusing(what: str) -> Iterator[None]:
     """Turns every exception but our own into UnsupportedModelError("{what}: {its first line}").
 
     A model is code that we have not written, and there is no telling what it raises; to a user it is all the same:
-    this model is not served, and why.
+    this model is not served, and why. A full disk is no fault of the model's.
     """
     try:
         yield
     except MllmError:
         raise
     except Exception as error:
+        if (cause := full_disk(error)) is not None:
+            raise cause from None
         raise UnsupportedModelError(f"{what}: {first_line(error)}") from error
 
 

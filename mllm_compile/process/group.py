@@ -52,7 +52,7 @@ def _run(watched: int, command: Sequence[str]) -> None:
         os.read(watched, 1)
         os.killpg(0, signal.SIGKILL)
     os.close(watched)
-    os.execvp(command[0], command)
+    os.execvp(command[0], list(command))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def check_members(name: str, package: bytes) -> None:
 
 # Before torch 2.13 the loader takes no folder: it unpacks a package itself into one in /tmp, which stays where the
 # process is killed. Can go with them.
-_TAKES_FOLDERS = TorchVersion(torch.__version__) >= (2, 13)
+_TAKES_FOLDERS = TorchVersion(torch.__version__) >= "2.13"
 
 
 @contextmanager

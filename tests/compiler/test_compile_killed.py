@@ -19,6 +19,7 @@ import yaml
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.store.artifact import open_artifact
 from mllm_compile.store.publish import runtimes_folder
+from tests.process.test_group import is_alive, wait_for_end
 from tests.tiny_model import tiny_config
 
 
@@ -88,3 +89,26 @@ def test_thirty_killed_compiles_leave_no_half_runtime(config_path):
 @pytest.mark.slow
 def test_four_processes_compile_the_same_at_once(config_path):
     race(config_path, 4)
+
+
+HOLDS_WORKERS = """
+import sys
+from pathlib import Path
+from mllm_compile.inductor.workers import PieceWorkers
+workers = PieceWorkers("cpu", {}, Path(sys.argv[1]) / "cache", Path(sys.argv[1]), 1)
+print(workers._compiler._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_compiler_process_ends_with_a_killed_compile_also_while_it_imports(tmp_path):
+    """Before it takes requests it does not look at its input: imports take seconds, or a minute on a busy machine."""
+    compiling = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_WORKERS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert compiling.stdout is not None
+    pid = int(compiling.stdout.readline())
+    assert is_alive(pid)
+    compiling.send_signal(signal.SIGKILL)
+    compiling.communicate()
+    wait_for_end(pid)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from mllm_compile.process.group import ProcessGroup
@@ -25,15 +26,17 @@ sys.stdin.read()
 """
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_for_end(pid: int) -> None:
     """Returns when the process has ended; a hang is for the test run's own guard."""
-    stat = Path(f"/proc/{pid}/stat")
-    while True:
-        try:
-            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-        except (FileNotFoundError, ProcessLookupError):
-            return
+    while is_alive(pid):
+        time.sleep(0.01)
 
 
 def test_all_end_when_the_starting_process_is_killed():

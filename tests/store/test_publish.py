@@ -98,12 +98,12 @@ def test_where_a_file_system_has_no_locks_compiles_go_on(tmp_path, monkeypatch):
     assert sweep(final.parent) == []
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_disk_that_fills_up_meanwhile_is_told_with_the_place_and_leaves_nothing(tmp_path, number):
     cache = runtimes_folder(tmp_path) / "key"
-    with pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written .*make room"):
+    with pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written: .*MiB free.*; make room"):
         fill_the_disk(new_artifact_folder(cache), number)
-    with pytest.raises(ConfigError, match=rf"--output {tmp_path}/out cannot be written .*make room"):
+    with pytest.raises(ConfigError, match=rf"--output {tmp_path}/out cannot be written: .*MiB free.*; make room"):
         fill_the_disk(new_artifact_folder(tmp_path / "out", is_output=True), number)
     assert names(tmp_path) == set()
     assert [path.name for path in tmp_path.iterdir()] == ["runtimes"]
@@ -117,7 +117,10 @@ def fill_the_disk(folder: AbstractContextManager[Path], number: int) -> None:
 def test_another_disk_that_fills_up_is_told_by_its_own_name(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/log")
     with (
-        pytest.raises(ConfigError, match=r"^/elsewhere/log cannot be written \(No space left on device\); make room"),
+        pytest.raises(
+            ConfigError,
+            match=r"^/elsewhere/log cannot be written: the disk that holds /elsewhere is full \(0 MiB free\)",
+        ),
         new_artifact_folder(tmp_path / "key"),
     ):
         raise full
@@ -126,12 +129,15 @@ def test_another_disk_that_fills_up_is_told_by_its_own_name(tmp_path):
 def test_a_copy_that_does_not_fit_is_told_by_where_it_was_to_go(tmp_path):
     cache = runtimes_folder(tmp_path) / "key"
     with (
-        pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written .*make room"),
+        pytest.raises(ConfigError, match=rf"cache\.dir {tmp_path} cannot be written: .*make room"),
         new_artifact_folder(cache) as scratch,
     ):
         raise OSError(errno.ENOSPC, "No space left on device", "/model/tokenizer.json", None, str(scratch / "t.json"))
     with (
-        pytest.raises(ConfigError, match=r"^/elsewhere/copy cannot be written \(No space left on device\); make room"),
+        pytest.raises(
+            ConfigError,
+            match=r"^/elsewhere/copy cannot be written: the disk that holds /elsewhere is full \(0 MiB free\)",
+        ),
         new_artifact_folder(cache),
     ):
         raise OSError(errno.ENOSPC, "No space left on device", "/model/tokenizer.json", None, "/elsewhere/copy")
@@ -168,9 +174,8 @@ def test_a_cache_that_refuses_to_be_written_is_told_by_whatever_writes_it(cache,
         lambda: remove_runtime(runtimes_folder(cache) / "new"),
         lambda: prune(cache, 0),
     ):
-        with pytest.raises(
-            ConfigError, match=re.escape(f"cache.dir {cache} cannot be written ({os.strerror(number)})")
-        ):
+        reason = f": the disk that holds {cache} is full" if number == errno.ENOSPC else f" ({os.strerror(number)})"
+        with pytest.raises(ConfigError, match=re.escape(f"cache.dir {cache} cannot be written{reason}")):
             use()
 
 

@@ -1,0 +1,116 @@
+"""A disk that fills up is told as that, with its place and its room, whoever was writing; a compile leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile.inductor.workers import PieceJob, PieceWorkers
+from mllm_compile.model.refusals import refusing
+from mllm_compile.runtime.disk_space import full_disk_said
+from tests.tiny_model import TINY
+
+EAGER = {"backend": "eager"}
+FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
+
+
+@pytest.mark.parametrize("number", FULL)
+def test_it_is_not_told_as_the_models_fault(number):
+    with pytest.raises(OSError) as raised, refusing("'llama' models cannot be rewritten"):
+        try:
+            raise OSError(number, os.strerror(number), "/cache/graphs/01.txt")
+        except OSError as error:
+            raise RuntimeError("a pass failed") from error
+    assert (raised.value.errno, raised.value.filename) == (number, "/cache/graphs/01.txt")
+
+
+COMPILE_WITH_SMALL_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.argv = ["mllm-compile", sys.argv[1]]
+from mllm_compile.cli import main
+main()
+"""
+
+
+def test_a_compile_without_room_is_one_line_and_leaves_nothing(tmp_path):
+    """The kernel refuses the writes, as a full disk does."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {{path: {TINY}, dtype: float32}}\ncompile: {{backend: eager}}\n"
+        f"runtime: {{device: cpu}}\ncache: {{dir: {tmp_path / 'cache'}}}\n"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", COMPILE_WITH_SMALL_FILES, str(config)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert ended.returncode == 2, ended.stderr
+    said = ended.stderr.strip().splitlines()[-1]
+    assert f"cache.dir {tmp_path / 'cache'} cannot be written: a file in {tmp_path / 'cache'} would be larger" in said
+    assert "MiB free" in said
+    assert "make room" in said
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_compile_leaves_nothing_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom tests.tiny_model import tiny_config\n"
+        "from mllm_compile.compiler.load_or_compile import load_or_compile\n"
+        "load_or_compile(tiny_config(Path(sys.argv[1]), compile={'backend': 'eager'}))\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "cache")],
+        check=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
+    )
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_a_compiler_says_of_a_full_disk_is_told_with_the_disk(tmp_path, monkeypatch):
+    said = "C++ compile error: fatal error: error writing to /elsewhere/cc1.s: No space left on device"
+    error = full_disk_said(said, [tmp_path, Path("/elsewhere")])
+    assert error is not None
+    assert (error.errno, error.filename) == (errno.ENOSPC, "/elsewhere")
+    roomless = full_disk_said("ld: final link failed: No space left on device", [tmp_path, Path("/proc")])
+    assert roomless is not None
+    assert roomless.filename == "/proc", "the one with the least room"
+    assert full_disk_said("error: expected ';'", [tmp_path]) is None
+
+
+class _Answers:
+    """In place of the compiler process."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        future.set_result({"job": 0, "error": "[Errno 28] No space left on device"})
+        return future
+
+    def kill(self) -> None:
+        pass
+
+    close = kill
+
+
+def test_a_piece_without_room_ends_in_an_error_of_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("mllm_compile.inductor.workers._CompilerProcess", _Answers)
+    job = PieceJob("piece_1", tmp_path / "piece_1.py", (), tmp_path / "piece_1.pt2")
+    with PieceWorkers("cpu", {}, tmp_path / "cache", tmp_path, 1) as workers, pytest.raises(OSError) as raised:
+        workers.submit(job).result()
+    assert raised.value.errno == errno.ENOSPC
