@@ -1,4 +1,4 @@
-"""`mllm-compile cache list | prune | verify`: the runtimes that were compiled on this machine."""
+"""`mllm-compile cache list | remove | prune | verify`: the runtimes that were compiled on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,16 +21,26 @@ from mllm_compile.errors import (
 )
 from mllm_compile.files.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.files.cache_folders import auto_cache_dir, bytecode_cache, compiler_cache
-from mllm_compile.process.console import print_table
+from mllm_compile.process.console import fitted, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mllm_compile.store.contents import StoredRuntime
 
 DirOption = Annotated[
     Path | None, typer.Option("--dir", help="The cache folder (cache.dir of a config); by default the user's.")
 ]
 
 
+_COLUMNS = ("runtime", "model", "dtype", "backend", "device", "size", "last used")
+_DROPPED = ("backend", "device", "dtype", "last used")  # where there is no room, the first one first
+
+
 def make_cache_app() -> typer.Typer:
     app = typer.Typer(help="List, check and remove compiled runtimes.")
     app.command("list")(list_command)
+    app.command("remove")(remove_command)
     app.command("prune")(prune_command)
     app.command("verify")(verify_command)
     return app
@@ -39,20 +49,12 @@ def make_cache_app() -> typer.Typer:
 def list_command(cache_dir: DirOption = None) -> None:
     """List the runtimes, the last used first."""
     from mllm_compile.store.contents import stored_runtimes
-    from mllm_compile.store.publish import folder_bytes
+    from mllm_compile.store.publish import folder_bytes, runtimes_folder
 
     folder = _folder(cache_dir)
     runtimes = stored_runtimes(folder)
-    rows = [
-        (
-            runtime.folder.name,
-            str(runtime.manifest.config["model"]["source"]) if runtime.manifest else _state(runtime.problem),
-            format_bytes(runtime.num_bytes),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(runtime.last_used)),
-        )
-        for runtime in runtimes
-    ]
-    print_table(sys.stdout, f"{folder}", ("runtime", "model", "size", "last used"), rows)
+    rows = [_row(runtime) for runtime in runtimes]
+    print_table(sys.stdout, str(runtimes_folder(folder)), *fitted(sys.stdout, _COLUMNS, rows, "model", _DROPPED))
     for runtime in runtimes:
         if runtime.problem is not None:
             print(f"{runtime.folder.name} is {_state(runtime.problem)}: {runtime.problem}")
@@ -62,6 +64,53 @@ def list_command(cache_dir: DirOption = None) -> None:
     bytecode = bytecode_cache(folder)
     if bytecode.is_dir():
         print(f"kept by Python in {bytecode.name}/: {format_bytes(folder_bytes(bytecode))}")
+
+
+def _row(runtime: StoredRuntime) -> list[str]:
+    """As _COLUMNS."""
+    what = ["", "", ""]
+    source = _state(runtime.problem)
+    if runtime.manifest is not None:
+        config, architecture = runtime.manifest.config, runtime.manifest.factors.get("GPU architecture", "")
+        device = architecture if architecture.startswith("sm_") else str(config["runtime"]["device"])
+        source = str(config["model"]["source"])
+        what = [str(config["model"]["dtype"]), str(config["compile"]["backend"]), device]
+    return [runtime.folder.name, source, *what, format_bytes(runtime.num_bytes), _ago(runtime.last_used)]
+
+
+def _ago(moment: float) -> str:
+    seconds = time.time() - moment
+    if seconds >= 100 * 86400:
+        return time.strftime("%Y-%m-%d", time.localtime(moment))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:,.0f} {unit} ago"
+    return "now"
+
+
+def remove_command(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="As `cache list` shows them, or how they begin.")],
+    cache_dir: DirOption = None,
+) -> None:
+    """Remove runtimes by name."""
+    from mllm_compile.store.contents import remove_runtime, stored_runtimes
+
+    folder = _folder(cache_dir)
+    runtimes = stored_runtimes(folder)
+    # All names first: one that is wrong removes nothing.
+    for runtime in {name: _named(name, runtimes, folder) for name in names}.values():
+        print(f"removed {runtime.folder.name}: {format_bytes(remove_runtime(runtime.folder))}")
+
+
+def _named(name: str, runtimes: Sequence[StoredRuntime], folder: Path) -> StoredRuntime:
+    """The runtime of this name, or the only one whose name begins so."""
+    exact = [runtime for runtime in runtimes if runtime.folder.name == name]
+    found = exact or [runtime for runtime in runtimes if name and runtime.folder.name.startswith(name)]
+    if len(found) != 1:
+        which = ", ".join(runtime.folder.name for runtime in found)
+        said = f"begins the names of several runtimes, {which}" if found else "is no runtime"
+        raise ConfigError(f"{name!r} {said} in {folder}; `mllm-compile cache list` shows them")
+    return found[0]
 
 
 def prune_command(

@@ -7,11 +7,40 @@ from collections.abc import Sequence
 from typing import TextIO
 
 _WIDTH = 100  # of what is no terminal
+_SHORTEST = 8
 
 
 def text_width(stream: TextIO) -> int:
     """Columns that a line may take: the terminal's ($COLUMNS, where it is set), or 100 in a pipe."""
     return shutil.get_terminal_size((_WIDTH, 24)).columns if stream.isatty() else _WIDTH
+
+
+def fitted(
+    stream: TextIO, columns: Sequence[str], rows: Sequence[Sequence[str]], cut: str, drop: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """A table's columns and rows as they fit the stream's width.
+
+    Args:
+        cut: the column that is shortened to what the others leave, though not below _SHORTEST.
+        drop: columns to leave out while that does not do, the first one first.
+    """
+    dropped: set[str] = set()
+    for name in ("", *drop):
+        dropped.add(name)
+        kept = [index for index, column in enumerate(columns) if column not in dropped]
+        gap = 3 if stream.isatty() else 2  # rich's, and _print_plain's
+        others = sum(gap + max(len(row[i]) for row in (columns, *rows)) for i in kept if columns[i] != cut)
+        room = text_width(stream) - others - gap - 2
+        if room >= max([_SHORTEST, len(cut)]):
+            break
+    room = max(room, _SHORTEST)
+    shown = [[_shortened(row[i], room) if columns[i] == cut else row[i] for i in kept] for row in rows]
+    return [columns[i] for i in kept], shown
+
+
+def _shortened(text: str, width: int) -> str:
+    """Its end tells more: of a folder the name."""
+    return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def print_table(stream: TextIO, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

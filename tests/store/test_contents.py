@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from mllm_compile.cli import run
 from mllm_compile.errors import ConfigError, OtherFormatError
 from mllm_compile.files.byte_sizes import format_bytes, parse_bytes
 from mllm_compile.files.sealed_json import write_sealed
+from mllm_compile.process import console
+from mllm_compile.process.console import fitted
 from mllm_compile.store.contents import Pruned, prune, stored_runtimes
 from mllm_compile.store.key import FORMAT_VERSION
 from mllm_compile.store.publish import runtimes_folder, using_compiler_cache
@@ -150,6 +155,62 @@ def test_pruning_says_what_it_freed_what_it_left_and_when_there_was_nothing(cach
         assert freed == "freed 1.0 KiB"
     assert said() == ["removed what compilers kept: 2.0 KiB", "freed 2.0 KiB"]
     assert said() == ["freed 0 B"]
+
+
+def test_a_runtime_is_listed_with_what_tells_it_from_others(cache, capsys):
+    assert run(["cache", "list", "--dir", str(cache)]) == 0
+    title, header, *rows = capsys.readouterr().out.splitlines()[:5]
+    assert title == str(runtimes_folder(cache)), "with a name behind it, what every command takes"
+    assert header.split() == ["runtime", "model", "dtype", "backend", "device", "size", "last", "used"]
+    new = next(row for row in rows if row.startswith("  new "))
+    assert new.split()[-6:-3] == ["float32", "eager", "cpu"]
+    assert new.split()[-1] == time.strftime("%Y-%m-%d", time.localtime(1000))
+    assert max(map(len, (header, *rows))) <= 100
+
+
+def test_a_runtime_of_today_says_how_long_ago(cache, capsys):
+    for age, name in ((30, "old"), (3700, "broken")):
+        os.utime(runtimes_folder(cache) / name, (time.time() - age, time.time() - age))
+    os.utime(runtimes_folder(cache) / "new", (time.time() - 180000, time.time() - 180000))
+    assert run(["cache", "list", "--dir", str(cache)]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:5]
+    assert [row.split()[0] for row in rows] == ["old", "broken", "new"]
+    assert rows[0].endswith(" now") and rows[1].endswith(" 1 h ago") and rows[2].endswith(" 2 d ago")
+
+
+@pytest.mark.parametrize(
+    ("width", "left"),
+    [
+        (100, ["name", "model", "dtype", "backend"]),
+        (46, ["name", "model", "dtype"]),
+        (30, ["name", "model"]),
+        (5, ["name", "model"]),
+    ],
+)
+def test_a_table_without_room_has_fewer_columns_and_whole_names(width, left, monkeypatch):
+    monkeypatch.setattr(console, "text_width", lambda stream: width)
+    row = ["qwen3-0123456789", "/a/folder/of/models/Qwen3-8B", "float32", "inductor"]
+    columns, ((name, model, *_),) = fitted(
+        sys.stdout, ("name", "model", "dtype", "backend"), [row], "model", ("backend", "dtype")
+    )
+    assert columns == left
+    assert name == "qwen3-0123456789"
+    assert model.endswith("Qwen3-8B"[-7:])
+
+
+def test_a_runtime_is_removed_by_its_name_or_how_it_begins(cache, capsys):
+    assert run(["cache", "remove", "old", "nothing", "--dir", str(cache)]) == 2
+    assert "'nothing' is no runtime in " in capsys.readouterr().err
+    assert names(cache) == {"new", "old", "broken"}, "nothing is removed where a name is wrong"
+    shutil.copytree(runtimes_folder(cache) / "new", runtimes_folder(cache) / "newer")
+    assert run(["cache", "remove", "ne", "--dir", str(cache)]) == 2
+    assert "'ne' begins the names of several runtimes, new" in capsys.readouterr().err
+    assert run(["cache", "remove", "new", "bro", "--dir", str(cache)]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "removed new",
+        "removed broken",
+    ]
+    assert names(cache) == {"newer", "old"}
 
 
 def test_the_cache_commands(cache, capsys):
