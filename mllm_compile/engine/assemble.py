@@ -74,10 +74,10 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool) ->
             tokenizer, defaults, default_params = loading.result()
             scheduler = Scheduler(_scheduler_config(compiled.config, runner))
             step_runner = StepRunner(runner, Sampler(runner.model.sampling))
-        except BaseException:
+            _remember(compiled, runner, plan, timeline)
+        except BaseException:  # also Ctrl-C
             runner.shutdown()
             raise
-    _remember(compiled, runner, plan, timeline)
     if runner.device.type == "cpu":
         end_idle_threads()  # the engine has a thread of its own
     return EngineParts(
