@@ -226,8 +226,8 @@ def _convert(model_folder: Path, out_dir: Path, trust_remote_code: bool) -> None
     advice = "Convert it elsewhere, or remove the tokenizer's files to serve prompts given as token ids."
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a converter or a missing optional package raises
-        reason = str(error).strip().split("\n", 1)[0]
+    except BaseException as error:  # whatever a converter or a missing optional package raises
+        reason = _fault(error).strip().split("\n", 1)[0]
         raise CheckpointError(f"{model_folder}: Transformers cannot load its tokenizer ({reason}). {advice}") from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"{model_folder}: its tokenizer is Python code and has no {TOKENIZER_FILE}. {advice}")

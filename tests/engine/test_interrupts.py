@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from mllm_compile import assemble
-from mllm_compile import engine as engine_module
-from mllm_compile.async_engine import AsyncEngine
-from mllm_compile.engine import Engine
+from mllm_compile.engine import assemble
+from mllm_compile.engine.async_engine import AsyncEngine
+from mllm_compile.engine.engine import Engine
+from mllm_compile.engine.loop import EngineCore
 from mllm_compile.runtime.model_runner import ModelRunner
 from tests.engine.cases import params, start, until
 from tests.fakes import FakeStepRunner, all_pages_are_back, expected_tokens, fake_engine
@@ -134,7 +134,7 @@ class TestStart:
             (assemble, "StepRunner"),
             (assemble, "_remember"),
             (threading.Thread, "start"),
-            (engine_module.EngineCore, "start"),
+            (EngineCore, "start"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )

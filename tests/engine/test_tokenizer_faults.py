@@ -136,9 +136,9 @@ def test_an_interruption_is_not_taken_for_a_fault_of_the_tokenizer():
 def test_a_tokenizer_file_that_panics_while_it_is_read_is_a_damaged_one(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
 
-    def panics(path):
+    def panics(data):
         a_tokenizer()._backend.decode([PANICS])
 
-    monkeypatch.setattr(tokenizers.Tokenizer, "from_file", panics)
+    monkeypatch.setattr(tokenizers.Tokenizer, "from_buffer", panics)
     with pytest.raises(MllmError, match=r"tokenizer\.json is no valid tokenizer: PanicException"):
         load_tokenizer(tmp_path)
