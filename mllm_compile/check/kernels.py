@@ -21,6 +21,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.gated_linear.kernel import (
     LEAST_UNITS,
     MOST_UNITS,
@@ -276,7 +277,7 @@ def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -
         for kernel, count in _fewest_tokens(of_weight):
             x = random(count, columns) / math.sqrt(columns)
             gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
-            error = relative_error(torch.ops.mllm.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
+            error = relative_error(op("gated_linear")(x, weight), torch.nn.functional.silu(gate) * up)
             if not error <= _TOLERANCE:
                 raise CompileError(
                     f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit {_TOLERANCE:g}). "

@@ -19,6 +19,7 @@ from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel, gated_kernels
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind, LinearTiling
 from mllm_compile.runtime.ops.stream_linear.ops import plain_kind, residual_kind
@@ -78,10 +79,7 @@ def gated_linears(graph: fx.GraphModule, program: Program) -> tuple[GatedKernel,
     """The kernels that the program's pieces for many tokens call."""
     pieces: list[Any] = [graph.get_submodule(piece) for piece in program.step_pieces()]
     weights = [
-        _value(node.args[1])
-        for piece in pieces
-        for node in piece.graph.nodes
-        if node.target is torch.ops.mllm.gated_linear.default
+        _value(node.args[1]) for piece in pieces for node in piece.graph.nodes if node.target is op("gated_linear")
     ]
     shapes = dict.fromkeys(tuple(map(int, weight.shape)) for weight in weights)
     return tuple(kernel for rows, columns in shapes for kernel in gated_kernels(rows, columns))

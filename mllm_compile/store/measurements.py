@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mllm_compile.config.resolved import ResolvedConfig
 
 MEASURED = "measured"  # the folder of a runtime
+_MOST_STARTS = 8  # configs that one runtime keeps the last start of
 _MAX_BYTES = 4 << 20
 
 
@@ -87,9 +88,6 @@ def write_measured(folder: Path, key: DeviceKey, values: Mapping[str, Any]) -> N
         write_sealed(folder / key.file_name, {"device": asdict(key), "values": dict(values)})
 
 
-_MOST_STARTS = 8
-
-
 def serving_settings(config: ResolvedConfig) -> dict[str, Any]:
     """The settings that decide what one runtime holds in memory on a device."""
     return config.model_dump(mode="json", include={"runtime", "cudagraph"})
@@ -98,11 +96,17 @@ def serving_settings(config: ResolvedConfig) -> dict[str, Any]:
 def start_with(values: Mapping[str, Any], config: ResolvedConfig) -> dict[str, Any]:
     """What the last start with this config left (with_start): {} where there was none."""
     settings = serving_settings(config)
-    return next((start for start in values.get("starts", ()) if start.get("settings") == settings), {})
+    return next((start for start in _starts(values) if start.get("settings") == settings), {})
 
 
 def with_start(values: Mapping[str, Any], config: ResolvedConfig, start: Mapping[str, Any]) -> dict[str, Any]:
     """The values with this start in place of an earlier one with the same config; the last few configs are kept."""
     settings = serving_settings(config)
-    others = [other for other in values.get("starts", ()) if other.get("settings") != settings]
+    others = [other for other in _starts(values) if other.get("settings") != settings]
     return {**values, "starts": [*others[1 - _MOST_STARTS :], {"settings": settings, **start}]}
+
+
+def _starts(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those stored, the latest last; none where something else was stored under their name."""
+    starts = values.get("starts")
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []

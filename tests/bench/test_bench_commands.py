@@ -14,6 +14,10 @@ from mllm_compile.bench.measure import harness
 from mllm_compile.bench.measure.results import BenchResult
 from mllm_compile.cli import run as command_line
 from mllm_compile.cli.bench import _save_and_show
+from mllm_compile.compiler.target import find_target
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.store.artifact import open_artifact
+from mllm_compile.store.measurements import MEASURED, device_key, read_measured
 from tests.bench.result_cases import result, run, tpot
 from tests.tiny_model import TINY
 
@@ -144,5 +148,12 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     for step in steps:
         labels = {row["label"] for row in step["rows"]}
         assert {"self_attn.o_proj", "mlp.down_proj", "attention self_attn"} <= labels
+    target = find_target(EngineConfig.from_yaml(config))
+    kept = read_measured(target.folder / MEASURED, device_key("cpu"))
+    assert [batch for batch, _ in kept["latency"]["tpot_ms"]] == [1, 2] and kept["ceilings"]["read_bytes_s"] > 0
+    assert [(step["batch"], step["context"]) for step in kept["decode steps"]] == [(2, 40), (1, 40)]
+    program = open_artifact(target.folder).program
+    for step in kept["decode steps"]:
+        assert [index for index, us in step["parts"] if us > 0] == list(range(len(program.steps)))
     out = capfd.readouterr().out
     assert out.count("parts of the step") == 2 and "µs of all kernels of a job" in out

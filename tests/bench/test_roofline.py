@@ -21,6 +21,7 @@ from mllm_compile.bench.limits.roofline import (
     StepFacts,
     assign_jobs,
     jobs_by_name,
+    part_times,
     roofline_rows,
 )
 from mllm_compile.bench.limits.roofline_report import Roofline, StepMap, print_roofline
@@ -176,6 +177,14 @@ def test_the_printed_map_is_at_most_120_columns_wide():
     assert "lm_head" in "".join(lines)
     assert any(line.split()[:1] == ["GEMMs"] for line in lines)
     assert any("more rows" in line for line in lines)
+
+
+def test_every_kernels_time_goes_to_its_step_of_the_program_or_to_none():
+    times, others = part_times(STEP, STEP, FACTS)
+    assert times == {0: 11.0, 1: 23.0, 2: 122.0}, "the pieces are steps 0 and 2, the attention between them 1"
+    assert others == 12.0 and sum(times.values()) + others == sum(kernel.us for kernel in STEP)
+    replayed = [kernel(found.name, 1.0, BEFORE_FIRST_PIECE, inside=False) for found in STEP]
+    assert part_times([*replayed, kernel("_end_kernel", 7.0, -1)], STEP, FACTS) == ({0: 2.0, 1: 2.0, 2: 5.0}, 10.0)
 
 
 def map_of(*steps: StepMap) -> Roofline:
