@@ -24,11 +24,11 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
-from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.forward_batch import ForwardBatch, TokenInputs
 from mllm_compile.runtime.forward_context import override_forward_context, set_forward_context
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program import executor
 from mllm_compile.store.source import ArtifactSource
@@ -120,7 +120,7 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
     finally:
         executor.attention_with_output = attend
     keep.append(output.next_token_logits)
-    metadata = runner._metadata_builder.build(0, batch.common)
+    metadata = runner._metadata_builder.build(0, CommonAttentionMetadata.of(batch))
     context = set_forward_context(
         metadata,
         no_compile_layers=runner.layers,

@@ -1,4 +1,4 @@
-"""One step's batch, as every layer below the scheduler sees it.
+"""One step's batch, as every layer below the scheduler sees it, and what a forward of it gives.
 
 Shape legend: T tokens of the step (num_tokens), R requests (batch_size), S rows of logits. In MIXED the extend_* fields
 cover all R rows, decodes first, each of length 1. Built by ModelRunner.prepare_forward_batch_*; read by the attention
@@ -7,17 +7,15 @@ metadata builder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
-
 if TYPE_CHECKING:
-    from mllm_compile.runtime.attention.base import AttentionBackend
     from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
 
@@ -65,7 +63,7 @@ class ForwardBatch:
     seq_lens_cpu: torch.Tensor  # [R] int32
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
-    attn_backend: AttentionBackend
+    attn_backend: Any  # an AttentionBackend, which plans and reads batches and so is above them
     extend_num_tokens: int | None = None
     extend_seq_lens: torch.Tensor | None = None  # [R] int32: new tokens of each request
     extend_prefix_lens: torch.Tensor | None = None  # [R] int32: tokens already in the KV cache
@@ -74,6 +72,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
+    common_attn_metadata: Any = None  # CommonAttentionMetadata.of(batch), once that was asked for
 
     @property
     def num_tokens(self) -> int:
@@ -86,11 +85,6 @@ class ForwardBatch:
         if self.extend_seq_lens is None:
             return None
         return torch.cumsum(self.extend_seq_lens, 0, dtype=torch.int32) - self.extend_seq_lens
-
-    @cached_property
-    def common(self) -> CommonAttentionMetadata:
-        """What the attention of every layer needs to know of this batch; made once."""
-        return CommonAttentionMetadata.from_batch(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +103,18 @@ class TokenInputs:
     @classmethod
     def of(cls, batch: ForwardBatch) -> TokenInputs:
         return cls(batch.input_ids, batch.positions, batch.out_cache_loc)
+
+
+@dataclass(frozen=True)
+class LogitsProcessorOutput:
+    """What a forward gives.
+
+    Attributes:
+        next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
+        logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
+            forward; of batches with return_logprob.
+    """
+
+    next_token_logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+    logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.attention.base import AttentionLayer

@@ -12,7 +12,6 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,8 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
-from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
+from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.device.memory import (
     check_table_fits,
     check_weights_fit,
@@ -33,8 +31,9 @@ from mllm_compile.runtime.device.memory import (
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, TokenInputs
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -46,21 +45,6 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LogitsProcessorOutput:
-    """What a forward gives.
-
-    Attributes:
-        next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
-        logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
-            forward; of batches with return_logprob.
-    """
-
-    next_token_logits: torch.Tensor
-    hidden_states: torch.Tensor | None = None
-    logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class ModelRunner:
@@ -404,7 +388,7 @@ class ModelRunner:
     def _forward_context(
         self, batch: ForwardBatch, tokens: TokenInputs, mode: CUDAGraphMode, descriptor: BatchDescriptor | None
     ) -> AbstractContextManager[ForwardContext]:
-        metadata = self._metadata_builder.build(0, batch.common)
+        metadata = self._metadata_builder.build(0, CommonAttentionMetadata.of(batch))
         return set_forward_context(
             metadata,
             no_compile_layers=self.layers,

@@ -20,11 +20,10 @@ from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
-from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoopPieces
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
 from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.loaded import LoadedModel
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces, LoadedModel
 from mllm_compile.runtime.program.pieces import PackagedPiece, SourcePiece, load_piece
 from mllm_compile.runtime.program.spec import DecodeForm, DecodeLoopForms, LayerSpec, Program, SamplingForms
 from mllm_compile.runtime.sampling.sampler import SamplingPieces

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer
+from mllm_compile.runtime.attention.split.split_decode import Decoders
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
-from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig
 
 
+class AttendingModel(Protocol):
+    """What a backend is told of the model."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]:
+        """By layer_id."""
+
+    @property
+    def decoders(self) -> Mapping[str, Decoders]:
+        """Layer → its own decode kernels, if any."""
+
+
 def make_attention_backend(
-    config: RunnerConfig, model: LoadedModel, req_to_token_pool: ReqToTokenPool, device: torch.device
+    config: RunnerConfig, model: AttendingModel, req_to_token_pool: ReqToTokenPool, device: torch.device
 ) -> AttentionBackend:
     """The backend that config.attention_backend names.
 

@@ -38,7 +38,11 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 from mllm_compile.runtime.attention.flashinfer.library import float_workspace, import_flashinfer
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
-from mllm_compile.runtime.attention.metadata import get_kv_cache_layout, split_decodes_and_prefills
+from mllm_compile.runtime.attention.metadata import (
+    CommonAttentionMetadata,
+    get_kv_cache_layout,
+    split_decodes_and_prefills,
+)
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -157,7 +161,7 @@ class FlashInferAttnBackend(AttentionBackend):
     # Planning ---------------------------------------------------------------------------------------------------------
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        common = batch.common
+        common = CommonAttentionMetadata.of(batch)
         num_decodes, num_prefills, *_ = split_decodes_and_prefills(common)
         self._num_decodes = num_decodes
         self.decode_metadata = self.prefill_metadata = None
@@ -187,7 +191,7 @@ class FlashInferAttnBackend(AttentionBackend):
         """Plan requests num_decodes … R."""
         if self.skip_prefill:
             raise RuntimeError("this backend was made with skip_prefill and got a batch with prefills")
-        common = batch.common
+        common = CommonAttentionMetadata.of(batch)
         starts = common.query_start_loc_cpu[num_decodes:]
         qo_indptr_cpu = starts - starts[0]
         prefix_lens = common.num_computed_tokens_cpu[num_decodes:].numpy()
@@ -454,18 +458,20 @@ class FlashInferAttnBackend(AttentionBackend):
         return None
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
-        num_decodes, *_ = split_decodes_and_prefills(batch.common)
-        query_lens = np.diff(batch.common.query_start_loc_cpu.numpy())[num_decodes:]
-        prefix_lens = batch.common.num_computed_tokens_cpu.numpy()[num_decodes:]
+        common = CommonAttentionMetadata.of(batch)
+        num_decodes, *_ = split_decodes_and_prefills(common)
+        query_lens = np.diff(common.query_start_loc_cpu.numpy())[num_decodes:]
+        prefix_lens = common.num_computed_tokens_cpu.numpy()[num_decodes:]
         return all(group.runs_well_captured(query_lens, prefix_lens) for group in self._group_prefills)
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))
 
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
-        num_decodes, *_ = split_decodes_and_prefills(batch.common)
+        common = CommonAttentionMetadata.of(batch)
+        num_decodes, *_ = split_decodes_and_prefills(common)
         rows = batch.req_pool_indices[: batch.batch_size]
-        self._set_mixed(self._captured_mixed.replay(num_tokens, batch.common, rows, num_decodes))
+        self._set_mixed(self._captured_mixed.replay(num_tokens, common, rows, num_decodes))
 
     @property
     def _captured_mixed(self) -> MixedSteps:

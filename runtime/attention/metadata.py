@@ -45,12 +45,18 @@ class CommonAttentionMetadata:
         return self.query_start_loc_cpu.to(self.seq_lens.device, non_blocking=True)
 
     @classmethod
-    def from_batch(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
-        """Derive it from the batch's host copies.
+    def of(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
+        """The batch's, derived from its host copies when it is first asked for.
 
         Raises:
             RuntimeError: an EXTEND or MIXED batch lacks the host copy of its lengths.
         """
+        if batch.common_attn_metadata is None:
+            batch.common_attn_metadata = cls._derive(batch)
+        return batch.common_attn_metadata
+
+    @classmethod
+    def _derive(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
         seq_lens = batch.seq_lens_cpu.numpy()
         if batch.forward_mode.is_extend():
             if batch.extend_seq_lens_cpu is None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer
-from mllm_compile.runtime.attention.metadata import split_decodes_and_prefills
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from mllm_compile.runtime.forward_batch import ForwardBatch
 
 # Bounds on what is gathered or scored at once: 64 Ki keys of 8 heads of 128 floats are 256 MiB, for K and for V.
@@ -47,7 +47,7 @@ class TorchAttnBackend(AttentionBackend):
         self._plan: _Plan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        common = batch.common
+        common = CommonAttentionMetadata.of(batch)
         num_decodes = 0 if self._deterministic else split_decodes_and_prefills(common)[0]
         self._plan = _Plan(num_decodes, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
 
@@ -102,7 +102,7 @@ def _decode_view(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch) -> tup
         positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=0)
         visible = positions < seq_lens
         # A position past the end may lie beyond the table; what is read in its place is masked out.
-        slots = batch.common.block_table[requests, torch.where(visible, positions, 0)].long()
+        slots = CommonAttentionMetadata.of(batch).block_table[requests, torch.where(visible, positions, 0)].long()
         heads = torch.arange(num_kv_heads, device=requests.device)[:, None]
         plan.decode_views[key] = (slots[:, None, :] * num_kv_heads + heads, visible)
     return plan.decode_views[key]
@@ -128,7 +128,7 @@ def _prefill(
 ) -> None:
     """q [T, H, D] → out [T, H, Dv]: the last T positions of one request."""
     prefix_len = seq_len - q.shape[0]
-    slots = batch.common.block_table[batch.req_pool_indices[request], :seq_len].long()
+    slots = CommonAttentionMetadata.of(batch).block_table[batch.req_pool_indices[request], :seq_len].long()
     k_buf, v_buf = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
     for start in range(0, q.shape[0], QUERY_BLOCK):
         block = q[start : start + QUERY_BLOCK]

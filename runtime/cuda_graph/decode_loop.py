@@ -12,32 +12,16 @@ Shape legend: S rows of a captured decode, M most rows of any, n of them of requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.sampling.slot_state import SlotState
 
 _IN_PLACE = -1  # in place of a row: a step's inputs are in their places already
-
-
-@dataclass(frozen=True)
-class DecodeLoopPieces:
-    """The program's kernels for it; arguments as the ops of ops/decode_loop.py have them.
-
-    Attributes:
-        begin: (turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
-            page_table).
-        end: (logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen) → ([S] int64,).
-    """
-
-    begin: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-    end: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Turn:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.errors import CaptureSizeError
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 
 
 class GraphDispatcher:

@@ -19,15 +19,14 @@ import torch
 
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, Turn
-from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
+from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs, TokenPlaces
 from mllm_compile.runtime.errors import ConfigError
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, TokenInputs
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import get_forward_context
-from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.program.executor import ProgramExecutor
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class GraphRunner:
         decode_loop: what makes the inputs of captured decodes ready and chooses their tokens; None: they do neither.
     """
 
-    def __init__(self, runner: ModelRunner, dispatcher: GraphDispatcher, debug: bool = False) -> None:
+    def __init__(self, runner: CapturableModel, dispatcher: GraphDispatcher, debug: bool = False) -> None:
         """
         Raises:
             ConfigError: the model is not a compiled program.
@@ -349,7 +348,7 @@ def _lengths(num_tokens: int, longest: int) -> list[int]:
     return [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
 
 
-def estimate_graph_bytes(runner: ModelRunner, dispatcher: GraphDispatcher) -> int:
+def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -> int:
     """Device memory that capturing every size of `dispatcher` will take.
 
     The two largest sizes of each kind are captured and thrown away: the largest pays for the pool, the second shows

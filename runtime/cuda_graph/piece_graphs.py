@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer, WeakTensor
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.program.executor import PieceFunction
 
 

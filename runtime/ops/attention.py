@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mllm_compile.runtime.attention.base import Unrotated
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.forward_context import ForwardContext, get_forward_context
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.attention.base import AttentionLayer

@@ -252,7 +252,7 @@ def end_decode(
         chosen: [NUM_TURNS, M] int64; this turn's first S are written, for the host.
 
     Returns:
-        The tokens [S] int64, each under V, or step_output.NO_TOKEN: a row's logits hold NaN or inf, or nothing but
+        The tokens [S] int64, each under V, or NO_TOKEN: a row's logits hold NaN or inf, or nothing but
         -inf.
     """
     num_rows, vocab_size = logits.shape

@@ -153,7 +153,7 @@ def draw_tokens(
         temperatures: [S] float32; None: 1.
 
     Returns:
-        [S] int64, each under V, or step_output.NO_TOKEN: a row holds NaN or inf, or nothing but -inf.
+        [S] int64, each under V, or NO_TOKEN: a row holds NaN or inf, or nothing but -inf.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)

@@ -5,7 +5,7 @@ piece compiler imports this module: a loaded package needs neither Triton nor th
 times as long (256 rows of 151,936 logits on an H200: 55.0 against 23.6 µs).
 
 A logit that is no number counts as inf, as a maximum would pass it over. So the largest logit of a row alone says
-whether there is a token to choose: an infinite one gives step_output.NO_TOKEN.
+whether there is a token to choose: an infinite one gives NO_TOKEN.
 
 Shape legend: S rows, V vocab, B blocks of BLOCK logits.
 """
@@ -30,7 +30,7 @@ def inf_where_no_number(logits):
 
 @triton.jit
 def token_if_finite(token, largest):
-    """`token`, or step_output.NO_TOKEN where the largest logit of its row is inf or -inf."""
+    """`token`, or NO_TOKEN where the largest logit of its row is inf or -inf."""
     return tl.where(tl.abs(largest) == float("inf"), -1, token)
 
 
@@ -82,7 +82,7 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
         logits: [S, V], contiguous, any float dtype.
 
     Returns:
-        [S] int64, each under V, or step_output.NO_TOKEN: a row holds NaN or inf, or nothing but -inf.
+        [S] int64, each under V, or NO_TOKEN: a row holds NaN or inf, or nothing but -inf.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +10,6 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
-from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoopPieces
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
 
@@ -24,6 +23,20 @@ class Executor(Protocol):
 
     def head(self, body: Any, logits_indices: torch.Tensor) -> torch.Tensor:
         """Logits [S, V], in the model's dtype, of the tokens `logits_indices` [S] int64. May be called again."""
+
+
+@dataclass(frozen=True)
+class DecodeLoopPieces:
+    """The program's kernels around a captured decode (cuda_graph/decode_loop.py); arguments as those ops have them.
+
+    Attributes:
+        begin: (turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
+            page_table).
+        end: (logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen) → ([S] int64,).
+    """
+
+    begin: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    end: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)

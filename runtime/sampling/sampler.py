@@ -22,10 +22,9 @@ import torch
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.logit_filters import filter_scores
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from mllm_compile.runtime.sampling.params import GREEDY_TEMPERATURE
+from mllm_compile.runtime.sampling.params import GREEDY_TEMPERATURE, NO_TOKEN
 from mllm_compile.runtime.sampling.penalties import PenaltyParams, apply_penalties
 from mllm_compile.runtime.sampling.state import RowParams, SamplingFlags, SamplingState
-from mllm_compile.runtime.step.output import NO_TOKEN
 
 _PENALTY_ELEMENTS = 2**23  # logits penalised at a time: bounds what that takes beside them to about 150 MiB
 

@@ -14,8 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.request import Request
 
-NO_TOKEN = -1  # in a token's place: not sampled, or its logits were no numbers
-
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:

@@ -25,12 +25,12 @@ from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
-from mllm_compile.runtime.sampling.params import ALL_LOGPROBS
+from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
-from mllm_compile.runtime.step.output import NO_TOKEN, ScoreTable, StepOutput
+from mllm_compile.runtime.step.output import ScoreTable, StepOutput
 from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import weakref
 import pytest
 
 from mllm_compile.errors import DeviceMemoryError, EngineDeadError, MllmError
-from mllm_compile.runtime.step.output import NO_TOKEN
+from mllm_compile.runtime.sampling.params import NO_TOKEN
 from tests.engine.cases import params, start, until
 from tests.fakes import (
     StepFailed,

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
-from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import ModelRunner
 from tests.gpu.graph_cases import (
     DECODE_REQUESTS,

@@ -15,9 +15,9 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.turns import NUM_TURNS
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import DecodeLoopForms
+from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.state import IS_GREEDY, NUM_FLOATS, NUM_INTS
-from mllm_compile.runtime.step.output import NO_TOKEN
 from mllm_compile.runtime.step.runner import StepRunner
 from tests.gpu.graph_cases import DECODE_REQUESTS, decode_batch, fill_pages, graphs_of, make_gpu_runner
 from tests.runtime.runner_cases import Loop

@@ -195,7 +195,7 @@ def test_planning_does_not_wait_for_the_device(page_size):
     for _ in range(3):
         backend.init_forward_metadata(case.batch)
         backend.forward(case.q, case.k, case.v, layer, case.batch)
-        del case.batch.common  # cached; to be made again below
+        case.batch.common_attn_metadata = None  # to be made again below
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
 from tests.gpu.graph_cases import check_untouched, fill_pages, graphs_of, make_gpu_runner, mixed_batch, serve, snapshot
 from tests.gpu.small_shape import SHAPE

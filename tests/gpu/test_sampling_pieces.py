@@ -9,9 +9,8 @@ from mllm_compile.inductor.compile_piece import compile_piece
 from mllm_compile.kernels.sampling import sampling_pieces
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_vocab_size
-from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.params import NO_TOKEN, SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
-from mllm_compile.runtime.step.output import NO_TOKEN
 from tests.runtime.sampling.sampling_cases import assert_drawn_from, make_state, random_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from mllm_compile.runtime import forward_context
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_context import (
     BatchDescriptor,
@@ -12,6 +11,7 @@ from mllm_compile.runtime.forward_context import (
     override_forward_context,
     set_forward_context,
 )
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
 
 
 def context(**kwargs):

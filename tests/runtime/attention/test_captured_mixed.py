@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.captured.mixed import MixedSteps
-from mllm_compile.runtime.attention.metadata import split_decodes_and_prefills
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from tests.runtime.attention.attention_cases import make_case, make_layer
 
 MOST_REQUESTS = 6
@@ -51,8 +51,9 @@ def parts() -> tuple[MixedSteps, Decodes, Prefills, Space]:
 def replay(steps: MixedSteps, size: int, new: list[int], prefix: list[int]) -> int:
     """Returns the number of decodes."""
     batch = make_case(make_layer(), prefix, new).batch
-    num_decodes, *_ = split_decodes_and_prefills(batch.common)
-    steps.replay(size, batch.common, batch.req_pool_indices, num_decodes)
+    common = CommonAttentionMetadata.of(batch)
+    num_decodes, *_ = split_decodes_and_prefills(common)
+    steps.replay(size, common, batch.req_pool_indices, num_decodes)
     return num_decodes
 
 

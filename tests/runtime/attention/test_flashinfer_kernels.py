@@ -33,6 +33,7 @@ from mllm_compile.runtime.attention.flashinfer_backend import (
     PrefillMetadata,
     should_use_tensor_core,
 )
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecode
 from mllm_compile.runtime.errors import ConfigError, DeviceError, UnsupportedModelError
 from tests.runtime.attention.attention_cases import make_case, make_layer
@@ -269,7 +270,7 @@ def test_the_page_list_holds_exactly_the_pages_that_queries_can_see(window_left)
     page_size = 4
     prefix_lens, new_lens = [13, 0, 8, 3], [1, 6, 9, 1]
     batch = make_case(make_layer(), prefix_lens, new_lens, page_size=page_size).batch
-    common = batch.common
+    common = CommonAttentionMetadata.of(batch)
     view = make_paged_view(
         common.block_table,
         batch.req_pool_indices,
@@ -290,7 +291,7 @@ def test_the_page_list_holds_exactly_the_pages_that_queries_can_see(window_left)
 
 def test_the_page_list_can_be_written_into_a_buffer():
     batch = make_case(make_layer(), [5, 2], [1, 1]).batch
-    common = batch.common
+    common = CommonAttentionMetadata.of(batch)
     buffer = torch.full((10,), -1, dtype=torch.int32)
     computed = common.num_computed_tokens_cpu
     args = (common.block_table, batch.req_pool_indices, common.seq_lens_cpu, computed, -1, 4)

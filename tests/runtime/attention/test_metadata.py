@@ -6,6 +6,7 @@ import torch
 from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.metadata import (
     AttentionMetadataBuilder,
+    CommonAttentionMetadata,
     KVCacheSpec,
     get_kv_cache_layout,
     get_per_layer_parameters,
@@ -22,17 +23,17 @@ LAYER = make_layer()
 
 def test_common_metadata_of_a_mixed_batch():
     batch = make_case(LAYER, [6, 0, 3], [1, 5, 2]).batch
-    common = batch.common
+    common = CommonAttentionMetadata.of(batch)
     assert batch.forward_mode is ForwardMode.MIXED
     assert common.query_start_loc_cpu.tolist() == common.query_start_loc.tolist() == [0, 1, 6, 8]
     assert common.num_computed_tokens_cpu.tolist() == [6, 0, 3]
     assert common.seq_lens_cpu.tolist() == [7, 5, 5]
     assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (3, 8, 5)
-    assert batch.common is common, "made once per batch"
+    assert CommonAttentionMetadata.of(batch) is common, "made once per batch"
 
 
 def test_common_metadata_of_a_decode_batch():
-    common = make_case(LAYER, [6, 2], [1, 1]).batch.common
+    common = CommonAttentionMetadata.of(make_case(LAYER, [6, 2], [1, 1]).batch)
     assert common.query_start_loc_cpu.tolist() == [0, 1, 2]
     assert common.num_computed_tokens_cpu.tolist() == [6, 2]
 
@@ -48,7 +49,7 @@ def test_a_batch_without_host_copies_is_refused_with_the_way_to_make_one():
     batch = make_case(LAYER, [6], [3]).batch
     batch.extend_seq_lens_cpu = None
     with pytest.raises(RuntimeError, match="prepare_forward_batch_extend"):
-        _ = batch.common
+        _ = CommonAttentionMetadata.of(batch)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,14 @@ def test_a_batch_without_host_copies_is_refused_with_the_way_to_make_one():
     ],
 )
 def test_leading_single_tokens_are_decodes_and_the_rest_prefills(new_lens, expected):
-    assert split_decodes_and_prefills(make_case(LAYER, [2] * len(new_lens), new_lens).batch.common) == expected
+    assert (
+        split_decodes_and_prefills(CommonAttentionMetadata.of(make_case(LAYER, [2] * len(new_lens), new_lens).batch))
+        == expected
+    )
 
 
 def test_the_threshold_of_what_counts_as_a_decode_can_be_raised():
-    common = make_case(LAYER, [2, 2, 2], [2, 1, 4]).batch.common
+    common = CommonAttentionMetadata.of(make_case(LAYER, [2, 2, 2], [2, 1, 4]).batch)
     assert split_decodes_and_prefills(common, decode_threshold=2) == (2, 1, 3, 4)
 
 
@@ -94,13 +98,13 @@ def test_the_builder_gives_every_layer_the_same_metadata():
     layers = (make_layer(), make_layer(layer_id=1))
     builder = AttentionMetadataBuilder(KVCacheSpec(layers, page_size=4), None, torch.device("cpu"))
     batch = make_case(LAYER, [6, 0], [1, 5]).batch
-    metadata = builder.build(0, batch.common)
+    metadata = builder.build(0, CommonAttentionMetadata.of(batch))
     assert list(metadata) == ["layer0", "layer1"]
     assert metadata["layer0"] is metadata["layer1"]
     assert metadata["layer0"].batch is batch
     assert (metadata["layer0"].num_decode_tokens, metadata["layer0"].num_prefill_tokens) == (1, 5)
     with pytest.raises(ValueError, match="cascade"):
-        builder.build(4, batch.common)
+        builder.build(4, CommonAttentionMetadata.of(batch))
 
 
 def test_layers_of_one_plan_agree_or_are_named():

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from mllm_compile.runtime.cuda_graph.descriptor import BatchDescriptor
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.errors import CaptureSizeError, ConfigError
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 
 TOKENS, REQUESTS = (1, 2, 4, 8, 16), (1, 3, 6)
 BOTH = GraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, TOKENS, REQUESTS)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.base import Unrotated
-from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, KVCacheSpec
+from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.cuda_graph.mode import CUDAGraphMode
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.ops import attention
 from tests.runtime.attention.attention_cases import make_case, make_layer
 
@@ -19,7 +19,7 @@ def context_of(case, num_tokens=None, mode=CUDAGraphMode.NONE):
     case.batch.attn_backend.init_forward_metadata(case.batch)
     builder = AttentionMetadataBuilder(KVCacheSpec((LAYER,), page_size=4), None, torch.device("cpu"))
     return set_forward_context(
-        builder.build(0, case.batch.common),
+        builder.build(0, CommonAttentionMetadata.of(case.batch)),
         no_compile_layers={LAYER.name: LAYER},
         slot_mapping={LAYER.name: case.batch.out_cache_loc},
         num_tokens=num_tokens or case.batch.num_tokens,

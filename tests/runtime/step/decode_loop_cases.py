@@ -10,8 +10,8 @@ from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
+from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
-from mllm_compile.runtime.step.output import NO_TOKEN
 
 # What requests ask for: what a captured decode chooses by itself, and what needs more.
 PLAIN = [{}, {"temperature": 0.9}, {"temperature": 1.3, "seed": 4}]

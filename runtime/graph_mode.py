@@ -1,7 +1,8 @@
-"""Which graphs exist and which one a step runs in."""
+"""Which graphs exist, which one a step runs in, and the key under which it is found. Free of torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from mllm_compile.runtime.errors import ConfigError
@@ -46,3 +47,14 @@ class CUDAGraphMode(Enum):
     def mixed_mode(self) -> CUDAGraphMode:
         """What any other batch runs in."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """The padded shape of a batch."""
+
+    num_tokens: int  # padded
+    num_reqs: int | None = None  # padded; None: any number, for PIECEWISE, and for FULL of any step
+    uniform: bool = False  # every request has the same query length
+    has_lora: bool = False
+    num_active_loras: int = 0

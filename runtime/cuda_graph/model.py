@@ -1,0 +1,76 @@
+"""What graphs are captured of: the part of a ModelRunner that a GraphRunner uses."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
+from mllm_compile.runtime.forward_context import ForwardTimes
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
+from mllm_compile.runtime.memory_pool import ReqToTokenPool
+from mllm_compile.runtime.program.loaded import LoadedModel
+from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.sampling.slot_state import SlotState
+
+
+class CapturableModel(Protocol):
+    """A loaded model with its memory and attention; what the methods do is said at ModelRunner's."""
+
+    config: RunnerConfig
+    device: torch.device
+    model: LoadedModel
+    attn_backend: AttentionBackend
+    req_to_token_pool: ReqToTokenPool
+    slot_state: SlotState
+    forward_times: ForwardTimes | None
+
+    def prepare_forward_batch_decode(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+    ) -> ForwardBatch: ...
+
+    def prepare_forward_batch_extend(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        extend_seq_lens_cpu: torch.Tensor,
+        extend_prefix_lens_cpu: torch.Tensor,
+    ) -> ForwardBatch: ...
+
+    def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput: ...
+
+    def run_program(
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        logits_indices: torch.Tensor,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        all_rows: torch.Tensor | None = None,
+    ) -> LogitsProcessorOutput: ...
+
+    def run_body(
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        all_rows: torch.Tensor,
+    ) -> list[Any]: ...
+
+    def run_head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput: ...
