@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from mllm_compile.errors import DeviceError
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 
+# FlashInfer's and Triton's bfloat16 kernels need what an A100 or an RTX 30 has.
+LEAST_CAPABILITY = (8, 0)
+_ELSE = "Set runtime.device: cpu, or cuda:N of another GPU."
+
 
 @dataclass(frozen=True)
 class DeviceInfo:
@@ -35,7 +39,7 @@ def detect_device(asked: str) -> DeviceInfo:
     """Looks for the device of `runtime.device`: auto | cpu | cuda | cuda:N.
 
     Raises:
-        DeviceError: a GPU was asked for and torch sees none, or none of that number.
+        DeviceError: a GPU was asked for and torch sees none, or none of that number; or the kernels cannot run on it.
     """
     if asked == "cpu":
         return _cpu()
@@ -53,10 +57,18 @@ def detect_device(asked: str) -> DeviceInfo:
     index = int(asked.partition(":")[2] or 0)
     if index >= count:
         raise DeviceError(f"runtime.device is {asked!r}, but there are {count} GPUs: cuda:0 to cuda:{count - 1}.")
-    name = torch.cuda.get_device_name(index)
-    return DeviceInfo(
-        f"cuda:{index}", name, importlib.util.find_spec("flashinfer") is not None, is_hopper(f"cuda:{index}")
-    )
+    device, name = f"cuda:{index}", torch.cuda.get_device_name(index)
+    if torch.version.hip is not None:
+        raise DeviceError(
+            f"{device} is {name}, and this torch is built for ROCm; the kernels are for NVIDIA GPUs. {_ELSE}"
+        )
+    facts = torch.cuda.get_device_properties(index)
+    if (facts.major, facts.minor) < LEAST_CAPABILITY:
+        raise DeviceError(
+            f"{device} is {name} of compute capability {facts.major}.{facts.minor}; the kernels need "
+            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or newer (A100, RTX 30, L40S, H100, B200, …). {_ELSE}"
+        )
+    return DeviceInfo(device, name, importlib.util.find_spec("flashinfer") is not None, is_hopper(device))
 
 
 def is_hopper(device: str) -> bool:
