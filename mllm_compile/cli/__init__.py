@@ -1,12 +1,13 @@
 """The command line: one file a command, put together here.
 
-`mllm-compile CONFIG.yaml` is `mllm-compile compile CONFIG.yaml`. A user's mistake is one line on stderr and exit code
+`mllm-compile MODEL` is `mllm-compile compile MODEL`. A user's mistake is one line on stderr and exit code
 2; MLLM_COMPILE_DEBUG=1 shows the traceback instead. Nothing heavy (torch, Transformers) is imported until a command
 runs.
 """
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
 import sys
@@ -24,6 +25,7 @@ from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
 from mllm_compile.errors import MllmError
 from mllm_compile.process.bytecode import kept_bytecode
+from mllm_compile.process.interruption import kept_interruptions
 from mllm_compile.runtime.disk_space import is_full
 
 PROGRAM = "mllm-compile"
@@ -52,7 +54,8 @@ def _options_of_the_program(
 ) -> None:
     """Compile a Hugging Face model into a cached runtime, and serve tokens from it.
 
-    `mllm-compile CONFIG.yaml` compiles; what it leaves starts in seconds.
+    `mllm-compile MODEL` compiles; what it leaves starts in seconds. MODEL is a hub id, a model's folder, a YAML config,
+    or the folder of a compiled runtime, here and in every command.
     """
 
 
@@ -79,13 +82,15 @@ def run(args: Sequence[str]) -> int:
     try:
         code = make_app()(args=_with_default_command(list(args)), prog_name=PROGRAM, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        return EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
     except Exception as error:
         message = _message_for_user(error)
         if message is None or os.environ.get("MLLM_COMPILE_DEBUG") == "1":
             raise
         typer.echo(f"{PROGRAM}: {typer.style('error:', fg='red', bold=True)} {message}", err=True)
         return EXIT_MISTAKE
+    if code == EXIT_INTERRUPTED:  # typer makes this of a KeyboardInterrupt itself
+        typer.echo(f"{PROGRAM}: interrupted", err=True)
     # typer returns the code of an Exit, and what the command returned (None) otherwise.
     return code if isinstance(code, int) else 0
 
@@ -93,13 +98,13 @@ def run(args: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Entry point of the console script."""
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # read when torch is imported; see runtime/device/open.py
-    with kept_bytecode():
+    with kept_bytecode(), kept_interruptions():
         code = run(sys.argv[1:])
     sys.exit(code)
 
 
 def _with_default_command(args: list[str]) -> list[str]:
-    """Puts `compile` in front of what is no command: a file, what looks like a path, or an option of compile.
+    """Puts `compile` in front of what is no command: a model, or an option of compile.
 
     Nothing, or a group alone, asks for help.
     """
@@ -108,9 +113,9 @@ def _with_default_command(args: list[str]) -> list[str]:
     first = args[0]
     if first in _COMMANDS or first in _GROUPS or first in ("--help", "-h", "--version"):
         return args
-    is_config = first.startswith("-") or first.endswith((".yaml", ".yml")) or "/" in first or os.path.exists(first)
-    # Anything else is a mistyped command; typer names the closest one.
-    return ["compile", *args] if is_config else args
+    known = [*_COMMANDS, *_GROUPS]
+    is_mistyped = not os.path.exists(first) and bool(difflib.get_close_matches(first, known, n=1))
+    return args if is_mistyped else ["compile", *args]  # typer names the command that is closest
 
 
 def _message_for_user(error: Exception) -> str | None:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG.yaml", help="The YAML file; see configs/ for examples.")
+from mllm_compile.errors import ConfigError
+from mllm_compile.process.progress import NullReporter, Reporter, reporter_for
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A hub id, a model's folder, a YAML config (configs/ has examples), or the folder of a compiled runtime.",
+    ),
 ]
-EngineArgument = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG.yaml|RUNTIME", help="The YAML file, or the folder of a compiled runtime."),
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also say what each setting became, and where the time goes.")
 ]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors alone.")]
+
+
+def reporter_of(verbose: bool, quiet: bool) -> Reporter:
+    """What --verbose and --quiet ask for: a line when it is ready, and bars or lines of what takes long; all; nothing.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if verbose and quiet:
+        raise ConfigError("--verbose says more, --quiet nothing; give one of them")
+    return NullReporter() if quiet else reporter_for(plain_lines=True, details=verbose)

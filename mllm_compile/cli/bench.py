@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mllm_compile.bench.measure import workloads
-from mllm_compile.cli.arguments import ConfigArgument
+from mllm_compile.cli.arguments import ModelArgument
 from mllm_compile.cli.output_paths import check_output_file
 from mllm_compile.errors import ConfigError
 
@@ -41,7 +41,7 @@ def make_bench_app() -> typer.Typer:
 
 
 def latency_command(
-    config: ConfigArgument,
+    model: ModelArgument,
     engine: EnginesOption = "mllm",
     batch: BatchOption = "1,8,64,256",
     input_len: InputLenOption = workloads.INPUT_LEN,
@@ -63,14 +63,14 @@ def latency_command(
 
     if plot is not None:
         check_picture(plot)
-    result = run_latency(config, _names(engine), work)
+    result = run_latency(model, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
     if plot is not None:
         plot_latency(result, plot)
 
 
 def throughput_command(
-    config: ConfigArgument,
+    model: ModelArgument,
     engine: EnginesOption = "mllm",
     requests: Annotated[int, typer.Option(help="Requests of the mixed work.")] = workloads.MIXED_REQUESTS,
     min_len: Annotated[int, typer.Option(help="Shortest prompt and answer of it.")] = workloads.MIXED_RANGE[0],
@@ -93,12 +93,12 @@ def throughput_command(
     from mllm_compile.bench.measure.harness import run_throughput
     from mllm_compile.bench.show.report import print_result
 
-    result = run_throughput(config, _names(engine), work)
+    result = run_throughput(model, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
 
 
 def startup_command(
-    config: ConfigArgument,
+    model: ModelArgument,
     engine: EnginesOption = "mllm",
     repeats: Annotated[int, typer.Option(help="Cold starts, each followed by a warm one.")] = workloads.REPEATS,
     json_path: JsonOption = None,
@@ -110,12 +110,12 @@ def startup_command(
     from mllm_compile.bench.measure.harness import run_startup
     from mllm_compile.bench.show.report import print_result
 
-    result = run_startup(config, _names(engine), work)
+    result = run_startup(model, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
 
 
 def ablation_command(
-    config: ConfigArgument,
+    model: ModelArgument,
     lever: Annotated[str, typer.Option(help="Levers to leave out one by one, separated by commas; default: all.")] = "",
     batch: BatchOption = "1,8,64,256",
     input_len: InputLenOption = workloads.INPUT_LEN,
@@ -131,12 +131,12 @@ def ablation_command(
 
     from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation
 
-    result = run_ablation(config, _names(lever) if lever else lever_names(), work)
+    result = run_ablation(model, _names(lever) if lever else lever_names(), work)
     _save_and_show(result, json_path, lambda: print_ablation(result, sys.stdout))
 
 
 def roofline_command(
-    config: ConfigArgument,
+    model: ModelArgument,
     batch: BatchOption = "1",
     context: Annotated[int, typer.Option(help="Tokens of each request.")] = workloads.StepWork.context,
     steps: Annotated[
@@ -151,7 +151,7 @@ def roofline_command(
 
     from mllm_compile.bench.limits.roofline_report import print_roofline, run_roofline
 
-    result = run_roofline(config, work)
+    result = run_roofline(model, work)
     _save_and_show(result, json_path, lambda: print_roofline(result, top, sys.stdout))
 
 

@@ -1,55 +1,99 @@
-"""`mllm-compile explain CONFIG.yaml`: whether there is a runtime for a config and why not, and the key's factors."""
+"""`mllm-compile explain MODEL`: whether there is a runtime for a model and why not, and the key's factors."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mllm_compile.cli.arguments import ConfigArgument
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.cli.arguments import ModelArgument
+from mllm_compile.config.schema import config_or_runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mllm_compile.compiler.target import Target
+    from mllm_compile.config.schema import EngineConfig
     from mllm_compile.store.explain import Change
 
 
+@dataclass(frozen=True)
+class _Explained:
+    """
+    Attributes:
+        folder: where the runtime is or would be.
+        problem: why it cannot be served from; None: it can.
+        changes: since the nearest runtime of the model; None where there is none.
+    """
+
+    folder: Path
+    factors: Mapping[str, str]
+    problem: str | None
+    changes: Sequence[Change] | None = None
+
+
 def explain_command(
-    config: ConfigArgument,
+    model: ModelArgument,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every value whole.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")] = False,
 ) -> None:
-    """Say whether a config has a compiled runtime; if not, what changed since the nearest one."""
-    engine_config = EngineConfig.from_yaml(config)
+    """Say whether a model has a compiled runtime; if not, what changed since the nearest one."""
+    source = config_or_runtime(model)
+    explained = _of_runtime(source) if isinstance(source, Path) else _of_config(source, model)
+    if as_json:
+        print(json.dumps(_as_json(explained), indent=1))
+        return
 
     from mllm_compile.cli.key_text import print_changes, print_key
+
+    print(f"not compiled: {explained.problem}" if explained.problem else f"compiled: {explained.folder}")
+    if explained.changes:
+        print_changes(sys.stdout, explained.changes, verbose)
+    print_key(sys.stdout, explained.factors, verbose)
+
+
+def _of_config(config: EngineConfig, model: str) -> _Explained:
     from mllm_compile.compiler.target import find_target
     from mllm_compile.store.explain import nearest_changes
 
-    target = find_target(engine_config)
-    problem = _problem(target)
-    changes = None if problem is None else nearest_changes(target.factors, target.config.cache.dir)
-    if as_json:
-        print(json.dumps(_as_json(target, problem, changes), indent=1))
-        return
-    print(f"compiled: {target.folder}" if problem is None else f"not compiled: {problem}")
-    if problem is not None and changes is None:
-        print("no runtime of this model was compiled yet")
-    if changes:
-        print_changes(sys.stdout, changes, verbose)
-    print_key(sys.stdout, target.factors, verbose)
+    target = find_target(config)
+    changes = nearest_changes(target.factors, target.config.cache.dir)
+    problem = _problem(target, model, is_known=changes is not None)
+    return _Explained(target.folder, target.factors, problem, None if problem is None else changes)
 
 
-def _problem(target: Target) -> str | None:
-    """Why the target's folder cannot be served from; None: it can."""
+def _of_runtime(folder: Path) -> _Explained:
+    """Whether an engine can be made from the folder as it is."""
+    from mllm_compile.compiler.load_or_compile import open_runtime
+    from mllm_compile.errors import MllmError
+    from mllm_compile.store.artifact import read_manifest
+
+    factors = read_manifest(folder).factors
+    try:
+        open_runtime(folder)
+    except MllmError as error:
+        return _Explained(folder, factors, str(error))
+    return _Explained(folder, factors, None)
+
+
+def _problem(target: Target, model: str, is_known: bool) -> str | None:
+    """Why the target's folder cannot be served from; None: it can.
+
+    Args:
+        model: as it was given.
+        is_known: there is a runtime of the model, if another.
+    """
     from mllm_compile.errors import ArtifactError
     from mllm_compile.store.artifact import open_artifact
 
+    if not os.path.lexists(target.folder):
+        which = "the model as it is asked for now" if is_known else "this model yet"
+        return f"there is no runtime of {which}; `mllm-compile {model}` makes one"
     try:
         open_artifact(target.folder)
     except ArtifactError as error:
@@ -57,14 +101,14 @@ def _problem(target: Target) -> str | None:
     return None
 
 
-def _as_json(target: Target, problem: str | None, changes: Sequence[Change] | None) -> dict[str, object]:
+def _as_json(explained: _Explained) -> dict[str, object]:
     from mllm_compile.store.key import key_of
 
     return {
-        "compiled": problem is None,
-        "problem": problem,
-        "folder": str(target.folder),
-        "key": key_of(target.factors),
-        "factors": dict(target.factors),
-        "changed": None if changes is None else [asdict(change) for change in changes],
+        "compiled": explained.problem is None,
+        "problem": explained.problem,
+        "folder": str(explained.folder),
+        "key": key_of(explained.factors),
+        "factors": dict(explained.factors),
+        "changed": None if explained.changes is None else [asdict(change) for change in explained.changes],
     }

@@ -1,8 +1,9 @@
-"""`mllm-compile generate CONFIG.yaml --prompt …`: text from a prompt, as it comes."""
+"""`mllm-compile generate MODEL --prompt …`: text from a prompt, as it comes."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -11,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mllm_compile.cli.arguments import EngineArgument
+from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
 from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.schema import EngineConfig, config_or_runtime
 from mllm_compile.errors import RequestError
-from mllm_compile.process.progress import reporter_for
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
 from mllm_compile.text.tokenizer import has_tokenizer
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 def generate_command(
-    config: EngineArgument,
-    prompt: Annotated[str, typer.Option(help="The text to go on from; - reads it from standard input.")],
+    model: ModelArgument,
+    prompt: Annotated[
+        str, typer.Option(help="The text to go on from; - reads it from standard input, less a newline at its end.")
+    ],
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the likeliest token each time; by default the model's own setting.")
@@ -47,21 +49,27 @@ def generate_command(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the model's chat template.")
     ] = False,
+    echo: Annotated[
+        bool | None,
+        typer.Option("--echo/--no-echo", help="Print the prompt, too; by default on a terminal only."),
+    ] = None,
     timings: Annotated[
         bool, typer.Option("--timings", help="Say where the time to the first token went, on standard error.")
     ] = False,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Generate text and print it as it comes. Compiles first when nothing compiled fits."""
-    timeline = Timeline(reporter_for(plain_lines=True))
+    timeline = Timeline(reporter_of(verbose, quiet))
     timeline.add("start Python, read the command line", 0.0, seconds_since_start())
-    engine_config = config_or_runtime(config)  # a mistake is told before anything heavy is imported
+    engine_config = config_or_runtime(model)  # a mistake is told before anything heavy is imported
     if prompt == "-" and sys.stdin is None:
         raise RequestError("--prompt - reads standard input, which is closed. Give the text itself.")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if not text and not chat:
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
     if isinstance(engine_config, EngineConfig) and _surely_has_no_tokenizer(engine_config):
-        raise _no_tokenizer(config)
+        raise _no_tokenizer(model)
 
     with timeline.stage("import"):
         from mllm_compile.engine.engine import Engine
@@ -81,13 +89,15 @@ def generate_command(
 
     with Engine(engine_config, reporter=timeline) as engine:
         if engine.tokenizer is None:  # a runtime's, or a hub's model
-            raise _no_tokenizer(config)
+            raise _no_tokenizer(model)
         params = dataclasses.replace(engine.default_params, **changes)
         if chat:
             outputs = engine.stream_chat([{"role": "user", "content": text}], params)
         else:
             outputs = engine.stream(text, params)
-        _print_stream(_timed(outputs, timeline))
+        if sys.stdout.isatty() if echo is None else echo:
+            _print_prompt(text + "\n" if chat else text)
+        _print_stream(_timed(outputs, timeline), is_quiet=quiet)
     if timings:
         print_timeline(sys.stderr, timeline.spans)
 
@@ -98,9 +108,9 @@ def _surely_has_no_tokenizer(config: EngineConfig) -> bool:
     return (folder / CONFIG_FILE).is_file() and not has_tokenizer(folder)
 
 
-def _no_tokenizer(config: Path) -> RequestError:
+def _no_tokenizer(model: str) -> RequestError:
     return RequestError(
-        f"the model of {config} has no tokenizer, so it takes no text. Use `mllm-compile bench`, or Engine.generate "
+        f"the model of {model} has no tokenizer, so it takes no text. Use `mllm-compile bench`, or Engine.generate "
         "with token ids."
     )
 
@@ -114,7 +124,12 @@ def _timed(outputs: Iterable[RequestOutput], timeline: Timeline) -> Iterator[Req
         yield output
 
 
-def _print_stream(outputs: Iterable[RequestOutput]) -> None:
+def _print_prompt(text: str) -> None:
+    """Dimmed on a terminal, so that what the model says stands out."""
+    print(typer.style(text, dim=True) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text, end="")
+
+
+def _print_stream(outputs: Iterable[RequestOutput], is_quiet: bool) -> None:
     start = time.perf_counter()
     num_tokens = 0
     for output in outputs:
@@ -122,6 +137,6 @@ def _print_stream(outputs: Iterable[RequestOutput]) -> None:
             num_tokens += len(completion.token_ids)
             print(completion.text, end="", flush=True)
     print(flush=True)
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not is_quiet:
         seconds = time.perf_counter() - start
         print(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s)", file=sys.stderr)

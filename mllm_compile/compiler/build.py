@@ -72,7 +72,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         reason = "there is no runtime in this folder yet"
     else:
         reason = miss_note(target.factors, nearest_runtime(target.factors, config.cache.dir))
-    timeline.announce(f"compiling {config.model.source} into {folder}: {reason}. This is done once.")
+    timeline.announce(f"compiling {config.model.source}: {reason}. This is done once.")
     with timeline.stage("check text files"):
         _check_text(target.model.path)
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:

@@ -98,10 +98,7 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
     timeline = timeline_of(reporter)
     with timeline.stage("check runtime"):
         artifact = open_artifact(folder)
-        try:
-            config = ResolvedConfig.model_validate(artifact.manifest.config)
-        except ValueError as error:
-            raise ArtifactError(f"{folder}: its config is not one that this version writes ({error})") from None
+        config = artifact.manifest.resolved_config(folder)
         detect_device(config.runtime.device)
         _check_machine(artifact, config)
         weights = artifact.manifest.weights

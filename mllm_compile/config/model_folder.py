@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.schema import ModelConfig, is_local_path
+from mllm_compile.config.schema import ModelConfig, is_hub_id, nearest_path
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 
@@ -112,10 +112,11 @@ def locate_model_folder(model: ModelConfig) -> Path:
         raise ModelNotFoundError(
             f"model.path {text!r} is a file; expected the folder that holds {CONFIG_FILE} and the weights."
         )
-    if is_local_path(text) or text.count("/") > 1:
+    if not is_hub_id(text):
         raise ModelNotFoundError(
-            f"model.path {text!r}: there is no such folder. Give the folder that holds {CONFIG_FILE} and the "
-            f"weights (a relative path is taken from the YAML's own folder), or a hub id such as Qwen/Qwen3-0.6B."
+            f"model.path {text!r}: there is no such folder{nearest_path(text)}. Give the folder that holds "
+            f"{CONFIG_FILE} and the weights (a relative path is taken from the YAML's own folder), or a hub id such as "
+            f"Qwen/Qwen3-0.6B."
         )
     return _download(model)
 
@@ -169,15 +170,15 @@ def _download(model: ModelConfig) -> Path:
         ) from None
     except errors.RepositoryNotFoundError:
         raise ModelNotFoundError(
-            f"{name}: there is no such folder, and no such repository on the hub (or it is private and you are not "
-            f"logged in: `hf auth login`). Set model.path to a local folder, or correct the hub id."
+            f"{name}: there is no such folder{nearest_path(model.path)}, and no such repository on the hub (or it is "
+            f"private and you are not logged in: `hf auth login`). Give a local folder, or correct the hub id."
         ) from None
     except OSError as error:  # huggingface_hub's HTTP errors and 'not in the local cache' are OSErrors too
         reason = str(error.__cause__ or error).split("\n", 1)[0]
         raise ModelNotFoundError(
-            f"{name}: there is no such folder, and the Hugging Face hub cannot be reached ({reason}). Set model.path "
-            f"to a local folder that holds {CONFIG_FILE}, the tokenizer and the safetensors files (made elsewhere "
-            f"with `hf download {model.path} --local-dir FOLDER`)."
+            f"{name}: there is no such folder{nearest_path(model.path)}, and the Hugging Face hub cannot be reached "
+            f"({reason}). Give a local folder that holds {CONFIG_FILE}, the tokenizer and the safetensors files (made "
+            f"elsewhere with `hf download {model.path} --local-dir FOLDER`)."
         ) from None
     return Path(folder)
 

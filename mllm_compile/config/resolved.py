@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mllm_compile.config.schema import DtypeName, GraphMode
+from mllm_compile.config.schema import DtypeName, EngineConfig, GraphMode
 from mllm_compile.process.progress import Reporter
 
 BackendName = Literal["flashinfer", "torch"]
@@ -92,6 +92,16 @@ class ResolvedConfig(_Resolved):
     cache: ResolvedCache
     choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
     without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores
+
+    def as_config(self) -> EngineConfig:
+        """What asks for the same of the same checkpoint, wherever it is resolved; sizes of CUDA graphs are auto."""
+        sections = self.model_dump(mode="json")
+        model, runtime = sections["model"], sections["runtime"]
+        del model["source"]
+        model |= {"path": model.pop("folder"), "revision": None}
+        runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
+        sections["cudagraph"] = {"mode": self.cudagraph.mode}
+        return EngineConfig.from_dict(sections)
 
     def report(self, reporter: Reporter) -> None:
         """Shows what every `auto` became, and what was asked for and means nothing here."""

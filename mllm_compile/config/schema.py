@@ -21,10 +21,14 @@ from mllm_compile.errors import ConfigError
 MAX_PAGE_SIZE = 256
 _MAX_CONFIG_CHARACTERS = 1 << 20
 
-# By these a folder in place of a YAML is known. The modules that own the names, artifact.py and model_folder.py, are
+# By these a folder is known. The modules that own the names, artifact.py and model_folder.py, are
 # above this one.
 _RUNTIME_FILES = ("manifest.json", "program.json")
 _MODEL_FILE = "config.json"
+YAML_SUFFIXES = (".yaml", ".yml")
+_EXPECTED = (
+    "Expected a hub id such as Qwen/Qwen3-0.6B, a model's folder, a YAML config, or the folder of a compiled runtime."
+)
 
 
 def _checked_path(text: str) -> str:
@@ -257,11 +261,12 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     """What an engine is made from: a config, validated, or the folder of a compiled runtime as it is.
 
     Args:
-        source: a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML would hold; relative paths in
-            the last two are taken from the current folder.
+        source: a hub id, a model's folder, a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML
+            would hold. The first two mean a config that sets `model.path` alone. Relative paths are taken from the
+            current folder, but in a YAML from its own.
 
     Raises:
-        ConfigError: it is none of these (a model's folder, a hub id), or the config is wrong.
+        ConfigError: it is none of these, or the config is wrong.
     """
     if isinstance(source, EngineConfig):
         return source
@@ -269,16 +274,39 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
         return EngineConfig.from_dict(source)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
-            f"the config is {_show(source)}; expected a YAML file, a runtime's folder, an EngineConfig, or a dict such "
-            "as {'model': {'path': …}}"
+            f"the model is {_show(source)}; expected a hub id, a model's folder, a YAML file, a runtime's folder, an "
+            "EngineConfig, or a dict such as {'model': {'path': …}}"
         )
-    path = Path(source)
-    if not os.path.isdir(path):
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if os.path.isdir(path):
+        return _model_or_runtime(path)
+    if os.path.exists(path) or path.suffix in YAML_SUFFIXES:
         return EngineConfig.from_yaml(path)
-    # One that this user may not enter could be a runtime: whoever opens it says so.
-    if os.access(path, os.X_OK) and not _is_runtime(path):
-        raise ConfigError(f"{path}: {_describe_folder(path)}")
-    return path
+    if is_hub_id(text):
+        return EngineConfig(model={"path": text})
+    raise ConfigError(f"{text}: there is no such file or folder{nearest_path(text)}. {_EXPECTED}")
+
+
+def source_name(source: str) -> str:
+    """A short name of what config_or_runtime takes as text: `Qwen3-0.6B` of a hub id or folder, `tiny` of a YAML."""
+    path = Path(os.path.abspath(source))
+    return path.stem if path.suffix in YAML_SUFFIXES else path.name
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether it can be the name of a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
+    return not is_local_path(text) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
+
+
+def nearest_path(text: str) -> str:
+    """` (the nearest is …)` with what is there under the most similar name, else nothing."""
+    path = Path(text).expanduser()
+    try:
+        near = _closest(path.name, os.listdir(path.parent))
+    except (OSError, ValueError):
+        return ""
+    return f" (the nearest is {path.parent / near})" if near else ""
 
 
 def is_local_path(text: str) -> bool:
@@ -318,9 +346,9 @@ def _read_yaml(path: Path) -> Any:
         with open(path, encoding="utf-8") as file:  # a named pipe too, as a shell makes of <(…)
             text = file.read(_MAX_CONFIG_CHARACTERS + 1)
     except FileNotFoundError:
-        raise ConfigError(_describe_missing(path)) from None
+        raise ConfigError(f"there is no such file{nearest_path(str(path))}; expected a YAML config") from None
     except IsADirectoryError:
-        raise ConfigError(_describe_folder(path)) from None
+        raise ConfigError("this is a folder; expected a YAML config") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read as a text file: {error}") from None
     if len(text) > _MAX_CONFIG_CHARACTERS:
@@ -342,30 +370,15 @@ def _is_runtime(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in _RUNTIME_FILES)
 
 
-def _describe_missing(path: Path) -> str:
-    if path.suffix in (".yaml", ".yml"):
-        return "no such file; give the path of a YAML config, for example configs/tiny.yaml"
-    return (
-        "no such file; expected a YAML config. A model, hub id or folder, goes into one as "
-        f"'model: {{path: {path}}}', or without a file into EngineConfig(model={{'path': {str(path)!r}}})"
-    )
-
-
-def _describe_folder(folder: Path) -> str:
-    """What a folder is that was given in place of a YAML, and what to give."""
-    if _is_runtime(folder):
-        return (
-            "this is the folder of a compiled runtime, which Engine, mllm-compile generate and mllm-compile inspect "
-            "--html take; expected a YAML config here"
-        )
+def _model_or_runtime(folder: Path) -> EngineConfig | Path:
+    # One that this user may not enter could be a runtime: whoever opens it says so.
+    if not os.access(folder, os.X_OK) or any(os.path.isfile(folder / name) for name in _RUNTIME_FILES):
+        return folder  # also one that lost its manifest: what it lacks is for whoever opens it to say
     if os.path.isfile(folder / _MODEL_FILE):
-        return (
-            "this is a model's folder, no runtime's and no YAML config: put it into a config's model.path, or into "
-            f"EngineConfig(model={{'path': {str(folder)!r}}})"
-        )
-    return (
-        f"this is a folder, but no runtime's (it holds no {_RUNTIME_FILES[0]}) and no model's (no {_MODEL_FILE}); give "
-        "the path of a YAML config, for example configs/tiny.yaml"
+        return EngineConfig(model={"path": str(folder)})
+    raise ConfigError(
+        f"{folder}: this is a folder, but no model's (it holds no {_MODEL_FILE}) and no runtime's (no "
+        f"{_RUNTIME_FILES[0]}). {_EXPECTED}"
     )
 
 

@@ -21,7 +21,7 @@ from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
-from mllm_compile.process.timeline import Timeline, timeline_of
+from mllm_compile.process.timeline import Timeline, seconds_since_start, timeline_of
 from mllm_compile.runtime.device.idle_threads import end_idle_threads
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
@@ -78,6 +78,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool) ->
         except BaseException:  # also Ctrl-C
             runner.shutdown()
             raise
+    _tell_ready(compiled, runner, timeline)
     if runner.device.type == "cpu":
         end_idle_threads()  # the engine has a thread of its own
     return EngineParts(
@@ -194,6 +195,14 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
         "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
     }
     write_measured(folder, key, with_start(read_measured(folder, key), compiled.config, start))
+
+
+def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
+    """The one line that everybody sees."""
+    seconds = seconds_since_start() - min((span.start_s for span in timeline.spans), default=seconds_since_start())
+    device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
+    tokens = f"{runner.max_total_num_tokens:,} KV tokens"
+    timeline.tell(f"ready in {seconds:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
 
 
 def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:

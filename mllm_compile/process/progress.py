@@ -1,7 +1,8 @@
 """How long work shows where it is: stages with a name, an optional count, and seconds.
 
 `Reporter` is what the compiler and the loader are handed. `reporter_for(stream)` picks the one that fits: bars on a
-terminal, plain lines for the command line elsewhere, the log "mllm_compile.progress" for a library call elsewhere.
+terminal, plain lines for the command line elsewhere, the log "mllm_compile.progress" for a library call elsewhere. Bars
+and lines are for what takes long; all the rest is shown where details are asked for.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
 
 logger = logging.getLogger("mllm_compile.progress")
 
 # A line of a stage that is not over: as often as somebody who waits for the next one wants it.
 _LINE_INTERVAL_S = 5.0
+# A bar of a stage that is over before this would only flicker. Longer than `import torch` usually takes: to import
+# rich beside it would slow every start.
+_BAR_AFTER_S = 2.0
 
 
 class Stage(Protocol):
@@ -39,11 +45,16 @@ class Reporter(Protocol):
 
     def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Stage]: ...
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """A detail."""
+
+    def tell(self, text: str) -> None:
+        """A line that is also for whoever sees no details: that it is ready."""
+        self.note(text)
 
     def announce(self, text: str) -> None:
-        """A note that is also for whoever sees no stages: why it will be long, what is not done."""
-        self.note(text)
+        """As tell, and a warning where it is logged: why it will be long, what is not done."""
+        self.tell(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 
@@ -63,8 +74,7 @@ class NullReporter:
     def note(self, text: str) -> None:
         pass
 
-    def announce(self, text: str) -> None:
-        self.note(text)
+    tell = announce = note
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         pass
@@ -93,32 +103,43 @@ class _LineStage:
 
 
 @contextmanager
-def _lines_of_stage(name: str, total: int | None, say: Callable[[str], None]) -> Iterator[Stage]:
-    """A line when it is over, and while it lasts where it counts."""
+def _lines_of_stage(name: str, total: int | None, say: Callable[[str], None], least_s: float = 0.0) -> Iterator[Stage]:
+    """A line when it is over, unless it took less than `least_s`, and while it lasts where it counts."""
     start = time.perf_counter()
     yield _LineStage(name, total, say)
-    say(f"{name}: {time.perf_counter() - start:.2f} s")
+    seconds = time.perf_counter() - start
+    if seconds >= least_s:
+        say(f"{name}: {seconds:.2f} s")
 
 
 class PlainReporter:
-    """One line when a stage is over, and every few seconds of one that counts: for log files and pipes."""
+    """Lines for log files and pipes: of a stage every few seconds while it counts, and when it is over.
 
-    def __init__(self, stream: TextIO) -> None:
+    Args:
+        details: also notes and tables, and a line for each stage however short it is.
+    """
+
+    def __init__(self, stream: TextIO, *, details: bool = False) -> None:
         self._stream = stream
+        self._details = details
 
     def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Stage]:
-        return _lines_of_stage(name, total, self.note)
+        return _lines_of_stage(name, total, self.tell, 0.0 if self._details else _LINE_INTERVAL_S)
 
     def note(self, text: str) -> None:
+        if self._details:
+            self.tell(text)
+
+    def tell(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def announce(self, text: str) -> None:
-        self.note(text)
+    announce = tell
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        from mllm_compile.process.console import print_table
+        if self._details:
+            from mllm_compile.process.console import print_table
 
-        print_table(self._stream, title, columns, rows)
+            print_table(self._stream, title, columns, rows)
 
 
 class LogReporter:
@@ -129,6 +150,8 @@ class LogReporter:
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
+
+    tell = note
 
     def announce(self, text: str) -> None:
         logger.warning("%s", text)
@@ -142,78 +165,145 @@ class LogReporter:
 
 
 class _RichStage:
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
+    """Counts from any thread; has a bar while its reporter shows any."""
+
+    def __init__(self, name: str, total: int | None, lock: threading.RLock) -> None:
+        self._name = name
+        self._total = total
+        self._lock = lock
+        self._done = 0
+        self._bar: tuple[Progress, TaskID] | None = None
 
     def advance(self, count: int = 1) -> None:
-        self._progress.advance(self._task, count)
+        with self._lock:
+            self._done += count
+            if self._bar is not None:
+                progress, task = self._bar
+                progress.update(task, completed=self._done)
+
+    def show(self, progress: Progress) -> None:
+        self._bar = (progress, progress.add_task(self._name, total=self._total, completed=self._done))
+
+    def hide(self) -> None:
+        if self._bar is not None:
+            progress, task = self._bar
+            progress.remove_task(task)
+            self._bar = None
 
 
 class RichReporter:
-    """Live bars while stages run; when the outermost stage ends they give way to a line with its seconds.
+    """Live bars of stages that take long, which leave nothing behind.
 
     The live display exists only inside a stage, so that whatever is printed between stages (streamed text) is safe.
+
+    Args:
+        details: also notes and tables, bars at once, and in place of those of an outermost stage a line with its
+            seconds.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-
+    def __init__(self, stream: TextIO, *, details: bool = False) -> None:
         self._stream = stream
-        self._console = Console(file=stream, highlight=False)
+        self._details = details
+        self._lock = threading.RLock()  # what is below, and the stages' bars
+        self._stages: list[_RichStage] = []
         self._progress: Progress | None = None
+        self._timer: threading.Timer | None = None
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
-        outermost = self._progress is None
-        progress = self._progress or self._start()
-        task = progress.add_task(name, total=total)
+        stage = _RichStage(name, total, self._lock)
         start = time.perf_counter()
+        is_outermost = self._begin(stage)
         try:
-            yield _RichStage(progress, task)
-            if outermost:
-                progress.console.print(f"[green]✓[/green] {name}  [dim]{time.perf_counter() - start:.2f} s[/dim]")
+            yield stage
+            if is_outermost and self._details:
+                console = self._console if self._progress is None else self._progress.console
+                console.print(f"[green]✓[/green] {name}  [dim]{time.perf_counter() - start:.2f} s[/dim]")
         finally:
-            progress.remove_task(task)
-            if outermost:
-                progress.stop()
-                self._progress = None
+            self._end(stage)
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        if self._details:
+            self.tell(text)
 
-    def announce(self, text: str) -> None:
-        self.note(text)
+    def tell(self, text: str) -> None:
+        with self._lock:
+            if self._progress is None:
+                print(text, file=self._stream, flush=True)
+            else:
+                self._progress.console.print(text, markup=False, highlight=False)
+
+    announce = tell
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        from mllm_compile.process.console import print_table
+        if self._details:
+            from mllm_compile.process.console import print_table
 
-        print_table(self._stream, title, columns, rows)
+            print_table(self._stream, title, columns, rows)
 
-    def _start(self) -> Progress:
+    @cached_property
+    def _console(self) -> Console:
+        from rich.console import Console
+
+        return Console(file=self._stream, highlight=False)
+
+    def _begin(self, stage: _RichStage) -> bool:
+        """Whether it is the outermost one."""
+        with self._lock:
+            self._stages.append(stage)
+            if self._progress is not None:
+                stage.show(self._progress)
+            elif len(self._stages) == 1:
+                if self._details:
+                    self._show()
+                else:
+                    self._timer = threading.Timer(_BAR_AFTER_S, self._show)
+                    self._timer.daemon = True
+                    self._timer.start()
+            return len(self._stages) == 1
+
+    def _end(self, stage: _RichStage) -> None:
+        with self._lock:
+            self._stages.remove(stage)
+            stage.hide()
+            if self._stages:
+                return
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+
+    def _show(self) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._progress.start()
-        return self._progress
+        with self._lock:
+            if not self._stages or self._progress is not None:  # over while the timer's thread came here
+                return
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            for stage in self._stages:
+                stage.show(self._progress)
+            self._progress.start()
 
 
-def reporter_for(stream: TextIO | None = None, *, plain_lines: bool = False) -> Reporter:
+def reporter_for(stream: TextIO | None = None, *, plain_lines: bool = False, details: bool = False) -> Reporter:
     """The reporter that fits a stream.
 
     Args:
         stream: where to write; None is stderr, which keeps stdout for results.
-        plain_lines: off a terminal, write a line a stage (the command line does) rather than log it (a library).
+        plain_lines: off a terminal, write lines (the command line does) rather than log them (a library).
+        details: what every setting became, and every stage with its seconds, too. The log always has them.
     """
     stream = sys.stderr if stream is None else stream
     if stream.isatty():
-        return RichReporter(stream)
-    return PlainReporter(stream) if plain_lines else LogReporter()
+        return RichReporter(stream, details=details)
+    return PlainReporter(stream, details=details) if plain_lines else LogReporter()

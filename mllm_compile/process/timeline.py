@@ -71,8 +71,11 @@ class Timeline:
     def note(self, text: str) -> None:
         self._reporter.note(text)
 
+    def tell(self, text: str) -> None:
+        getattr(self._reporter, "tell", self._reporter.note)(text)  # a caller's own may have no such method
+
     def announce(self, text: str) -> None:
-        getattr(self._reporter, "announce", self._reporter.note)(text)  # a caller's own may have no such method
+        getattr(self._reporter, "announce", self._reporter.note)(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self._reporter.table(title, columns, rows)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from mllm_compile.checkpoint.files import WeightFiles
+from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ArtifactError, NewFormatError, OldFormatError
 from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.files.sealed_json import unseal, write_sealed
@@ -81,6 +82,17 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT_VERSION, **asdict(self)}
+
+    def resolved_config(self, folder: Path) -> ResolvedConfig:
+        """`config`, validated; `folder` is for the message.
+
+        Raises:
+            ArtifactError: this version writes no such config.
+        """
+        try:
+            return ResolvedConfig.model_validate(self.config)
+        except ValueError as error:
+            raise ArtifactError(f"{folder}: its config is not one that this version writes ({error})") from None
 
 
 @dataclass(frozen=True)

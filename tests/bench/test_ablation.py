@@ -24,7 +24,7 @@ from tests.tiny_model import TINY
 def setting(tmp_path) -> Setting:
     config = tmp_path / "c.yaml"
     config.write_text(f"model: {{path: {TINY}}}\n")
-    return replace(SETTING, config_path=str(config), changes={"runtime": {"max_model_len": 64}})
+    return replace(SETTING, source=str(config), changes={"runtime": {"max_model_len": 64}})
 
 
 def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(setting):
@@ -89,7 +89,7 @@ def ablate(setting, monkeypatch):
 
         monkeypatch.setattr(ablation, "measure_latency", measure)
         monkeypatch.setattr(ablation, "levers_at_work", levers_at_work)
-        measured = run_ablation(Path(setting.config_path), levers, LatencyWork())
+        measured = run_ablation(Path(setting.source), levers, LatencyWork())
         return [run.engine for run in measured.runs], asked
 
     return ablate

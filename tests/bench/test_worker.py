@@ -19,7 +19,7 @@ from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWo
 from tests.tiny_model import tiny_config
 
 SETTING = Setting(
-    config_path="m.yaml",
+    source="m.yaml",
     changes={},
     model_folder="m",
     dtype="float32",
@@ -75,7 +75,7 @@ def test_latency_warms_up_once_and_takes_turns(engine, tmp_path):
 def test_levers_are_what_changed_something_in_the_compiled_runtime(eager_cache, tmp_path):
     config = tiny_config(eager_cache, compile={"backend": "eager"})
     (tmp_path / "m.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    setting = replace(SETTING, config_path=str(tmp_path / "m.yaml"))
+    setting = replace(SETTING, source=str(tmp_path / "m.yaml"))
     at_work = work("levers", tmp_path, setting=asdict(setting))["levers"]
     assert "pack_projections" in at_work
     assert not {"stream_linears", "sample_in_graph"} & set(at_work), "a CPU has no use for them"

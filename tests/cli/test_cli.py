@@ -15,6 +15,7 @@ import pytest
 
 import mllm_compile.model
 from mllm_compile.cli import run
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.outputs import CompletionOutput, RequestOutput
 from mllm_compile.errors import CompileError, RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -112,13 +113,15 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["none.yaml"], "none.yaml: no such file"),
-        (["Qwen/Qwen3-0.6B"], "expected a YAML config. A model, hub id or folder, goes into one as 'model: {path: "),
-        ([TINY], "this is a model's folder"),
-        (["explain", TINY], "this is a model's folder"),
-        (["bench", "latency", TINY], "this is a model's folder"),
-        (["generate", TINY, "--prompt", "hi"], "this is a model's folder"),
-        (["inspect", TINY], "this is a model's folder"),
+        (["none.yaml"], "none.yaml: there is no such file"),
+        (["./none"], "./none: there is no such file or folder. Expected a hub id such as Qwen/Qwen3-0.6B, a model's"),
+        (["bench", "latency", "./none"], "there is no such file or folder"),
+        (["generate", "./none", "--prompt", "hi"], "there is no such file or folder"),
+        (["inspect", "./none"], "there is no such file or folder"),
+        (["explain", str(CONFIGS / "tinny.yaml")], f"(the nearest is {CONFIGS / 'tiny.yaml'})"),
+        (["compile", TINY + "y"], f"there is no such file or folder (the nearest is {TINY}). Expected"),
+        ([str(CONFIGS)], "this is a folder, but no model's (it holds no config.json) and no runtime's"),
+        ([TINY, "-v", "-q"], "--verbose says more, --quiet nothing; give one of them"),
         (["genrate", "x"], "No such command 'genrate'. Did you mean 'generate'?"),
         (["generate", "x.yaml"], "Missing option '--prompt'"),
         (["generate", "x.yaml", "--prompt", "hi", "--max-tokens", "x"], "Invalid value for '--max-tokens'"),
@@ -153,17 +156,20 @@ def test_an_error_of_ours_is_not_hidden(monkeypatch, config):
         run([config])
 
 
-def test_an_interrupt_ends_quietly(monkeypatch, config, capsys):
+def test_an_interrupt_ends_with_one_line(monkeypatch, config, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     stand_in_compiler(monkeypatch, load_or_compile=interrupt)
     assert run([config]) == 130
-    assert capsys.readouterr() == ("", "")
+    out, err = capsys.readouterr()
+    assert (out, err.strip()) == ("", "mllm-compile: interrupted")
 
 
 @pytest.mark.parametrize("command", [[], ["compile"]])
-def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, command):
+def test_compiling_ends_with_a_line_and_the_place_and_a_table_where_it_is_asked_for(
+    monkeypatch, config, capsys, command
+):
     runtime = SimpleNamespace(
         folder="/cache/r",
         was_cached=False,
@@ -173,6 +179,9 @@ def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, 
     )
     stand_in_compiler(monkeypatch, load_or_compile=lambda config, reporter, options: runtime)
     assert run([*command, config]) == 0
+    said = ["compiled in 1.8 s: 9 pieces, 3 of them distinct", "runtime: /cache/r"]
+    assert capsys.readouterr().out.splitlines() == said
+    assert run([*command, config, "-v"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "compiled"
     assert [line.split() for line in lines[1:5]] == [
@@ -181,7 +190,7 @@ def test_compiling_ends_with_a_table_and_the_place(monkeypatch, config, capsys, 
         ["passes", "0.25"],
         ["total", "1.75"],
     ]
-    assert lines[5:] == ["pieces: 9, distinct: 3", "runtime: /cache/r"]
+    assert lines[5:] == said
 
 
 def test_a_full_disk_is_one_line(monkeypatch, config, capsys):
@@ -227,7 +236,9 @@ def test_inspecting_prints_the_passes(monkeypatch, config, capsys, tmp_path):
     lines = out.splitlines()
     assert lines[2].split() == ["pack_linears", "4", "90", "70", "1.2"]
     assert lines[3] == f"graphs: {tmp_path / 'graphs'}"
-    assert err.startswith("trace: ")
+    assert err == ""
+    assert run(["inspect", config, "--out", str(tmp_path / "graphs"), "-v"]) == 0
+    assert capsys.readouterr().err.startswith("trace: ")
 
 
 def test_generated_text_is_streamed_with_the_models_own_sampling(engine, config, capsys):
@@ -251,9 +262,60 @@ def test_a_chat_prompt_is_a_users_message(engine, config, capsys):
 
 
 def test_a_prompt_may_come_from_standard_input(engine, config, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: "piped"))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: "two\nlines \n\n"))
     assert run(["generate", config, "--prompt", "-"]) == 0
-    assert engine.asked[0][0] == "piped"
+    assert engine.asked[0][0] == "two\nlines \n", "the newline that ends a file or an echo is none of the text's"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_prompt_stands_before_the_text_on_a_terminal_and_where_it_is_asked_for(engine, config, capsys, monkeypatch):
+    command = ["generate", config, "--prompt", "once"]
+    assert run(command) == 0
+    assert capsys.readouterr().out == "token\n", "a file gets what was generated"
+    assert run([*command, "--echo"]) == 0
+    assert run([*command, "--echo", "--chat"]) == 0
+    assert capsys.readouterr().out == "oncetoken\nonce\ntoken\n"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for options, shown in (([], "\x1b[2monce\x1b[0mtoken\n"), (["--no-echo"], "token\n")):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert run([*command, *options]) == 0
+        assert terminal.getvalue() == shown
+
+
+def test_a_generation_of_which_quiet_was_asked_says_nothing_of_itself(engine, config, monkeypatch):
+    for options, says in (([], True), (["--quiet"], False)):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert run(["generate", config, "--prompt", "once", *options]) == 0
+        assert bool(terminal.getvalue()) == says
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "gpt2", TINY])
+def test_a_hub_id_or_a_folder_is_a_model_of_default_settings(monkeypatch, capsys, model):
+    asked = []
+
+    def load_or_compile(config, reporter, options):
+        asked.append(config)
+        return SimpleNamespace(folder="/cache/r", was_cached=True, serves_same=True)
+
+    stand_in_compiler(monkeypatch, load_or_compile=load_or_compile)
+    assert run([model]) == run(["compile", model]) == 0
+    assert asked == [EngineConfig(model={"path": model})] * 2
+
+
+def test_a_runtime_is_checked_and_not_compiled_again(monkeypatch, tmp_path, capsys):
+    (tmp_path / "manifest.json").touch()
+    runtime = SimpleNamespace(folder=tmp_path, was_cached=True, serves_same=True)
+    stand_in_compiler(monkeypatch, open_runtime=lambda folder, reporter: runtime)
+    assert run([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"already compiled: {tmp_path}\n"
+    assert run([str(tmp_path), "--output", str(tmp_path / "other")]) == 2
+    assert "take the model or config that it was compiled from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from mllm_compile.config import schema as config_module
 from mllm_compile.config.model_folder import CONFIG_FILE
-from mllm_compile.config.schema import EngineConfig, RuntimeConfig, config_or_runtime
+from mllm_compile.config.schema import EngineConfig, RuntimeConfig, config_or_runtime, source_name
 from mllm_compile.errors import ConfigError
-from mllm_compile.store.artifact import MANIFEST, PROGRAM
+from mllm_compile.store.artifact import PROGRAM
 
 
 def write(folder: Path, text: str) -> Path:
@@ -178,36 +178,44 @@ def test_a_section_whose_keys_are_commented_out_is_empty(tmp_path):
 
 
 def test_a_missing_file_a_folder_and_a_binary_file_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="there is no such file"):
         EngineConfig.from_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="this is a folder, but no runtime's"):
+    with pytest.raises(ConfigError, match="this is a folder; expected a YAML config"):
         EngineConfig.from_yaml(tmp_path)
     (tmp_path / "model.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         EngineConfig.from_yaml(tmp_path / "model.yaml")
 
 
-def test_a_hub_id_in_place_of_a_file_is_told_where_it_goes(tmp_path):
-    for make in (EngineConfig.from_yaml, config_or_runtime):
-        with pytest.raises(ConfigError, match=r"no such file; .*'model: \{path: Qwen/Qwen3-0\.6B\}'"):
-            make("Qwen/Qwen3-0.6B")
-        with pytest.raises(ConfigError, match=r"none\.yaml: no such file; give the path of a YAML config"):
-            make(tmp_path / "none.yaml")
+def test_what_an_engine_is_made_from_is_known_by_what_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "runtime", "other", "Qwen"):
+        Path(name).mkdir()
+    for name in (CONFIG_FILE, "runtime/" + PROGRAM, "runtime/" + CONFIG_FILE, "model/" + CONFIG_FILE):
+        Path(name).touch()
+    path = write(tmp_path, "model: {path: m/x}\nruntime: {seed: 3}")
+    assert config_or_runtime(path) == config_or_runtime(str(path)) == EngineConfig.from_yaml(path)
+    for folder in ("model", "./model", "model/", tmp_path / "model"):
+        config = config_or_runtime(folder)
+        assert os.path.samefile(config.model.path, "model")
+        assert config == EngineConfig(model={"path": config.model.path})
+    # Without its manifest: the error is that of whoever opens it.
+    assert config_or_runtime("runtime") == Path("runtime")
+    for hub_id in ("Qwen/Qwen3-0.6B", "gpt2"):
+        assert config_or_runtime(hub_id) == EngineConfig(model={"path": hub_id})
+    for wrong, said in {
+        "other": r"other: this is a folder, but no model's \(it holds no config\.json\) and no runtime's",
+        "./modle": r"\./modle: there is no such file or folder \(the nearest is model\)\. Expected a hub id such as",
+        "a/b/c": "a/b/c: there is no such file or folder. Expected a hub id",
+        "config.yml": "config.yml: there is no such file",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            config_or_runtime(wrong)
 
 
-def test_a_folder_in_place_of_a_yaml_is_told_what_it_is(tmp_path):
-    (tmp_path / CONFIG_FILE).touch()  # a runtime holds one too
-    for make in (EngineConfig.from_yaml, config_or_runtime):
-        with pytest.raises(ConfigError, match=r"a model's folder.* EngineConfig\(model=\{'path': ") as caught:
-            make(tmp_path)
-        assert str(caught.value).startswith(f"{tmp_path}: ")
-    (tmp_path / PROGRAM).touch()
-    assert config_or_runtime(tmp_path) == tmp_path  # without its manifest: the error is that of who opens it
-    (tmp_path / PROGRAM).unlink()
-    (tmp_path / MANIFEST).touch()
-    assert config_or_runtime(str(tmp_path)) == tmp_path
-    with pytest.raises(ConfigError, match=r"the folder of a compiled runtime.*expected a YAML config here"):
-        EngineConfig.from_yaml(tmp_path)
+def test_what_was_given_has_a_short_name(tmp_path):
+    names = {"Qwen/Qwen3-0.6B": "Qwen3-0.6B", "configs/tiny.yaml": "tiny", "models/v1.5/": "v1.5", "gpt2": "gpt2"}
+    assert {given: source_name(given) for given in names} == names
 
 
 def test_a_folder_that_may_not_be_entered_is_left_to_whoever_opens_runtimes(tmp_path, monkeypatch):
@@ -221,7 +229,9 @@ def test_an_engine_takes_a_config_as_a_dict_too():
     with pytest.raises(ConfigError, match="did you mean model"):
         config_or_runtime({"modl": {"path": "m"}})
     for wrong in (None, 3, ["m"]):
-        with pytest.raises(ConfigError, match="expected a YAML file, a runtime's folder, an EngineConfig, or a dict"):
+        with pytest.raises(
+            ConfigError, match="expected a hub id, a model's folder, a YAML file, a runtime's folder, an EngineConfig"
+        ):
             config_or_runtime(wrong)
 
 

@@ -60,13 +60,13 @@ def test_a_runtime_is_found_again(config):
     assert recorder.notes == []
 
 
-def test_a_compile_is_announced_with_the_place_and_the_reason(tmp_path, caplog):
+def test_a_compile_is_announced_with_the_reason(tmp_path, caplog):
     config = tiny_config(tmp_path / "cache", compile=EAGER)
-    folder = load_or_compile(config, LogReporter()).folder
+    load_or_compile(config, LogReporter())
     load_or_compile(config, LogReporter(), CompileOptions(output=tmp_path / "out"))
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"compiling {TINY} into {folder}: nothing was compiled for this model yet. This is done once.",
-        f"compiling {TINY} into {tmp_path / 'out'}: there is no runtime in this folder yet. This is done once.",
+        f"compiling {TINY}: nothing was compiled for this model yet. This is done once.",
+        f"compiling {TINY}: there is no runtime in this folder yet. This is done once.",
     ]
     caplog.clear()
     assert load_or_compile(config, LogReporter()).was_cached

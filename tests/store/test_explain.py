@@ -56,10 +56,20 @@ def test_no_line_is_wider_than_the_page_and_all_of_it_can_be_had(explain, eager_
     assert all("".join(value.split()) in text for value in factors.values()), "-v has every value whole"
 
 
+def test_a_runtimes_folder_is_explained_by_itself(eager_cache, explain, capsys):
+    explain(eager_cache, compile={"backend": "eager"})
+    (folder,) = runtimes_folder(eager_cache).iterdir()
+    capsys.readouterr()
+    assert run(["explain", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"compiled: {folder}"
+    assert lines[1] == f"key {folder.name.partition('-')[2]}"
+
+
 def test_a_miss_tells_what_changed_from_what_to_what(explain, eager_cache):
     asked = {"compile": {"backend": "inductor"}, "runtime": {"max_num_batched_tokens": 9999}}
     lines = explain(eager_cache, **asked)
-    assert lines[0].startswith("not compiled: ")
+    assert lines[0].startswith("not compiled: there is no runtime of the model as it is asked for now; `mllm-compile ")
     key = next(i for i, line in enumerate(lines) if line.startswith("key "))
     table = lines[lines.index("changed since the nearest runtime") + 1 : key]
     assert [line.split() for line in table] == [
@@ -82,6 +92,8 @@ def test_of_many_files_that_changed_some_are_named():
 
 
 def test_where_nothing_of_the_model_was_compiled_it_says_so(explain, eager_cache, tmp_path):
-    assert explain(tmp_path / "empty")[1] == "no runtime of this model was compiled yet"
+    said = explain(tmp_path / "empty")
+    assert said[0].startswith("not compiled: there is no runtime of this model yet; `mllm-compile ")
+    assert said[1].startswith("key ")
     stranger = {"model config": "another", "weights": "random"}
     assert nearest_runtime(stranger, eager_cache) is None

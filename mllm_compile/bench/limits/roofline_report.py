@@ -25,6 +25,7 @@ from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.workloads import StepWork
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
+from mllm_compile.config.schema import source_name
 from mllm_compile.process.console import print_table
 
 # Together with the figures they fill 120 columns.
@@ -81,19 +82,19 @@ class Roofline:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def run_roofline(config: Path, work: StepWork) -> Roofline:
+def run_roofline(source: str, work: StepWork) -> Roofline:
     """Profiles decode steps; on a GPU twice, without CUDA graphs to know each kernel's job, and with them for the time.
 
     Raises:
         BenchmarkError: a process failed.
-        MllmError: the config, the model or the device cannot be used.
+        MllmError: the model, its config or the device cannot be used.
     """
-    probe = probe_machine(config, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
     known = _trace(probe, work, graphs=False)
     with_graphs = probe.setting.device != "cpu" and _graph_mode(probe) != "none"
     timed = _trace(probe, work, graphs=True) if with_graphs else known
     roofline = Roofline(
-        model=config.stem,
+        model=source_name(source),
         context=work.context,
         with_graphs=with_graphs,
         environment=probe.environment,

@@ -40,4 +40,8 @@ def main(job_path: str, result_path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    from mllm_compile.process.interruption import ended_by_sigterm
+
+    with ended_by_sigterm():
+        code = main(*sys.argv[1:])
+    sys.exit(code)

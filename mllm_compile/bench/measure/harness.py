@@ -15,10 +15,12 @@ from typing import Any
 from mllm_compile.bench.adapters import check_installed
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.limits import ModelFigures, with_latency_limits, with_throughput_limits
+from mllm_compile.bench.measure.child import run_child
 from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
+from mllm_compile.config.schema import source_name
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
 
 WORKER = "mllm_compile.bench.measure.worker"
@@ -35,17 +37,17 @@ class Probe:
     figures: ModelFigures
 
 
-def run_latency(config: Path, engines: Sequence[str], work: LatencyWork) -> BenchResult:
+def run_latency(source: str, engines: Sequence[str], work: LatencyWork) -> BenchResult:
     """tpot and prefill of each engine, each in its own process, with the limits of this machine.
 
     Raises:
         BenchmarkError: an engine is not installed or failed.
-        MllmError: the config, the model or the device cannot be used.
+        MllmError: the model, its config or the device cannot be used.
     """
     _check_engines(engines)
-    probe = probe_machine(config, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
     runs = [measure_latency(engine, probe.setting, work, probe) for engine in engines]
-    return _result("latency", asdict(work), config, probe.environment, probe.ceilings, runs)
+    return _result("latency", asdict(work), source, probe.environment, probe.ceilings, runs)
 
 
 def measure_latency(engine: str, setting: Setting, work: LatencyWork, probe: Probe) -> EngineRun:
@@ -74,33 +76,33 @@ def levers_at_work(setting: Setting) -> frozenset[str]:
     return frozenset(run_process(WORKER, {"task": "levers", "setting": asdict(setting)})["levers"])
 
 
-def run_throughput(config: Path, engines: Sequence[str], work: ThroughputWork) -> BenchResult:
+def run_throughput(source: str, engines: Sequence[str], work: ThroughputWork) -> BenchResult:
     """As run_latency, for mixed and prefill throughput."""
     _check_engines(engines)
-    probe = probe_machine(config, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
     runs = []
     for engine in engines:
         run = run_from_json(_worker_run("throughput", engine, probe.setting, asdict(work)))
         lines = with_throughput_limits(run.measurements, work, probe.figures, probe.ceilings)
         runs.append(_with_lines(run, lines))
-    return _result("throughput", asdict(work), config, probe.environment, probe.ceilings, runs)
+    return _result("throughput", asdict(work), source, probe.environment, probe.ceilings, runs)
 
 
-def run_startup(config: Path, engines: Sequence[str], work: StartupWork) -> BenchResult:
+def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> BenchResult:
     """Cold and warm starts of each engine; every start is a process of its own, every cold one has empty caches."""
     _check_engines(engines)
-    job = {"task": "probe", "config": str(config), "largest_batch": 1, "longest_request": START_PROMPT_LEN + 1}
+    job = {"task": "probe", "config": source, "largest_batch": 1, "longest_request": START_PROMPT_LEN + 1}
     found = run_process(WORKER, job | {"ceilings": False})
     setting = Setting(**found["setting"])
     runs = [_startup_run(engine, setting, work.repeats) for engine in engines]
-    return _result("startup", asdict(work), config, found["environment"], None, runs)
+    return _result("startup", asdict(work), source, found["environment"], None, runs)
 
 
-def probe_machine(config: Path, largest_batch: int, longest_request: int) -> Probe:
+def probe_machine(source: str, largest_batch: int, longest_request: int) -> Probe:
     """Resolves the config for a work and measures the device's ceilings, in a process that leaves nothing behind."""
     job = {
         "task": "probe",
-        "config": str(config),
+        "config": source,
         "largest_batch": largest_batch,
         "longest_request": longest_request,
         "ceilings": True,
@@ -123,14 +125,14 @@ def run_process(module: str, job: Mapping[str, Any], environment: Mapping[str, s
     with tempfile.TemporaryDirectory(prefix="mllm-bench-") as folder:
         job_path, result_path = Path(folder) / "job.json", Path(folder) / "result.json"
         job_path.write_text(json.dumps(job), encoding="utf-8")
-        done = subprocess.run(
+        code = run_child(
             [sys.executable, "-m", module, str(job_path), str(result_path)],
-            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-            env=os.environ | dict(environment or {}),
+            sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            os.environ | dict(environment or {}),
         )
         if not result_path.exists():
             what = " ".join(str(job[key]) for key in ("task", "engine") if key in job)
-            raise BenchmarkError(f"the process for {what or module} ended with code {done.returncode}; see its output")
+            raise BenchmarkError(f"the process for {what or module} ended with code {code}; see its output")
         result = json.loads(result_path.read_text(encoding="utf-8"))
     if "error" in result:
         raise BenchmarkError(result["error"])
@@ -184,13 +186,18 @@ def _with_lines(run: EngineRun, lines: Sequence[Measurement]) -> EngineRun:
 def _result(
     command: str,
     work: dict[str, Any],
-    config: Path,
+    source: str,
     environment: dict[str, str],
     ceilings: Ceilings | None,
     runs: list[EngineRun],
 ) -> BenchResult:
     return BenchResult(
-        command=command, work=work, model=config.stem, environment=environment, ceilings=ceilings, runs=tuple(runs)
+        command=command,
+        work=work,
+        model=source_name(source),
+        environment=environment,
+        ceilings=ceilings,
+        runs=tuple(runs),
     )
 
 

@@ -6,11 +6,10 @@ Made once, in a process of its own (worker.py), because it asks CUDA about the d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 from mllm_compile.bench.measure.workloads import MAX_MODEL_LEN
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.schema import EngineConfig, config_or_runtime
 from mllm_compile.errors import ConfigError
 
 Changes = dict[str, dict[str, Any]]
@@ -21,7 +20,7 @@ class Setting:
     """One comparison's common ground; goes to worker processes as JSON.
 
     Attributes:
-        config_path: the YAML file.
+        source: what was asked for, as config_or_runtime takes it.
         changes: keys of the config, by section, that the benchmark's rules set for our own engine.
         model_folder: local folder with config.json.
         dtype, device: of the model; the device is `cpu` or `cuda:N`.
@@ -31,7 +30,7 @@ class Setting:
         trust_remote_code: the config's.
     """
 
-    config_path: str
+    source: str
     changes: Changes
     model_folder: str
     dtype: str
@@ -42,7 +41,7 @@ class Setting:
     trust_remote_code: bool
 
     @classmethod
-    def from_config(cls, path: Path, largest_batch: int, longest_request: int) -> Self:
+    def from_config(cls, source: str, largest_batch: int, longest_request: int) -> Self:
         """Resolves the config under the benchmark's rules: no prefix cache, room for the work, 4096 tokens a request.
 
         Raises:
@@ -53,7 +52,7 @@ class Setting:
         from mllm_compile.config.model_folder import open_model_folder
         from mllm_compile.config.resolve import resolve
 
-        config = EngineConfig.from_yaml(path)
+        config = asked_config(source)
         model = open_model_folder(config.model)
         device = detect_device(config.runtime.device)
         resolved = resolve(changed_config(config, _room_for(config, largest_batch)), model, device)
@@ -62,14 +61,14 @@ class Setting:
             max_model_len = min(max_model_len, max(MAX_MODEL_LEN, longest_request))
         if longest_request > max_model_len:
             raise ConfigError(
-                f"a request of this work has {longest_request} tokens, but {path} serves at most {max_model_len}. "
+                f"a request of this work has {longest_request} tokens, but {source} serves at most {max_model_len}. "
                 "Give smaller lengths (--input-len and --output-len, --max-len and --prefill-len, or --context), or "
                 "raise runtime.max_model_len if the model takes more."
             )
         changes = _room_for(config, largest_batch)
         changes["runtime"] |= {"max_model_len": max_model_len, "enable_prefix_cache": False}
         return cls(
-            config_path=str(path),
+            source=source,
             changes=changes,
             model_folder=resolved.model.folder,
             dtype=resolved.model.dtype,
@@ -82,12 +81,26 @@ class Setting:
 
     def engine_config(self) -> EngineConfig:
         """Our own engine's config."""
-        return changed_config(EngineConfig.from_yaml(self.config_path), self.changes)
+        return changed_config(asked_config(self.source), self.changes)
 
     def changed(self, section: str, **values: Any) -> Self:
         """The same with more keys of our own engine's config set."""
         section_changes = self.changes.get(section, {}) | values
         return replace(self, changes=self.changes | {section: section_changes})
+
+
+def asked_config(source: str) -> EngineConfig:
+    """The config of what was asked for; of a runtime's folder the one that it was compiled from.
+
+    Raises:
+        MllmError: it is nothing that an engine takes.
+    """
+    config = config_or_runtime(source)
+    if isinstance(config, EngineConfig):
+        return config
+    from mllm_compile.store.artifact import read_manifest
+
+    return read_manifest(config).resolved_config(config).as_config()
 
 
 def changed_config(config: EngineConfig, changes: Changes) -> EngineConfig:

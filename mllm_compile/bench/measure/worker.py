@@ -21,13 +21,14 @@ from mllm_compile.bench.measure.runtime_place import runtime_place
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call, LatencyWork, StepWork, ThroughputWork
 from mllm_compile.errors import MllmError
+from mllm_compile.process.interruption import ended_by_sigterm
 
 EXIT_MISTAKE = 2
 
 
 def probe(job: dict[str, Any]) -> dict[str, Any]:
     """The setting, the model's figures, the environment and (unless they are not wanted) the ceilings."""
-    setting = Setting.from_config(Path(job["config"]), job["largest_batch"], job["longest_request"])
+    setting = Setting.from_config(job["config"], job["largest_batch"], job["longest_request"])
 
     import torch
 
@@ -137,4 +138,6 @@ def main(job_path: str, result_path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    with ended_by_sigterm():
+        code = main(*sys.argv[1:])
+    sys.exit(code)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, TextIO
 
 from mllm_compile.bench.errors import BenchmarkError
@@ -19,6 +18,7 @@ from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measureme
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import LatencyWork
 from mllm_compile.bench.show.report import Table, markdown_row, provenance, show_figure, work_name
+from mllm_compile.config.schema import source_name
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 
@@ -42,7 +42,7 @@ def lever_names() -> list[str]:
     return [*optional_pass_names(), *CHOICES]
 
 
-def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> BenchResult:
+def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> BenchResult:
     """tpot and prefill of every variant, with the limits of this machine; a run is named after its variant.
 
     A lever that the engine with all of them does without, as its config says or the device or model wants it, or that
@@ -54,12 +54,12 @@ def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> Benc
     Raises:
         ConfigError: a lever is not known.
         BenchmarkError: the engine with all levers failed.
-        MllmError: the config, the model or the device cannot be used.
+        MllmError: the model, its config or the device cannot be used.
     """
     unknown = [name for name in levers if name not in lever_names()]
     if unknown:
         raise ConfigError(f"--lever {unknown[0]!r} is not known; expected some of {', '.join(lever_names())}")
-    probe = probe_machine(config, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
 
     def measure(name: str, left_out: Sequence[str]) -> EngineRun:
         _tell(f"{name}:")
@@ -84,7 +84,7 @@ def run_ablation(config: Path, levers: Sequence[str], work: LatencyWork) -> Benc
     return BenchResult(
         command=COMMAND,
         work=asdict(work),
-        model=config.stem,
+        model=source_name(source),
         environment=probe.environment,
         ceilings=probe.ceilings,
         runs=tuple(runs),

@@ -1,0 +1,44 @@
+"""An interruption that cannot get lost.
+
+A signal's handler raises wherever the main thread is. In a `__del__` or a callback of a weak reference Python reports
+what is raised and goes on: Ctrl-C would be a traceback on the terminal, and the work would continue.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SIGNAL_OF = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
+
+
+@contextmanager
+def kept_interruptions() -> Iterator[None]:
+    """Meanwhile a KeyboardInterrupt or SystemExit that Python would drop is raised again by its signal."""
+    before = sys.unraisablehook
+
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        number = _SIGNAL_OF.get(dropped.exc_type)  # type: ignore[call-overload]
+        if number is None:
+            before(dropped)
+        else:
+            signal.raise_signal(number)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Meanwhile SIGTERM unwinds this process: what it made in folders of a while is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with kept_interruptions():
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
