@@ -46,12 +46,15 @@ def compile_command(
 
     with compiled_ahead(OF_TORCH):
         with uncollected():
-            from mllm_compile.compiler import load_or_compile as compiling
+            if isinstance(source, Path):
+                from mllm_compile.compiler.load_or_compile import open_runtime
+            else:
+                from mllm_compile.compiler.load_or_compile import load_or_compile
 
         if isinstance(source, Path):
-            runtime = compiling.open_runtime(source, reporter)
+            runtime = open_runtime(source, reporter)
         else:
-            runtime = compiling.load_or_compile(source, reporter, options)
+            runtime = load_or_compile(source, reporter, options)
     if runtime.was_cached:
         print(f"already compiled: {runtime.folder}")
         if not runtime.serves_same:

@@ -51,7 +51,7 @@ def test_sizes_and_engines_are_handed_on(monkeypatch, capsys):
     monkeypatch.setattr(harness, "run_latency", lambda *args: asked.append(args) or RESULT)
     assert command_line(["bench", "latency", "c.yaml", "--batch", "1,4", "--engine", "mllm,vllm,mllm"]) == 0
     ((config, engines, work),) = asked
-    assert (config, engines, work.batches, work.input_len) == (Path("c.yaml"), ["mllm", "vllm"], (1, 4), 512)
+    assert (config, engines, work.batches, work.input_len) == ("c.yaml", ["mllm", "vllm"], (1, 4), 512)
     assert "tpot b=1" in capsys.readouterr().out
 
 

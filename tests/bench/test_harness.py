@@ -14,7 +14,7 @@ from tests.bench.test_worker import SETTING
 
 def test_a_mistake_in_a_process_becomes_an_error_here(tmp_path):
     job = {"task": "probe", "config": str(tmp_path / "no.yaml"), "largest_batch": 1, "longest_request": 2}
-    with pytest.raises(BenchmarkError, match=r"no\.yaml: no such file"):
+    with pytest.raises(BenchmarkError, match=r"no\.yaml: there is no such file"):
         run_process(WORKER, job | {"ceilings": False})
 
 

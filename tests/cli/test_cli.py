@@ -228,14 +228,15 @@ def test_a_page_and_a_folder_of_graphs_are_not_asked_for_at_once(config, tmp_pat
 def test_inspecting_prints_the_passes(monkeypatch, config, capsys, tmp_path):
     def inspect_model(config, out_dir, reporter):
         with reporter.stage("trace"):
-            return [SimpleNamespace(name="pack_linears", matches=4, nodes_before=90, nodes_after=70, ms=1.25)]
+            report = SimpleNamespace(name="pack_linears", matches=4, nodes_before=90, nodes_after=70, ms=1.25)
+            return SimpleNamespace(reports=[report], pieces=[])
 
     monkeypatch.setitem(sys.modules, "mllm_compile.report.inspect", SimpleNamespace(inspect_model=inspect_model))
     assert run(["inspect", config, "--out", str(tmp_path / "graphs")]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[2].split() == ["pack_linears", "4", "90", "70", "1.2"]
-    assert lines[3] == f"graphs: {tmp_path / 'graphs'}"
+    assert lines[-1] == f"graphs: {tmp_path / 'graphs'}"
     assert err == ""
     assert run(["inspect", config, "--out", str(tmp_path / "graphs"), "-v"]) == 0
     assert capsys.readouterr().err.startswith("trace: ")

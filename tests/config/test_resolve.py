@@ -150,7 +150,7 @@ def test_what_was_asked_for_is_kept_and_only_the_rest_is_reported():
     assert "runtime.max_model_len" in keys
     assert not keys & {"runtime.page_size", "runtime.device", "cache.dir"}
     stream = io.StringIO()
-    config.report(PlainReporter(stream))
+    config.report(PlainReporter(stream, details=True))
     lines = stream.getvalue().splitlines()
     assert lines[0] == "auto values"
     assert any(line.split()[:2] == ["runtime.max_model_len", "1024"] for line in lines)

@@ -1,0 +1,45 @@
+"""What the bench starts ends with it, and removes its folders first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mllm_compile.bench.measure import child
+from mllm_compile.bench.measure.child import run_child
+
+WORK = """
+import sys, tempfile, time
+from mllm_compile.process.interruption import ended_by_sigterm
+with ended_by_sigterm(), tempfile.TemporaryDirectory(dir=sys.argv[1]):
+    Path(sys.argv[1], "begun").touch()
+    time.sleep(60)
+"""
+
+
+def test_an_interruption_ends_the_child_in_order_and_without_a_word(tmp_path, monkeypatch, capfd):
+    class Interrupted(child.ProcessGroup):
+        """Ctrl-C while it is waited for, once it works."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                return super().wait(timeout)
+            until = time.monotonic() + 60
+            while not (tmp_path / "begun").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "ProcessGroup", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_child([sys.executable, "-c", WORK, str(tmp_path)], subprocess.DEVNULL, dict(os.environ))
+    assert os.listdir(tmp_path) == ["begun"], "its folder is gone"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_code_of_a_child_that_ends_is_handed_on():
+    command = [sys.executable, "-c", "import sys; sys.exit(7)"]
+    assert run_child(command, subprocess.DEVNULL, dict(os.environ)) == 7

@@ -1,0 +1,45 @@
+"""An interruption that comes where Python drops what is raised is raised again; SIGTERM unwinds."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+
+from mllm_compile.process.interruption import ended_by_sigterm, kept_interruptions
+
+
+class InterruptedInItsEnd:
+    """What a signal does that arrives in a finalizer."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+def end_one(number: signal.Signals) -> None:
+    InterruptedInItsEnd(number)
+    time.sleep(0)  # where the handler of the signal raised again runs
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost():
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), kept_interruptions():
+        end_one(signal.SIGINT)
+    assert sys.unraisablehook is hook
+
+
+def test_sigterm_unwinds_also_out_of_a_finalizer():
+    handler, done = signal.getsignal(signal.SIGTERM), []
+    for arrive in (lambda: signal.raise_signal(signal.SIGTERM), lambda: end_one(signal.SIGTERM)):
+        with pytest.raises(SystemExit), ended_by_sigterm():
+            try:
+                arrive()
+            finally:
+                done.append("cleaned")
+    assert done == ["cleaned"] * 2
+    assert signal.getsignal(signal.SIGTERM) is handler
