@@ -6,11 +6,14 @@ what is raised and goes on: Ctrl-C would be a traceback on the terminal, and the
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_AGAIN_S = 0.01
 _SIGNAL_OF = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
 
 
@@ -24,7 +27,9 @@ def kept_interruptions() -> Iterator[None]:
         if number is None:
             before(dropped)
         else:
-            signal.raise_signal(number)
+            timer = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+            timer.daemon = True
+            timer.start()  # here it would be dropped once more
 
     sys.unraisablehook = again
     try:

@@ -14,6 +14,7 @@ from mllm_compile.bench.measure.child import run_child
 
 WORK = """
 import sys, tempfile, time
+from pathlib import Path
 from mllm_compile.process.interruption import ended_by_sigterm
 with ended_by_sigterm(), tempfile.TemporaryDirectory(dir=sys.argv[1]):
     Path(sys.argv[1], "begun").touch()
