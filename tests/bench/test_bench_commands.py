@@ -114,6 +114,9 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     measured = BenchResult.read(tmp_path / "r.json")
     assert [run.engine for run in measured.runs] == ["mllm", "transformers"]
     assert all(line.limit is not None and line.median > 0 for run in measured.runs for line in run.measurements)
+    target = find_target(EngineConfig.from_yaml(config))
+    kept = read_measured(target.folder / MEASURED, device_key("cpu"))
+    assert [batch for batch, _ in kept["latency"]["tpot_ms"]] == [1, 2] and kept["ceilings"]["read_bytes_s"] > 0
 
     ablation = ["--lever", "stream_linears,pack_projections", "--batch", "1", "--input-len", "8", "--output-len", "3"]
     assert command_line(["bench", "ablation", str(config), *ablation, *sizes]) == 0
@@ -148,9 +151,7 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     for step in steps:
         labels = {row["label"] for row in step["rows"]}
         assert {"self_attn.o_proj", "mlp.down_proj", "attention self_attn"} <= labels
-    target = find_target(EngineConfig.from_yaml(config))
     kept = read_measured(target.folder / MEASURED, device_key("cpu"))
-    assert [batch for batch, _ in kept["latency"]["tpot_ms"]] == [1, 2] and kept["ceilings"]["read_bytes_s"] > 0
     assert [(step["batch"], step["context"]) for step in kept["decode steps"]] == [(2, 40), (1, 40)]
     program = open_artifact(target.folder).program
     for step in kept["decode steps"]:
