@@ -18,6 +18,7 @@ from typing import Any
 from mllm_compile.config.schema import ModelConfig, is_hub_id, nearest_path
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
+from mllm_compile.runtime.shown import shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -25,6 +26,7 @@ WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FILES = 10_000  # of a checkpoint; the largest known have some hundreds
+_MAX_NAME_BYTES = 255  # of a file, on the usual file systems
 _MAX_LAYERS = 1000  # the deepest known has 126
 _NUM_LAYERS = re.compile(r"(num|n)_([a-z]+_)*(layers?|blocks)|(en|de)coder_layers")
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "*.txt")
@@ -273,8 +275,9 @@ def _shard_names(index: Path) -> list[str]:
             f"{index} names {len(names):,} files; expected at most {_MAX_FILES:,}. Download it again."
         )
     for name in names:
-        if os.path.basename(name) != name:  # the folder's owner decides what is read, not a name in a downloaded file
-            raise CheckpointError(f"{index} names {name!r}; expected a file of the same folder.")
+        # The folder's owner decides what is read, not a name in a downloaded file.
+        if os.path.basename(name) != name or len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
+            raise CheckpointError(f"{index} names {shown(name)}; expected a file of the same folder.")
     return names
 
 

@@ -40,6 +40,7 @@ from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.regular_file import read_regular
+from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.weights.loader import WeightSpec
 from mllm_compile.store.key import FORMAT_VERSION
 from mllm_compile.store.measurements import MEASURED
@@ -260,7 +261,7 @@ def _read_manifest(trusted: TrustedFolder) -> Manifest:
         if isinstance(written_format, int) and _is_sealed(data, path):
             error_class = OldFormatError if written_format < FORMAT_VERSION else NewFormatError
         raise error_class(
-            f"{trusted.path} has format {written_format!r}, this version reads {FORMAT_VERSION}; "
+            f"{trusted.path} has format {shown(written_format)}, this version reads {FORMAT_VERSION}; "
             f"{'upgrade mllm_compile, or ' if error_class is NewFormatError else ''}compile the model again"
         )
     try:

@@ -14,6 +14,7 @@ from typing import Any
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import FileReader, folder_reader, json_object
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.shown import shown
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -95,7 +96,7 @@ def _token_ids(value: Any, folder: Path) -> frozenset[int]:
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
         raise ConfigError(
-            f"{folder}: eos_token_id is {value!r}; expected a token id or a list of them. Correct it in "
+            f"{folder}: eos_token_id is {shown(value)}; expected a token id or a list of them. Correct it in "
             f"{GENERATION_CONFIG_FILE}, or where that has none in config.json."
         )
     return frozenset(ids)

@@ -165,3 +165,10 @@ def test_code_that_comes_with_a_model_needs_permission_only_where_transformers_h
     with pytest.raises(UnsupportedModelError, match=r"'my_own'.*trust_remote_code: true"):
         check_remote_code(open_folder(folder), trust_remote_code=False)
     check_remote_code(open_folder(folder), trust_remote_code=True)
+
+
+def test_an_index_that_names_no_possible_file_is_refused(folder):
+    names = {"w": "x" * 300 + ".safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=r"names 'x+\.\.\.; expected a file of the same folder"):
+        open_folder(folder)

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from mllm_compile.process.group import ProcessGroup
+from tests.hang_guard import until
 
 # A command that starts another in a fork, as compilers are started, and then waits for ever.
 COMMAND = """
@@ -34,9 +34,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_end(pid: int) -> None:
-    """Returns when the process has ended; a hang is for the test run's own guard."""
-    while is_alive(pid):
-        time.sleep(0.01)
+    until(lambda: not is_alive(pid), f"the end of process {pid}")
 
 
 def test_all_end_when_the_starting_process_is_killed():
