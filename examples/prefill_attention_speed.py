@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from mllm_compile.process.console import print_table
-from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
+from mllm_compile.runtime.attention.layer import PerLayerParameters
 
 HEADS = ((16, 8), (32, 8), (32, 32), (14, 2))
 SHAPES = (  # requests, new tokens of each, tokens before them

@@ -14,7 +14,7 @@ from torch import fx
 
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
-ATTENTION_LAYERS = "attention_layers"  # list of AttentionSpec, in layer order
+ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
 SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodule that is its form for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
@@ -52,20 +52,3 @@ class PackedPart:
     weight_name: str
     start: int
     rows: int
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """One attention call of the model. The program's LayerSpec has the same fields: passes know no program
-    (docs/architecture.md, who may import whom)."""
-
-    name: str
-    layer_id: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    sm_scale: float
-    logits_soft_cap: float  # 0.0: none
-    window_left: int  # -1: none
-    sinks: str | None  # name of the weight that holds the sink logits, [H]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, AttentionSpec, PassResult
+from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, PassResult
 from mllm_compile.passes.match.nodes import (
     drop_dead_nodes,
     is_attention_with_output,
@@ -17,6 +17,7 @@ from mllm_compile.passes.match.nodes import (
     takes_kernels,
 )
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops import op
 
 
@@ -66,7 +67,7 @@ class _Rotation:
     sin: fx.Node
 
 
-def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: AttentionSpec) -> bool:
+def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
     q, k, v, out, name = attention.args[:5]
     if not (isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)):
         return False
@@ -131,7 +132,7 @@ def _call_op(
     return made[0], made[1]
 
 
-def _cache_inputs(gm: fx.GraphModule, layer: AttentionSpec, v: torch.Tensor) -> list[fx.Node]:
+def _cache_inputs(gm: fx.GraphModule, layer: LayerSpec, v: torch.Tensor) -> list[fx.Node]:
     """Placeholders of the slots (one for the graph) and of the layer's keys and values."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = {node.meta[CACHE_INPUT][0]: node for node in placeholders if CACHE_INPUT in node.meta}

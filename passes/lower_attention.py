@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
+from mllm_compile.passes.base import ATTENTION_LAYERS, PassResult
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_attention
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops import op
 
 
@@ -48,7 +49,7 @@ class LowerAttention:
         return PassResult(gm, len(matches), before, len(gm.graph.nodes))
 
 
-def _lower(gm: fx.GraphModule, node: fx.Node, spec: AttentionSpec) -> None:
+def _lower(gm: fx.GraphModule, node: fx.Node, spec: LayerSpec) -> None:
     q, k, v = node.args[:3]
     val = node.meta["val"]
     with gm.graph.inserting_before(node):
@@ -63,9 +64,9 @@ def _lower(gm: fx.GraphModule, node: fx.Node, spec: AttentionSpec) -> None:
     gm.graph.erase_node(node)
 
 
-def _layer_of(node: fx.Node, layer_id: int, taken: set[str]) -> AttentionSpec:
+def _layer_of(node: fx.Node, layer_id: int, taken: set[str]) -> LayerSpec:
     q, k, v, sinks, sm_scale, logits_soft_cap, window_left = node.args[:7]
-    return AttentionSpec(
+    return LayerSpec(
         name=_unique_name(node, layer_id, taken),
         layer_id=layer_id,
         num_heads=q.meta["val"].shape[1],  # type: ignore[union-attr]

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec, PassResult
+from mllm_compile.passes.base import ATTENTION_LAYERS, PassResult
 from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op
 from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
+from mllm_compile.runtime.attention.layer import LayerSpec
 
 
 class RotateInAttention:
@@ -66,7 +67,7 @@ def _made_by(attention: fx.Node) -> fx.Node | None:
     return call if is_op(call, "rope_and_cache") else None
 
 
-def _is_served(layer: AttentionSpec, call: fx.Node) -> bool:
+def _is_served(layer: LayerSpec, call: fx.Node) -> bool:
     """Whether a kernel decodes such a layer, and reads all operands in the type of q."""
     is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0 and layer.sinks is None
     q, k, v, cos, sin, *norms = call.args[:7]

@@ -19,7 +19,7 @@ import torch
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.attention.base import AttentionLayer
+    from mllm_compile.runtime.attention.layer import AttentionLayer
     from mllm_compile.runtime.attention.metadata import AttentionMetadata
 
 __all__ = [

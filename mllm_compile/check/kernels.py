@@ -16,10 +16,11 @@ import torch
 
 from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.errors import CompileError
-from mllm_compile.runtime.attention.base import PerLayerParameters, Unrotated
+from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.layer import LayerSpec, PerLayerParameters
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.gated_linear.kernel import (
@@ -31,14 +32,7 @@ from mllm_compile.runtime.ops.gated_linear.kernel import (
     divided,
 )
 from mllm_compile.runtime.program.executor import PieceFunction
-from mllm_compile.runtime.program.spec import (
-    AttentionStep,
-    DecodeForm,
-    LayerSpec,
-    Program,
-    SamplingForms,
-    UnrotatedStep,
-)
+from mllm_compile.runtime.program.spec import AttentionStep, DecodeForm, Program, SamplingForms, UnrotatedStep
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.store.source import load_decoders
 

@@ -23,7 +23,7 @@ from mllm_compile.model.hf_model import ModelSizes
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
 from mllm_compile.passes.base import PackedPart
-from mllm_compile.runtime.attention.base import AttentionLayer
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
@@ -34,7 +34,7 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.store.artifact import CUBINS, PIECES
-from mllm_compile.store.source import attention_layer, current_device
+from mllm_compile.store.source import current_device
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowering import Lowered
@@ -234,7 +234,8 @@ class _PackedRequests:
         out: torch.Tensor,
         **kw: object,
     ) -> None:
-        params, sinks = layer.params, None if layer.sinks is None else layer.sinks.repeat(self.copies)
+        params = layer.params
+        sinks = None if layer.sink_logits is None else layer.sink_logits.repeat(self.copies)
         start = 0
         for length in self.lengths:
             # Copies of a request are further heads of one: a call for each took most of a check's time.
@@ -270,7 +271,7 @@ def _run_program(
     different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     tokens = sum(lengths) * copies
-    layers = {layer.name: attention_layer(layer, executor.weights) for layer in program.layers}
+    layers = {layer.name: AttentionLayer.of(layer, executor.weights) for layer in program.layers}
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers.values()]
     metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens, 1, shapes, dtype, device))
     slots = torch.arange(tokens, device=device)

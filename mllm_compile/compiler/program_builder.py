@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,15 +13,8 @@ from mllm_compile.errors import CompileError
 from mllm_compile.inductor.compile_piece import PieceInput
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
 from mllm_compile.passes.match.nodes import is_attention_with_output, is_symbolic, is_weight
-from mllm_compile.runtime.program.spec import (
-    AttentionStep,
-    LayerSpec,
-    PieceStep,
-    Program,
-    SmallForm,
-    Step,
-    UnrotatedStep,
-)
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, SmallForm, Step, UnrotatedStep
 
 _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L"}
 
@@ -46,7 +38,7 @@ def build_program(graph: fx.GraphModule) -> Program:
             )
         elif is_attention_with_output(node):
             steps.append(_attention_step(node))
-    layers = tuple(LayerSpec(**asdict(spec)) for spec in graph.meta[ATTENTION_LAYERS])
+    layers: tuple[LayerSpec, ...] = tuple(graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]

@@ -25,8 +25,9 @@ from mllm_compile.runtime.attention.hopper.clusters import (
 )
 from mllm_compile.runtime.attention.hopper.shapes import are_served
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel, takes
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
-from mllm_compile.runtime.program.spec import DecodeForm, LayerSpec, Program
+from mllm_compile.runtime.program.spec import DecodeForm, Program
 
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 

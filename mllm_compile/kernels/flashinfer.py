@@ -14,9 +14,9 @@ import torch
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import DeviceError
 from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoder
 from mllm_compile.runtime.program.spec import Program
-from mllm_compile.store.source import attention_layer
 
 # In place of the program's own decode pieces, which may not be compiled yet: FlashInfer has no part in them.
 _NO_DECODERS = [Decoder(lambda inputs: None)]
@@ -60,7 +60,7 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
         device,
         runtime.max_running_requests,
         page_size=runtime.page_size,
-        layers=[attention_layer(layer, sinks) for layer in layers],
+        layers=[AttentionLayer.of(layer, sinks) for layer in layers],
         deterministic=runtime.deterministic,
         decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from mllm_compile.runtime.program.spec import LayerSpec
+    from mllm_compile.runtime.attention.layer import LayerSpec
 
 
 NO_LIMIT = 2**31 - 1

@@ -15,17 +15,17 @@ import torch
 
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
-from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
 from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, LoadedModel
 from mllm_compile.runtime.program.pieces import PackagedPiece, SourcePiece, load_piece
-from mllm_compile.runtime.program.spec import DecodeForm, DecodeLoopForms, LayerSpec, Program, SamplingForms
+from mllm_compile.runtime.program.spec import DecodeForm, DecodeLoopForms, Program, SamplingForms
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.store.artifact import CONSTANTS, Artifact
@@ -68,7 +68,7 @@ class ArtifactSource:
         sizes = artifact.sizes
         return LoadedModel(
             executor=executor,
-            layers=tuple(attention_layer(layer, executor.weights) for layer in artifact.program.layers),
+            layers=tuple(AttentionLayer.of(layer, executor.weights) for layer in artifact.program.layers),
             decoders=load_decoders(artifact.program, loaded, artifact.cubins, device),
             sampling=_sampling_pieces(artifact.program.sampling, loaded),
             decode_loop=_decode_loop_pieces(artifact.program.decode_loop, loaded),
@@ -109,20 +109,6 @@ class ArtifactSource:
                     with self._artifact.trusted.naming_itself():
                         load_weights(specs, weights, self._weights_root, stage.advance)
         return weights | _load_constants(self._artifact, device)
-
-
-def attention_layer(spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> AttentionLayer:
-    """The runtime's layer of a program's layer."""
-    return AttentionLayer(
-        name=spec.name,
-        layer_id=spec.layer_id,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        params=PerLayerParameters(spec.window_left, spec.logits_soft_cap, spec.sm_scale),
-        sinks=None if spec.sinks is None else weights[spec.sinks],
-    )
 
 
 def load_decoders(

@@ -1,6 +1,6 @@
-"""What an attention backend is, and what a layer tells it.
+"""What an attention backend is.
 
-A layer is data (AttentionLayer); a backend holds the plan of the current step and turns q, k, v of that step into the
+A layer is data (layer.py); a backend holds the plan of the current step and turns q, k, v of that step into the
 attention's output over the paged cache. The metadata of a step is built in metadata.py; the op that calls a backend is
 in ops/attention.py.
 
@@ -16,31 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mllm_compile.runtime.attention.layer import AttentionLayer
+
 if TYPE_CHECKING:
     from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
-
-
-@dataclass(frozen=True)
-class PerLayerParameters:
-    """What may differ between layers of one model and changes the kernel or its plan."""
-
-    window_left: int  # keys before the query's own that it sees: sliding_window - 1; -1: all of them
-    logits_soft_cap: float  # cap * tanh(logits / cap); 0.0: none
-    sm_scale: float
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionLayer:
-    """One attention of the model. Compared by identity: two layers of equal shape have their own KV."""
-
-    name: str  # unique per attention call, the key of attn_metadata and no_compile_layers
-    layer_id: int  # index into KVPool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    params: PerLayerParameters
-    sinks: torch.Tensor | None = None  # [H] float: a logit per head that takes part in the softmax and has no value
 
 
 @dataclass(frozen=True)

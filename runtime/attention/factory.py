@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer
+from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.errors import ConfigError

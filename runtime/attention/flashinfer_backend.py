@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer, PerLayerParameters, Unrotated
+from mllm_compile.runtime.attention.base import AttentionBackend, Unrotated
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
@@ -38,6 +38,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 from mllm_compile.runtime.attention.flashinfer.library import float_workspace, import_flashinfer
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
     get_kv_cache_layout,
@@ -498,7 +499,10 @@ def _uniform_layers(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             v_head_dim=head_dim,
-            params=PerLayerParameters(window, 0.0, head_dim**-0.5),
+            sm_scale=head_dim**-0.5,
+            logits_soft_cap=0.0,
+            window_left=window,
+            sinks=None,
         )
         for i, window in enumerate(windows)
     ]

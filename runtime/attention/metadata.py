@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.layer import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from mllm_compile.runtime.attention.base import AttentionBackend, AttentionLayer
+from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from mllm_compile.runtime.forward_batch import ForwardBatch
 
@@ -151,7 +152,7 @@ def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _grouped_sinks(layer: AttentionLayer) -> torch.Tensor | None:
     """[Hk, G, 1] sink logits, or None."""
-    return None if layer.sinks is None else layer.sinks.reshape(layer.num_kv_heads, -1, 1)
+    return None if layer.sink_logits is None else layer.sink_logits.reshape(layer.num_kv_heads, -1, 1)
 
 
 def _attend_block(
@@ -165,7 +166,7 @@ def _attend_block(
     if params.window_left >= 0:
         mask &= distance <= params.window_left
     q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
-    if params.logits_soft_cap == 0 and layer.sinks is None:
+    if params.logits_soft_cap == 0 and layer.sink_logits is None:
         return F.scaled_dot_product_attention(
             q[None],
             keys[None].to(q.dtype),

@@ -16,7 +16,7 @@ from mllm_compile.runtime.forward_context import ForwardContext, get_forward_con
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.attention.base import AttentionLayer
+    from mllm_compile.runtime.attention.layer import AttentionLayer
     from mllm_compile.runtime.attention.metadata import AttentionMetadata
     from mllm_compile.runtime.forward_batch import ForwardBatch
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionLayer
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 

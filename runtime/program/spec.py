@@ -14,6 +14,7 @@ from typing import Any
 
 from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
 from mllm_compile.runtime.attention.hopper.shapes import kernel_from_json
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import Splits
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
@@ -25,22 +26,6 @@ from mllm_compile.runtime.ops.stream_linear.shapes import tiling_from_json
 TOKEN_INPUTS = ("input_ids", "positions")
 ROW_INPUT = "logits_indices"
 BATCH_INPUTS = (*TOKEN_INPUTS, ROW_INPUT)
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One attention of the model."""
-
-    name: str
-    layer_id: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    sm_scale: float
-    logits_soft_cap: float  # 0.0: none
-    window_left: int  # -1: none
-    sinks: str | None  # name of the weight that holds the sink logits, [H]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ import torch
 
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
 from mllm_compile.bench.trace.step_trace import _PieceRecorder, typical_step
-from mllm_compile.runtime.program.spec import AttentionStep, LayerSpec, PieceStep, Program, UnrotatedStep
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, UnrotatedStep
 
 
 def step(*kernels: tuple[str, float]) -> list[TracedKernel]:

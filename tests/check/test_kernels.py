@@ -14,9 +14,10 @@ from mllm_compile.kernels import decode_attention
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.split_decode import Decoder, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
-from mllm_compile.runtime.program.spec import DecodeForm, LayerSpec, Program, SamplingForms, UnrotatedStep
+from mllm_compile.runtime.program.spec import DecodeForm, Program, SamplingForms, UnrotatedStep
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from tests.config.test_resolve import H200, resolved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model import small_weights
 from mllm_compile.passes import pack_projections, pipeline
-from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from mllm_compile.runtime.ops.trace import attention_reference
@@ -122,14 +123,12 @@ def test_packed_weights_in_the_wrong_order_are_noticed(errors, monkeypatch, tmp_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, tmp_path):
-    layer_of = self_check.attention_layer
+    layer_of = AttentionLayer.of
 
     def with_half_the_scale(spec, weights):
-        layer = layer_of(spec, weights)
-        params = PerLayerParameters(layer.params.window_left, layer.params.logits_soft_cap, layer.params.sm_scale / 2)
-        return type(layer)(**{**vars(layer), "params": params})
+        return layer_of(replace(spec, sm_scale=spec.sm_scale / 2), weights)
 
-    monkeypatch.setattr(self_check, "attention_layer", with_half_the_scale)
+    monkeypatch.setattr(AttentionLayer, "of", with_half_the_scale)
     with pytest.raises(UnsupportedModelError, match="logits are off by"):
         compile_tiny(tmp_path, dtype)
     assert errors[0] > 2 * self_check.TOLERANCE[getattr(torch, dtype)]
@@ -165,8 +164,7 @@ def test_every_kernel_of_a_linear_is_run():
 def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     lengths, heads, kv_heads = (5, 3), 4, 2
     sinks = torch.randn(heads) if has_sinks else None
-    params = PerLayerParameters(window_left=2, logits_soft_cap=5.0, sm_scale=0.3)
-    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, params, sinks)
+    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, 0.3, 5.0, 2, "sinks", sinks)
     tokens = sum(lengths) * copies
     q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     out = torch.full((tokens, heads, 6), torch.nan)
@@ -174,7 +172,7 @@ def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     requests.forward(q, k, v, layer, out=out)
     assert requests.num_actual_tokens == tokens
     alone = [
-        attention_reference(*each, sinks, params.sm_scale, params.logits_soft_cap, params.window_left)
+        attention_reference(*each, sinks, sm_scale=0.3, logits_soft_cap=5.0, window_left=2)
         for each in zip(*(x.split(lengths * copies) for x in (q, k, v)), strict=True)
     ]
     assert torch.allclose(out, torch.cat(alone), atol=1e-6)

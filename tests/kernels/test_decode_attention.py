@@ -13,8 +13,9 @@ from mllm_compile.kernels import decode_attention
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
-from mllm_compile.runtime.program.spec import DecodeForm, LayerSpec, Program
+from mllm_compile.runtime.program.spec import DecodeForm, Program
 from tests.config.test_resolve import CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)

@@ -15,8 +15,8 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.program.spec import LayerSpec
 from mllm_compile.store.source import ArtifactSource
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN
 

@@ -15,7 +15,7 @@ import torch
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.runtime.program.spec import LayerSpec
+from mllm_compile.runtime.attention.layer import LayerSpec
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, WINDOW, save_tiny_model, tiny_config
 
 PROMPT_LENGTHS = (1, 2, 7, 23, 40)

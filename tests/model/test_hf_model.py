@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta, build_on_meta, fake_copy
-from mllm_compile.runtime.program.spec import LayerSpec
+from mllm_compile.runtime.attention.layer import LayerSpec
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 
 ROPES: dict[str, dict[str, Any]] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, AttentionSpec
+from mllm_compile.passes.base import ATTENTION_LAYERS
 from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.runtime.attention.layer import LayerSpec
 from tests.passes.support.graph_builder import (
     HEAD_DIM,
     HEADS,
@@ -20,7 +21,7 @@ from tests.passes.support.graph_builder import (
 )
 
 
-def layers_of(gm) -> list[AttentionSpec]:
+def layers_of(gm) -> list[LayerSpec]:
     return gm.meta[ATTENTION_LAYERS]
 
 
@@ -31,7 +32,7 @@ def test_the_op_is_lowered_and_its_arguments_become_the_layers():
     assert result.matches == 1
     assert targets(result.gm)[-7:-4] == ["new_empty.default", "attention_with_output.default", "flatten"]
     assert layers_of(result.gm) == [
-        AttentionSpec("layers.0.attn", 0, HEADS, 2, HEAD_DIM, HEAD_DIM, 0.25, 30.0, 4, sinks=None)
+        LayerSpec("layers.0.attn", 0, HEADS, 2, HEAD_DIM, HEAD_DIM, 0.25, 30.0, 4, sinks=None)
     ]
 
 

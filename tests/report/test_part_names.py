@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mllm_compile.report.part_names import all_names, attention_name, part_names
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
     DecodeForm,
     DecodeLoopForms,
-    LayerSpec,
     PieceStep,
     Program,
     SamplingForms,

@@ -16,8 +16,8 @@ from mllm_compile.runtime.ops import OPS as OPS_BY_NAME
 ROOT = Path(__file__).parents[2]
 # What the runtime leaves to whom compiles. pydantic: of the config, which the runtime never sees.
 NOT_IN_RUNTIME = ("transformers", "torch._dynamo", "torch._inductor", "pydantic")
-# The ops, and which shapes the kernels of attention take.
-OPS = re.compile(r"mllm_compile\.runtime\.(ops|attention\.hopper\.shapes)(\.|$)")
+# The ops, what an attention is, and which shapes its kernels take.
+OPS = re.compile(r"mllm_compile\.runtime\.(ops|attention\.layer|attention\.hopper\.shapes)(\.|$)")
 RUNTIME = sorted((ROOT / "runtime").rglob("*.py"))
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 # rglob does not follow the links mllm_compile/runtime and mllm_compile/passes.

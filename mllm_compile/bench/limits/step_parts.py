@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mllm_compile.bench.measure.results import Ceilings
-from mllm_compile.runtime.program.spec import AttentionStep, LayerSpec, PieceStep, Program
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
 
 
 @dataclass(frozen=True, slots=True)

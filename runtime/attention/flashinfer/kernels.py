@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import LEAST_US, PrefillLoad
+from mllm_compile.runtime.attention.layer import AttentionLayer, PerLayerParameters
 from mllm_compile.runtime.attention.metadata import get_per_layer_parameters, infer_global_hyperparameters
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
@@ -246,7 +246,7 @@ def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> N
 
 
 def _problem(layer: AttentionLayer) -> str | None:
-    if layer.sinks is not None:
+    if layer.sink_logits is not None:
         return "it has attention sinks"
     if layer.head_dim != layer.v_head_dim:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"

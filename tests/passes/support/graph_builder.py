@@ -19,7 +19,7 @@ from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_WEIGHTS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import LINEAR, call
-from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.ops.trace import attention_reference
 
@@ -211,7 +211,10 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
         "logits_indices": torch.tensor([0, num_tokens - 1]),
     }
     values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
-    layers = {spec.name: _layer(spec) for spec in gm.meta.get(ATTENTION_LAYERS, ())}
+    layers = {
+        spec.name: AttentionLayer.of(spec, {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))})
+        for spec in gm.meta.get(ATTENTION_LAYERS, ())
+    }
     with (
         torch.no_grad(),
         set_forward_context(
@@ -242,25 +245,14 @@ def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> 
     return (torch.randn(tuple(shape), generator=generator) * HIDDEN**-0.5).to(dtype)
 
 
-def _layer(spec: Any) -> AttentionLayer:
-    return AttentionLayer(
-        name=spec.name,
-        layer_id=spec.layer_id,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        params=PerLayerParameters(spec.window_left, spec.logits_soft_cap, spec.sm_scale),
-        sinks=None if spec.sinks is None else weight_values(spec.sinks, (spec.num_heads,)),
-    )
-
-
 def _one_request(num_tokens: int) -> Any:
     """Metadata whose backend attends without any cache."""
 
     def forward(q, k, v, layer, batch, *, save_kv_cache, out):
         params = layer.params
-        out[:] = attention_reference(q, k, v, layer.sinks, params.sm_scale, params.logits_soft_cap, params.window_left)
+        out[:] = attention_reference(
+            q, k, v, layer.sink_logits, params.sm_scale, params.logits_soft_cap, params.window_left
+        )
 
     batch = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None), attn_backend=SimpleNamespace(forward=forward)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
@@ -32,8 +32,11 @@ def make_layer(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim or head_dim,
-        params=PerLayerParameters(window_left, soft_cap, head_dim**-0.5 if sm_scale is None else sm_scale),
-        sinks=sinks,
+        sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
+        logits_soft_cap=soft_cap,
+        window_left=window_left,
+        sinks=None if sinks is None else "sinks",
+        sink_logits=sinks,
     )
 
 
@@ -166,7 +169,7 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
                 logits = layer.params.logits_soft_cap * torch.tanh(logits / layer.params.logits_soft_cap)
             exps = torch.exp(logits)
             total = exps.sum()
-            if layer.sinks is not None:
-                total = total + torch.exp(layer.sinks[head].double())
+            if layer.sink_logits is not None:
+                total = total + torch.exp(layer.sink_logits[head].double())
             out[i, head] = (exps / total) @ values
     return out.float()

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.attention.base import PerLayerParameters
 from mllm_compile.runtime.attention.flashinfer.decode import PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     CAPTURED_PREFILL,
@@ -33,6 +32,7 @@ from mllm_compile.runtime.attention.flashinfer_backend import (
     PrefillMetadata,
     should_use_tensor_core,
 )
+from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecode
 from mllm_compile.runtime.errors import ConfigError, DeviceError, UnsupportedModelError

@@ -19,10 +19,11 @@ from mllm_compile.runtime.attention.hopper.clusters import SPLITS, choose_split,
 from mllm_compile.runtime.attention.hopper.rotation import Rotation, _Argument
 from mllm_compile.runtime.attention.hopper.shapes import are_served, kernel_from_json
 from mllm_compile.runtime.attention.hopper.shares import MISSING, MOST_REQUESTS, ShareKernel
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.program.spec import DecodeForm, LayerSpec, Program
+from mllm_compile.runtime.program.spec import DecodeForm, Program
 from mllm_compile.store.source import load_decoders
 
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.base import PerLayerParameters
+from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.metadata import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,

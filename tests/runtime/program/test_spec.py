@@ -12,6 +12,7 @@ import torch
 
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -19,7 +20,6 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
     DecodeForm,
-    LayerSpec,
     PieceStep,
     Program,
     SamplingForms,

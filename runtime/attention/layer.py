@@ -1,0 +1,53 @@
+"""One attention of a model as data: what a pass finds, the program stores and a backend is given. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class PerLayerParameters:
+    """What may differ between layers of one model and changes the kernel or its plan."""
+
+    window_left: int  # keys before the query's own that it sees: sliding_window - 1; -1: all of them
+    logits_soft_cap: float  # cap * tanh(logits / cap); 0.0: none
+    sm_scale: float
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention call of the model."""
+
+    name: str  # unique per attention call, the key of attn_metadata and no_compile_layers
+    layer_id: int  # index into KVPool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sm_scale: float
+    logits_soft_cap: float  # 0.0: none
+    window_left: int  # -1: none
+    sinks: str | None  # name of the weight [H]: a logit per head that takes part in the softmax and has no value
+
+    @cached_property
+    def params(self) -> PerLayerParameters:
+        """The three of them that a plan depends on."""
+        return PerLayerParameters(self.window_left, self.logits_soft_cap, self.sm_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer(LayerSpec):
+    """A LayerSpec with its weight. Equal to another of the same spec."""
+
+    sink_logits: torch.Tensor | None = None  # [H] float: the weight that `sinks` names
+
+    @classmethod
+    def of(cls, spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> AttentionLayer:
+        """Binds `spec` to its weight in `weights`."""
+        return cls(**asdict(spec), sink_logits=None if spec.sinks is None else weights[spec.sinks])
