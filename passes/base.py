@@ -1,4 +1,4 @@
-"""What a pass is: graph in, graph out, with a count of what it matched. The manager does everything else.
+"""The contract of a pass: it rewrites a graph and counts its matches. The manager does everything else.
 
 A pass rewrites `gm` in place and may add to `gm.meta` (keys below). It keeps `meta["val"]` (a fake tensor or SymInt) on
 every node that it makes; match/nodes.py has helpers. Timing, linting, recompiling, dumping and verifying are done by
@@ -29,7 +29,7 @@ HEAD_INPUT = "head_input"
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one pass did."""
+    """The result of one pass."""
 
     gm: fx.GraphModule
     matches: int

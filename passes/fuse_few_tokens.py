@@ -77,7 +77,7 @@ class LinearOps:
         return linear if linear is not None and self.takes(linear) else None
 
     def takes(self, linear: Linear) -> bool:
-        """Whether there is a kernel for its weight's shape and dtype."""
+        """True if a kernel exists for the weight's shape and dtype."""
         is_dtype = self.takes_float16 or linear.weight.meta["val"].dtype == torch.bfloat16
         return is_dtype and self.is_taken(*linear.shape)
 
@@ -144,7 +144,7 @@ class _Fusion:
             self._replace(node, linear, self._call_linear(node, linear, True))
 
     def linear(self, node: fx.Node) -> None:
-        """What is part of nothing else."""
+        """Replaces a linear that is part of nothing larger."""
         linear = None if node in self.fused else self._ops.match(node)
         if linear is not None:
             self._replace(node, linear, self._call_linear(node, linear, False))
@@ -184,7 +184,7 @@ class _Fusion:
         self._graph.erase_node(node)
 
     def _can_go(self, norm_node: fx.Node, norm: RMSNorm, linear: Linear) -> bool:
-        """Whether the linear that makes a norm's input and the linears that read the norm can do without it."""
+        """True if the linear before a norm and the linears that read the norm can do without it."""
         are_ours = all(self._ops.match(user) is not None for user in norm_node.users)
         is_bfloat16 = norm.x.meta["val"].dtype == torch.bfloat16
         return is_bfloat16 and are_ours and self._ops.num_norm_blocks(*linear.shape) is not None

@@ -94,7 +94,7 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
 
 
 def _first_user(graph: fx.Graph, q: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
-    """Where the call can stand; None where somebody reads q before all of `operands` are there."""
+    """The first reader of q; None if it stands before any of `operands`."""
     waiting = set(operands)
     for node in graph.nodes:
         waiting.discard(node)

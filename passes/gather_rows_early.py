@@ -1,4 +1,4 @@
-"""Of the last layer's outputs only those of the rows whose logits are wanted are computed."""
+"""Computes the last layer's outputs only for the rows whose logits are wanted."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _gather_of(rows: fx.Node) -> fx.Node | None:
 
 
 class _Region:
-    """What stands between the last attention and the gather.
+    """The nodes between the last attention and the gather.
 
     Attributes:
         nodes: in order.
@@ -139,7 +139,7 @@ class _Region:
 
 
 def _is_read_behind(node: fx.Node, gather: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether the head reads it, but for a size."""
+    """True if the head reads the node, other than as a size."""
     return not _is_of_sizes(node.meta.get("val")) and any(order[user] > order[gather] for user in node.users)
 
 
@@ -152,7 +152,7 @@ def _each(val: Any) -> tuple[Any, ...]:
 
 
 def _is_of_sizes(val: Any) -> bool:
-    """Whether it is a size, or a tensor's sizes together (`x.size()`)."""
+    """True if `val` is a size, or a tensor's sizes (`x.size()`)."""
     return is_symbolic(val) or isinstance(val, torch.Size)
 
 
@@ -169,7 +169,7 @@ def _token_dim(val: Any) -> int | None:
 
 
 def _is_by_token(node: fx.Node) -> bool:
-    """Whether a row of its outputs depends on the same row of its inputs alone."""
+    """True if a row of the node's outputs depends only on the same row of its inputs."""
     rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
     inputs = [arg.meta["val"] for arg in node.all_input_nodes if not _is_of_sizes(arg.meta["val"]) and any(_sizes(arg))]
     if rule is None or not inputs or any(_token_dim(value) is None for one in inputs for value in _each(one)):
@@ -183,7 +183,7 @@ def _is_by_token(node: fx.Node) -> bool:
 
 
 def _numbers_of(node: fx.Node) -> Iterator[Any]:
-    """What its arguments hold of numbers that depend on T, one by one or as a tensor's sizes."""
+    """The numbers in the node's arguments that depend on T, alone or in a tensor's sizes."""
     for arg in node.all_input_nodes:
         yield from (number for number in _each(arg.meta["val"]) if is_symbolic(number))
 
@@ -193,7 +193,7 @@ def _from_the_right(val: Any) -> int:
 
 
 def _is_pointwise(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    """As broadcasting aligns them."""
+    """True if broadcasting aligns all token dimensions."""
     return len({_from_the_right(value) for value in (*inputs, node.meta["val"])}) == 1
 
 
@@ -230,7 +230,7 @@ def _is_no_dropout(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
 
 
 def _is_part(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
-    """Of a tuple."""
+    """True for an item of a tuple."""
     return isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta["val"], tuple | list)
 
 

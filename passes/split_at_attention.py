@@ -73,7 +73,7 @@ class _Stage:
 
 
 def _place_in_cache(node: fx.Node) -> int:
-    """Which of the cache's inputs it is, -1 for none."""
+    """The node's index in CACHE_INPUTS, -1 if it is none of them."""
     return CACHE_INPUTS.index(node.meta[CACHE_INPUT][0]) if CACHE_INPUT in node.meta else -1
 
 

@@ -22,7 +22,7 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
 
 
 class StreamLinears:
-    """As `fuse_few_tokens`, with the ops `mllm.stream_linear…` in place of `mllm.few_linear…`.
+    """Does what `fuse_few_tokens` does, with `mllm.stream_linear…` in place of `mllm.few_linear…`.
 
     Why: kernels that ask for as much of their weight as a multiprocessor holds before the kernel ahead has ended, give
         every multiprocessor the same share, and read large weights in long pieces (figures in docs/performance.md).

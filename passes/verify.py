@@ -31,7 +31,7 @@ def verify_graph(gm: fx.GraphModule, after: str) -> None:
 
 
 def size_equalities(gm: fx.GraphModule) -> frozenset[str]:
-    """Which equalities of sizes have been taken for granted while values of this graph were computed (`Eq(u2, u0)`)."""
+    """The equalities of sizes (`Eq(u2, u0)`) that were assumed while this graph's values were computed."""
     mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
     if mode is None or mode.shape_env is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""What is said where a disk, a quota or a limit on the size of files ends a write."""
+"""The messages for a write that a disk, a quota or a limit on the size of files ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIB = 1 << 20
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write found no room: on the disk, in the quota, or within the largest size of a file."""
+    """True if a write found no room: on the disk, in the quota, or within the largest size of a file."""
     return isinstance(error, OSError) and error.errno in _SAID
 
 

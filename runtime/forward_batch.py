@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(IntEnum):
-    """What a step does: EXTEND computes prompt tokens (after a cached prefix or none), DECODE one token a request."""
+    """The kind of a step: EXTEND computes prompt tokens (after a cached prefix or none), DECODE one token a request."""
 
     EXTEND = 1
     DECODE = 2
@@ -89,7 +89,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What a program reads of each token; [T] int64 each, T padded where a graph wants it."""
+    """The values that a program reads for each token; [T] int64 each, T padded where a graph wants it."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -97,7 +97,7 @@ class TokenInputs:
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
-        """Those that a program names."""
+        """The inputs that a program names."""
         return {"input_ids": self.input_ids, "positions": self.positions}
 
     @classmethod
@@ -107,7 +107,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LogitsProcessorOutput:
-    """What a forward gives.
+    """The result of a forward.
 
     Attributes:
         next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.

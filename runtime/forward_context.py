@@ -1,4 +1,4 @@
-"""What varies per batch, for ops that sit inside compiled pieces and get only tensors and a layer's name.
+"""The values that vary per batch, for ops inside compiled pieces, which get only tensors and a layer's name.
 
 `set_forward_context` surrounds a run of the model; the attention op and the graph wrappers call `get_forward_context`.
 """
@@ -109,7 +109,7 @@ def get_forward_context() -> ForwardContext:
 
 
 def is_forward_context_available() -> bool:
-    """Whether a batch is running."""
+    """True if a batch is running."""
     return _forward_context is not None
 
 

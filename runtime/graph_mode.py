@@ -1,4 +1,4 @@
-"""Which graphs exist, which one a step runs in, and the key under which it is found. Free of torch."""
+"""The kinds of graphs, which one a step runs in, and the key under which it is found. Free of torch."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class CUDAGraphMode(Enum):
 
     @property
     def is_runtime_mode(self) -> bool:
-        """Whether a step can run in it: a pair must first be resolved by decode_mode or mixed_mode."""
+        """True if a step can run in it: a pair must first be resolved by decode_mode or mixed_mode."""
         return not isinstance(self.value, tuple)
 
     def decode_mode(self) -> CUDAGraphMode:
-        """What a uniform decode batch runs in."""
+        """The mode of a uniform decode batch."""
         return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
 
     def mixed_mode(self) -> CUDAGraphMode:
-        """What any other batch runs in."""
+        """The mode of any other batch."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
 

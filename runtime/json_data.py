@@ -98,7 +98,7 @@ _readers: dict[Any, _Reader] = {}
 
 
 def _reader(kind: Any) -> _Reader:
-    """What makes JSON a value of `kind`; made once."""
+    """The function that makes JSON a value of `kind`; made once."""
     if kind not in _readers:
         _readers[kind] = _new_reader(kind)
     return _readers[kind]

@@ -1,4 +1,4 @@
-"""Where KV lives: rows of slots per request, pages of keys and values per layer.
+"""The memory of KV: rows of slots per request, pages of keys and values per layer.
 
 A *KV slot* is the place of one token's keys and values: page * page_size + offset (`out_cache_loc`, `slot_mapping`). A
 *row* is a request's line in ReqToTokenPool's table (`req_pool_indices`); the scheduler and the sampling state call that
@@ -41,7 +41,7 @@ class ReqToTokenPool:
         self.write_page_slots(rows * (self.max_context_len // page_size) + page_positions, slots.flatten())
 
     def write_page_slots(self, places: torch.Tensor, page_slots: torch.Tensor) -> None:
-        """As write_pages, by one launch.
+        """Like write_pages, by one launch.
 
         Args:
             places: [N] int64, counted over the pages of all rows.

@@ -182,7 +182,7 @@ class ModelRunner:
 
     @property
     def is_generation(self) -> bool:
-        """Whether the model gives logits of next tokens; the only kind that is compiled."""
+        """True if the model gives logits of next tokens; the only kind that is compiled."""
         return True
 
     @property
@@ -293,7 +293,7 @@ class ModelRunner:
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
 
     def holds_decode(self, num_requests: int) -> bool:
-        """Whether `decode` takes so many requests."""
+        """True if `decode` takes so many requests."""
         return self.graph_runner is not None and self.graph_runner.holds_decode(num_requests)
 
     def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
@@ -403,7 +403,7 @@ class ModelRunner:
 
     @property
     def _executor(self) -> Executor:
-        """What runs batches.
+        """The executor of batches.
 
         Raises:
             ConfigError: the eager model is asked for, and the source loaded none.
@@ -441,7 +441,7 @@ class ModelRunner:
         return num_pages
 
     def _estimate_graph_bytes(self) -> int:
-        """What all graphs will take, from the two largest of each kind, captured on a pool of the dummy page alone."""
+        """Bytes of all graphs, from the two largest of each kind, captured on a pool of the dummy page alone."""
         from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
 
         self.token_to_kv_pool = self._make_kv_pool(1)

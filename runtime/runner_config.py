@@ -1,4 +1,4 @@
-"""What the runner is told, with nothing left to decide: the engine resolves every 'auto' before it gets here."""
+"""The runner's settings, with nothing left to decide: the engine resolves every 'auto' before it gets here."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ _MOST_CHARACTERS = 60
 
 
 def shown(value: object) -> str:
-    """What it looks like, cut; or what can be said of it, where Python refuses (an integer of 5000 digits)."""
+    """The value's repr, cut; or what can be said of it, where Python refuses (an integer of 5000 digits)."""
     try:
         text = repr(value)
     except Exception:  # it is a caller's object, and may do anything

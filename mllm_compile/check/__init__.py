@@ -1,1 +1,1 @@
-"""What was compiled is compared with Transformers and torch before it is published."""
+"""Compares what was compiled with Transformers and torch before it is published."""

@@ -144,7 +144,7 @@ def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tup
 
 
 def _num_different(requests: _Requests) -> int:
-    """Of a batch of `_batches`, in which the same ones follow again and again."""
+    """Number of distinct requests in a batch of `_batches`, which repeats them."""
     return min(len(requests), len(REQUEST_LENGTHS))
 
 

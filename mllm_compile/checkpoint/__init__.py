@@ -1,1 +1,1 @@
-"""Which bytes of a checkpoint fill which weight."""
+"""Plans which bytes of a checkpoint fill which weight."""

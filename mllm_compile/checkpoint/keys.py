@@ -1,4 +1,4 @@
-"""Which model keys a checkpoint's tensors fill, by Transformers' own renaming and conversion rules.
+"""Maps a checkpoint's tensors to model keys, by Transformers' own renaming and conversion rules.
 
 The only place that knows Transformers' loading internals (the same calls work from 5.17 to 5.23).
 """

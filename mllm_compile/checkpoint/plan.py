@@ -115,7 +115,7 @@ def _read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, Planned
 
 
 def _check_dtypes(table: dict[str, PlannedTensor], dtypes: dict[str, torch.dtype], model: PreTrainedModel) -> None:
-    """A weight in 8 bits or integers means something only with scales, which nobody applies here."""
+    """Refuses a weight in 8 bits or integers: its scales are not applied here."""
     state = model.state_dict(keep_vars=True)
     for key, planned in table.items():
         for block in planned.blocks:

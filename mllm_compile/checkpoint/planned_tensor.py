@@ -84,7 +84,7 @@ class PlannedTensor:
         return PlannedTensor([self.shape[dim] for dim in order], tuple(blocks))
 
     def reshape(self, *shape: Any) -> PlannedTensor:
-        """Of a tensor that is one block: the parts of several would not be boxes any more."""
+        """Reshapes a tensor of one block: the parts of several would not be boxes any more."""
         sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else list(shape)
         if -1 in sizes:
             known = math.prod(size for size in sizes if size != -1)

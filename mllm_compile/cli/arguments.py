@@ -23,7 +23,7 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results 
 
 
 def reporter_of(verbose: bool, quiet: bool) -> Reporter:
-    """What --verbose and --quiet ask for: a line when it is ready, and bars or lines of what takes long; all; nothing.
+    """The reporter of --verbose and --quiet: a line when it is ready, bars or lines of what takes long; all; nothing.
 
     Raises:
         ConfigError: both are given.

@@ -123,7 +123,7 @@ def ablation_command(
     repeats: RepeatsOption = workloads.REPEATS,
     json_path: JsonOption = None,
 ) -> None:
-    """What each pass and kernel brings: the latency work without one after another. Compiles a runtime for each."""
+    """Show what each pass and kernel brings: the latency work without each in turn. Compiles a runtime for each."""
     work = workloads.LatencyWork(
         batches=_numbers("--batch", batch), input_len=input_len, output_len=output_len, repeats=repeats
     )
@@ -156,7 +156,7 @@ def roofline_command(
 
 
 def _save_and_show(result: BenchResult | Roofline, json_path: Path | None, show: Callable[[], None]) -> None:
-    """The file first: whoever reads the table may stop reading. And the table also where the file cannot be written."""
+    """Writes the file before the table, whose reader may stop reading, and shows the table also if the file fails."""
     try:
         if json_path is not None:
             result.write(json_path)

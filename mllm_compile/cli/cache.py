@@ -67,7 +67,7 @@ def list_command(cache_dir: DirOption = None) -> None:
 
 
 def _row(runtime: StoredRuntime) -> list[str]:
-    """As _COLUMNS."""
+    """A row of _COLUMNS."""
     what = ["", "", ""]
     source = _state(runtime.problem)
     if runtime.manifest is not None:

@@ -68,7 +68,7 @@ def _of_config(config: EngineConfig, model: str) -> _Explained:
 
 
 def _of_runtime(folder: Path) -> _Explained:
-    """Whether an engine can be made from the folder as it is."""
+    """Tells if an engine can be made from the folder as it is."""
     from mllm_compile.compiler.load_or_compile import open_runtime
     from mllm_compile.errors import MllmError
     from mllm_compile.store.artifact import read_manifest

@@ -27,7 +27,7 @@ def check_output_file(option: str, path: Path | None) -> None:
 
 
 def check_output_folder(option: str, path: Path) -> None:
-    """As check_output_file, for a folder; what is missing of its path can be made.
+    """Like check_output_file, for a folder; what is missing of its path can be made.
 
     Raises:
         ConfigError: there can be no folder, or no file in it.

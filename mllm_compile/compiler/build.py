@@ -153,7 +153,7 @@ def _check_text(folder: Path) -> None:
 
 
 def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> None:
-    """The tokenizer, and the model's own config files for whoever reads the folder."""
+    """Writes the tokenizer, and copies of the model's own config files for people to read."""
     tokenizer = scratch / TOKENIZER
     tokenizer.mkdir()
     if not export_tokenizer(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code):

@@ -47,7 +47,7 @@ class EarlyPiece:
     compiled: Future[None]
 
     def is_for(self, job: PieceJob) -> bool:
-        """Whether compiling `job` would do the same once more."""
+        """True if compiling `job` would repeat this one."""
         return self.job.inputs == job.inputs and self.job.source_path.read_bytes() == job.source_path.read_bytes()
 
     def move_to(self, package_path: Path) -> bool:

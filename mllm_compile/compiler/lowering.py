@@ -184,7 +184,7 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
 
 
 def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
-    """Those that the config names, and those that this compile cannot make use of.
+    """The passes that the config disables, and those that this compile cannot use.
 
     With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the model's
     is written by the runtime, which knows how to round to it. The CUDA kernels need a Hopper GPU and NVRTC.

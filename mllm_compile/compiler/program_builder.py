@@ -98,7 +98,7 @@ def _is_cache(arg: object) -> bool:
 
 
 def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceInput, ...]:
-    """What the piece compiler needs to know of a piece's inputs.
+    """The piece's inputs, as the piece compiler needs them.
 
     Raises:
         CompileError: an input has a size that is a multiple of T, S, P or L.

@@ -1,4 +1,4 @@
-"""What a config asks for: the resolved config, its key, and the folder where a runtime of that key lies or would lie.
+"""Resolves a config to its target: the resolved config, its key, and the folder of that key's runtime.
 
 Compiles nothing and opens no runtime.
 """
@@ -27,7 +27,7 @@ _NO_OPTIONS = CompileOptions()
 
 @dataclass(frozen=True)
 class Target:
-    """What a config asks for, and where that lies or would lie."""
+    """The runtime that a config asks for, and the folder where it lies or would lie."""
 
     config: ResolvedConfig
     model: ModelFolder
@@ -57,7 +57,7 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
 
 
 def _is_of(folder: Path, factors: Mapping[str, str]) -> bool:
-    """Whether a runtime lies there that was compiled for these factors, as far as its manifest can be read."""
+    """True if `folder` has a runtime compiled for these factors, as far as its manifest can be read."""
     try:
         return os.path.exists(folder / MANIFEST) and read_manifest(folder).factors == factors
     except ArtifactError:  # opening it says why

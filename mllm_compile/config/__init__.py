@@ -1,1 +1,1 @@
-"""What is asked for, and the values that it becomes."""
+"""The user's config, and the values that it becomes."""

@@ -1,4 +1,4 @@
-"""What a compile is asked for beyond the config. Free of torch, for the command line."""
+"""The options of a compile beyond the config. Free of torch, for the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `runtime.device` means on this machine: which device it is, and whether its attention library is there."""
+"""Resolves `runtime.device` on this machine: which device it is, and whether its attention library is there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def detect_device(asked: str) -> DeviceInfo:
 
 
 def is_hopper(device: str) -> bool:
-    """Whether it is an H100 SXM, H200 or alike: of compute capability 9.0, with as many multiprocessors.
+    """True for an H100 SXM, H200 or alike: of compute capability 9.0, with as many multiprocessors.
 
     What is divided among 132 of them would take fewer two rounds, the second half empty.
     """

@@ -169,7 +169,7 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> K
 
 
 def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, choices: AutoChoices) -> bool:
-    """Whether decodes are computed by the kernel that is compiled with the model (decode_attention.py)."""
+    """True if the kernel that is compiled with the model (decode_attention.py) computes decodes."""
     obstacle = None
     if runtime.attention_backend != "flashinfer":
         obstacle = (
@@ -189,7 +189,7 @@ def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, ch
 def _hopper_decode(
     asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str, device: DeviceInfo
 ) -> bool:
-    """Whether decodes may be computed by runtime/attention/hopper/."""
+    """True if runtime/attention/hopper/ may compute decodes."""
     obstacle = None
     if not split_decode:
         obstacle = (

@@ -1,4 +1,4 @@
-"""Which CUDA graphs are captured: the mode and the sizes, where a config says `auto`, and what contradicts it.
+"""Decides which CUDA graphs are captured: mode and sizes, where a config says `auto`, and what contradicts it.
 
 A part of resolve.py. The numbers behind `auto` are the tables at the top.
 """
@@ -41,7 +41,7 @@ def resolve_graphs(
     model: ModelFolder,
     choices: AutoChoices,
 ) -> ResolvedCudaGraph:
-    """What resolve() does for the section `cudagraph`; the same errors.
+    """Does resolve()'s work for the section `cudagraph`; the same errors.
 
     Args:
         split_decode: whether decodes are by kernels of the program, as far as is known before the trace.
@@ -105,7 +105,7 @@ def _mixed_tokens(
 
 
 def _width(model: ModelFolder) -> int:
-    """Of the hidden states; 0: the model does not say."""
+    """Width of the hidden states; 0: the model does not say."""
     width = model.text_config_value("hidden_size", "n_embd", "d_model")
     return width if isinstance(width, int) and width > 0 else 0
 

@@ -1,4 +1,4 @@
-"""What a config has become: no `auto` left, and nothing changes after it (resolve.py makes it)."""
+"""The resolved config: no `auto` left, and nothing changes after it (resolve.py makes it)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
 
 
 class AutoChoice(NamedTuple):
-    """What one `auto` became, and why."""
+    """The value that one `auto` became, and why."""
 
     key: str
     value: str
@@ -94,7 +94,7 @@ class ResolvedConfig(_Resolved):
     without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores
 
     def as_config(self) -> EngineConfig:
-        """What asks for the same of the same checkpoint, wherever it is resolved; sizes of CUDA graphs are auto."""
+        """A config that asks for the same of the same checkpoint, wherever resolved; sizes of CUDA graphs are auto."""
         sections = self.model_dump(mode="json")
         model, runtime = sections["model"], sections["runtime"]
         del model["source"]

@@ -1,4 +1,4 @@
-"""What a user asks for: the YAML file, validated and frozen.
+"""The user's config: the YAML file, validated and frozen.
 
 Owns the keys, their ranges and their defaults. `auto` is left as it is: `resolve.py` replaces it once, when the model's
 folder and the device are known. Nothing here imports torch, so that a mistake in a file is reported at once.
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which model, and how its weights are read."""
+    """The model, and how its weights are read."""
 
     path: PathText
     """A Hugging Face hub id (`Qwen/Qwen3-0.6B`) or a local folder with `config.json` and safetensors files."""
@@ -101,7 +101,7 @@ class CompileConfig(Section):
 
 
 class CudaGraphConfig(Section):
-    """Which batch shapes are captured as CUDA graphs."""
+    """The batch shapes that are captured as CUDA graphs."""
 
     mode: Literal[Auto, GraphMode] = "auto"
     """auto: full_and_piecewise on a GPU, none on a CPU (which has no CUDA graphs)."""
@@ -258,7 +258,7 @@ EngineSource = str | os.PathLike[str] | EngineConfig | dict[str, Any]
 
 
 def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
-    """What an engine is made from: a config, validated, or the folder of a compiled runtime as it is.
+    """An engine's source: a config, validated, or the folder of a compiled runtime as it is.
 
     Args:
         source: a hub id, a model's folder, a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML
@@ -295,7 +295,7 @@ def source_name(source: str) -> str:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether it can be the name of a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
+    """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
     return not is_local_path(text) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
 
 
@@ -366,7 +366,7 @@ def _read_yaml(path: Path) -> Any:
 
 
 def _is_runtime(folder: Path) -> bool:
-    """True also of one that lost its manifest: what it lacks is for whoever opens it to say."""
+    """True also of a runtime that lost its manifest: opening it tells what it lacks."""
     return any(os.path.isfile(folder / name) for name in _RUNTIME_FILES)
 
 

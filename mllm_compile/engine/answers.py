@@ -1,4 +1,4 @@
-"""From what the engine's thread collected to RequestOutputs; runs on the threads of those who asked.
+"""Turns what the engine's thread collected into RequestOutputs; runs on the callers' threads.
 
 `build_answer` makes the whole answer of a finished submission, StreamBuilder the pieces of a stream. What they give out
 is a copy wherever the engine reads the original on: what a caller does with an output reaches nobody else.
@@ -130,7 +130,7 @@ class _ScoreReader:
         self._texts: dict[int, str] = {}
 
     def as_dict(self, scores: TokenScores) -> Mapping[int, Logprob]:
-        """By token id: the token itself, then the alternatives, best first."""
+        """Logprobs by token id: the token itself, then the alternatives, best first."""
         if scores.of_all is not None:
             return VocabularyLogprobs(scores.of_all, self._text)
         entry = {scores.token_id: Logprob(scores.logprob, scores.rank, self._text(scores.token_id))}

@@ -128,7 +128,7 @@ def _start_runner(
 
 
 def runner_config(config: ResolvedConfig) -> RunnerConfig:
-    """What the runner is told of a config."""
+    """The runner's part of a config."""
     runtime, graphs = config.runtime, config.cudagraph
     return RunnerConfig(
         device=runtime.device,

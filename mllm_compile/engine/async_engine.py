@@ -72,7 +72,7 @@ class AsyncEngine:
         stream: bool = True,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As generate, for one conversation; template_options are the chat template's."""
+        """Like generate, for one conversation; template_options are the chat template's."""
         build = self.engine.builder.build_chat
         return self._run(
             lambda: build(messages, sampling_params, template_options, request_id=request_id, priority=priority),
@@ -80,11 +80,11 @@ class AsyncEngine:
         )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """As Engine.abort."""
+        """Like Engine.abort."""
         self.engine.abort(request_id)
 
     async def stats(self) -> EngineStats:
-        """What runs, what waits, and how fast; see EngineStats."""
+        """The requests running and waiting, and the speed; see EngineStats."""
         return await asyncio.to_thread(self.engine.stats)
 
     async def flush_prefix_cache(self) -> None:
@@ -93,7 +93,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes further requests."""
+        """True if it takes further requests."""
         return self.engine.is_alive
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the callers of an engine are told when something fails, and what to do then."""
+"""The errors that callers get when an engine fails: what happened, and what to do then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def closed() -> EngineDeadError:
 
 
 def forked() -> EngineDeadError:
-    """In the child of a fork."""
+    """The error for the child of a fork."""
     return EngineDeadError(
         f"this engine's thread is in process {os.getppid()}, of which this one is a fork. Make an Engine here; where "
         "the other one uses a GPU, start this process by spawn, not by fork."

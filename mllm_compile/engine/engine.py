@@ -47,7 +47,7 @@ _BAR_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an engine is made of; `assemble` makes it from a config, tests make it from fakes.
+    """The parts of an engine; `assemble` makes them from a config, tests from fakes.
 
     Attributes:
         scheduler, step_runner: used by the engine's thread alone from now on.
@@ -185,7 +185,7 @@ class Engine:
         priority: int = 0,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """As generate, for one conversation or a list of them.
+        """Like generate, for one conversation or a list of them.
 
         Args:
             messages: a list of `{"role": …, "content": …}`, or a list of such lists.
@@ -249,7 +249,7 @@ class Engine:
         priority: int = 0,
         **template_options: Any,
     ) -> TokenStream:
-        """As stream, for one conversation; template_options as in chat."""
+        """Like stream, for one conversation; template_options as in chat."""
         return self._stream(
             self.builder.build_chat(
                 messages, sampling_params, template_options, request_id=request_id, priority=priority
@@ -279,7 +279,7 @@ class Engine:
         self.core.abort(as_request_ids(request_id))
 
     def stats(self) -> EngineStats:
-        """What runs, what waits, and how fast; see EngineStats."""
+        """The requests running and waiting, and the speed; see EngineStats."""
         return self.core.stats()
 
     def flush_prefix_cache(self) -> None:
@@ -288,7 +288,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes further requests."""
+        """True if it takes further requests."""
         return self.core.end_error is None
 
     def close(self) -> None:

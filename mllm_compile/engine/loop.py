@@ -42,7 +42,7 @@ _LOOK_S = 1.0  # an idle engine looks after so many seconds whether it was close
 
 
 def _nothing() -> None:
-    """What there is to do where nobody says otherwise."""
+    """The default of an optional callback."""
 
 
 class StepHandle(Protocol):
@@ -184,7 +184,7 @@ class EngineCore:
         self._post_if_alive(lambda: self._abort(ids))
 
     def withdraw(self, submissions: Iterable[Submission]) -> None:
-        """As abort, by those who submitted them: never ends another's request that has the same id."""
+        """Aborts these submissions of the caller's, never another request that has the same id."""
         withdrawn = list(submissions)
         self._post_if_alive(lambda: self._withdraw(withdrawn))
 
@@ -224,7 +224,7 @@ class EngineCore:
             raise self._end_error.with_traceback(None)
 
     def _after_fork(self) -> None:
-        """In the child: no step will run here, and the lock may be held by a thread that is not here."""
+        """Runs in the child: it has no thread to run steps, and the lock may be held by a thread that it lacks."""
         self._is_forked = True
         self._condition = threading.Condition()
         self._end_error = self._end_error or end_errors.forked()
@@ -298,7 +298,7 @@ class EngineCore:
                 return
 
     def _end(self, error: EngineDeadError) -> None:
-        """No step will run any more: whoever still waits gets `error`, whatever fails on the way; may be repeated."""
+        """Stops for good: every waiting caller gets `error`, whatever fails on the way; may be repeated."""
         with self._condition:
             self._end_error = error
             self._commands += self._inbox

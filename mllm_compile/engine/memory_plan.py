@@ -60,7 +60,7 @@ class MemoryPlan:
 
 
 def situation(config: RunnerConfig) -> MemoryPlan:
-    """What a plan is made or looked up for: settings and memory as they are now."""
+    """The inputs of a plan: settings, and memory as it is now."""
     device = torch.device(config.device)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     settings = {field.name: str(getattr(config, field.name)) for field in fields(config) if field.name != "num_pages"}

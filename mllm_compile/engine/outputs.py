@@ -1,4 +1,4 @@
-"""What a request gives back, in the shape that vLLM's users know.
+"""The results of a request, in the shape that vLLM's users know.
 
 Owns the plain data only; `sequences.py` fills it. In an answer (`Engine.generate`, `Engine.chat`) every field covers
 the whole completion. In a stream (`Engine.stream`, `AsyncEngine.generate`) each RequestOutput holds what is new since

@@ -1,4 +1,4 @@
-"""What a caller passes in becomes Submissions, or a refusal that says what is wrong; runs on the caller's thread.
+"""Turns a caller's input into Submissions, or refuses it and says what is wrong; runs on the caller's thread.
 
 A prompt is a text, token ids, or vLLM's dict of either. A list of prompts is taken apart here, texts become token ids,
 and each prompt is checked against the vocabulary. What depends on the KV cache (too long to ever fit) is the
@@ -36,7 +36,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class PromptTokenizer(Decoder, Protocol):
-    """What the engine needs of a tokenizer; mllm_compile.text.tokenizer.Tokenizer is one."""
+    """The methods of a tokenizer that the engine calls; mllm_compile.text.tokenizer.Tokenizer has them."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -100,7 +100,7 @@ class RequestBuilder:
         template_options: Mapping[str, Any],
         priority: int = 0,
     ) -> tuple[list[Submission], bool]:
-        """As build, for conversations through the chat template; also whether it is a single one, not in a list.
+        """Like build, for conversations through the chat template; also whether it is one, not a list.
 
         Raises:
             RequestError: `messages` or `params` as a whole are not what is expected, or there is no tokenizer.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step brought to one completion of a stream."""
+    """The new tokens of one completion of a stream, from one step."""
 
     index: int
     token_ids: list[int]
@@ -111,7 +111,7 @@ class Submission:
             sequence.end("error")
 
     def engine_ended(self, error: MllmError) -> None:
-        """Nobody works on it any more: whoever waits hears of `error`, unless all of it had ended."""
+        """The engine has stopped: waiting callers get `error`, unless every completion had ended."""
         if not self.is_finished:
             self.failure = error
         for sequence in self.sequences:
@@ -162,7 +162,7 @@ class Sequence:
 
     @property
     def is_watched(self) -> bool:
-        """Somebody wants to know about each of its tokens, not only about its end."""
+        """True if a reader wants each of its tokens, not only its end."""
         return self.has_stop_strings or self.submission.is_stream
 
     def advance(self) -> str | None:
@@ -187,7 +187,7 @@ class Sequence:
         return None if is_over else matched
 
     def end(self, reason: FinishReason | None = None) -> None:
-        """It is over without a new token, or nobody watched its tokens.
+        """Ends the sequence without a new token, or after tokens that had no reader.
 
         Args:
             reason: "abort" or "error"; None takes the scheduler's.

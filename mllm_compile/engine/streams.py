@@ -1,4 +1,4 @@
-"""Those who wait for the engine's thread: a call with many prompts, a stream in a thread, a stream in an event loop.
+"""The waiting sides of the engine's thread: a call with many prompts, a stream in a thread, one in an event loop.
 
 Each is a Sink (sequences.py): its `on_` methods run on the engine's thread and only leave a note.
 """
@@ -161,7 +161,7 @@ class LoopWaker:
 
 
 class AsyncReader:
-    """What an asyncio task waits on for its submission.
+    """The events of one submission, for an asyncio task to await.
 
     Args:
         waker: of the task's event loop.

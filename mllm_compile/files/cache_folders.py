@@ -15,7 +15,7 @@ CACHE_VARIABLE = "MLLM_COMPILE_CACHE"
 
 
 def auto_cache_dir() -> tuple[str, str]:
-    """The cache of whoever names none, an absolute path, and why it is that one.
+    """The default cache, an absolute path, and why it is that one.
 
     Raises:
         ConfigError: nothing says where.
@@ -35,12 +35,12 @@ def _absolute(folder: str) -> str:
 
 
 def compiler_cache(cache_dir: str | Path) -> Path:
-    """What Inductor and Triton keep between compiles; it can be removed at any time that nothing compiles."""
+    """The folder of Inductor's and Triton's files between compiles; it can be removed while nothing compiles."""
     return Path(cache_dir) / "compilers"
 
 
 def bytecode_cache(cache_dir: str | Path) -> Path:
-    """What Python keeps where the installation does not; it can be removed at any time."""
+    """The folder of Python's bytecode, where the installation has none; it can be removed at any time."""
     return Path(cache_dir) / "bytecode"
 
 

@@ -27,7 +27,7 @@ def seal(body: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, path: Path) -> dict[str, Any]:
-    """What `seal` was given.
+    """The object that `seal` was given.
 
     Raises:
         ArtifactError: the bytes are not those that `seal` made of what they say.

@@ -29,14 +29,14 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says of a file."""
+    """A manifest's facts about a file."""
 
     sha256: str
     num_bytes: int
 
 
 class TrustedFolder:
-    """A folder that belongs to this user (or root) and that nobody else can write to; see the module's header.
+    """A folder that belongs to this user (or root) and that no other can write to; see the module's header.
 
     Args:
         path: the folder; symbolic links on the way to it are followed, none inside it is.
@@ -124,7 +124,7 @@ class TrustedFolder:
 
 
 def _check_status(path: Path, status: os.stat_result) -> None:
-    """What is executed must be ours (or root's), and nobody else may write to it."""
+    """Refuses files that are not ours (or root's), or that others may write to: they are executed."""
     if status.st_uid not in (os.geteuid(), 0):
         raise ArtifactError(f"{path} belongs to user id {status.st_uid}, not to you: what is in it is not executed")
     if status.st_mode & 0o022:

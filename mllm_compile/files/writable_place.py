@@ -76,7 +76,7 @@ def place_of(final: Path, *, is_output: bool) -> Place:
 
 
 def cache_place(folder: Path) -> Place:
-    """Of a cache as a whole."""
+    """The place of a cache as a whole."""
     return Place(f"cache.dir {folder}", folder, "set cache.dir, or MLLM_COMPILE_CACHE, to a folder of yours")
 
 

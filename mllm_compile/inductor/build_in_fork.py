@@ -1,4 +1,4 @@
-"""What packages share and a compiler makes once: in a fork of the compiler process that begins before most is imported.
+"""Builds what packages share once: in a fork of the compiler process that begins before most is imported.
 
 Whoever needs it waits for that fork, which holds a lock until it ends, and finds out what is there.
 """

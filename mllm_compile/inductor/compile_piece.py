@@ -97,7 +97,7 @@ WRAPPER_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 def inductor_options(device: str) -> dict[str, Any]:
-    """What Inductor is told, for every piece."""
+    """Inductor's options, for every piece."""
     options: dict[str, Any] = {
         **WRAPPER_OPTIONS,
         "aot_inductor.precompile_headers": is_shared(),
@@ -114,7 +114,7 @@ def inductor_options(device: str) -> dict[str, Any]:
 
 
 def prepare_compiler(device: str, scratch: Path) -> None:
-    """What every compile needs and a fork of this process keeps, done while there is no piece yet: the model is being
+    """Does what every compile needs and a fork of this process keeps, before there is a piece: while the model is
     traced.
 
     Imports Inductor; finds out what the CPU can do, where pieces run on it. Does not touch the GPU. Where something is
@@ -157,7 +157,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
 
 
 def enter_device(device: str) -> None:
-    """Makes this process' context on the GPU; an error is left to whoever needs it."""
+    """Makes this process' context on the GPU; the first use of the GPU raises an error, not this."""
     if device.startswith("cuda"):
         with contextlib.suppress(Exception):
             torch.empty(1, device=device)

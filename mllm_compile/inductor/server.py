@@ -49,7 +49,7 @@ class _Fork:
             print(json.dumps(request), file=pipe, flush=True)
 
     def result(self, job: int) -> dict[str, Any]:
-        """What to tell about the job; waits for the process, which has closed its end of the pipe."""
+        """The answer to the job; waits for the process, which has closed its end of the pipe."""
         message = os.read(self.answer, _MAX_MESSAGE).decode(errors="replace")
         os.close(self.answer)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -64,7 +64,7 @@ class _Fork:
 
 @dataclass(frozen=True)
 class Work:
-    """What forks do.
+    """The work of forks.
 
     Attributes:
         run: what a request says; an exception is the job's error.
@@ -171,7 +171,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _what_was_said(error: BaseException) -> str:
-    """Of a program that failed, such as g++: the first line of its output that names an error, or the last one of ld's.
+    """The error of a failed program, such as g++: its first line that names an error, or the last one of ld's.
 
     Inductor's CppCompileError has it behind a headline, also where it is another error's text.
     """

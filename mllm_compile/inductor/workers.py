@@ -164,7 +164,7 @@ class _CompilerProcess:
         return future
 
     def _read(self) -> None:
-        """In a thread of its own, until the process ends."""
+        """Runs in a thread of its own, until the process ends."""
         for line in self._process.stdout or ():
             if not line.endswith("\n"):
                 break  # killed while it wrote

@@ -38,7 +38,7 @@ _NICENESS = 5  # as the compilers of pieces: the model is being traced meanwhile
 
 @cache  # what is missing is said once
 def can_compile_kernels(device: str) -> bool:
-    """Whether the kernels run on `device` and can be compiled here."""
+    """True if the kernels run on `device` and can be compiled here."""
     if not device.startswith("cuda") or torch.version.hip is not None:
         return False
     if not is_hopper(device):
@@ -86,7 +86,7 @@ def gated_linears(graph: fx.GraphModule, program: Program) -> tuple[GatedKernel,
 
 
 class KernelCompiler:
-    """Compiles kernels in threads, from the moment that somebody knows which: while the model is still being traced.
+    """Compiles kernels in threads as soon as they are known: while the model is still being traced.
 
     Used with `with`: what nobody waited for is dropped at its end.
     """

@@ -123,7 +123,7 @@ def _hopper_forms(
 
 
 def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
-    """Whether those of runtime/attention/hopper/ serve the layer."""
+    """True if kernels of runtime/attention/hopper/ serve the layer."""
     return (
         config.compile.hopper_decode
         and layer.window_left < 0

@@ -1,4 +1,4 @@
-"""What a captured decode does around the model, as pieces of the program: kernels of runtime/ops/decode_loop.py."""
+"""The work of a captured decode around the model, as pieces of the program: kernels of runtime/ops/decode_loop.py."""
 
 from __future__ import annotations
 

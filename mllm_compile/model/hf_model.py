@@ -61,7 +61,7 @@ class HFModel:
         return self.model.config.get_text_config(decoder=True)
 
     def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
-        """What the model's config says; of heads, where `layers` are given, the largest that they have.
+        """The sizes in the model's config; heads are the largest of `layers`, where they are given.
 
         Raises:
             UnsupportedModelError: the config does not say what every causal LM has.
@@ -111,7 +111,7 @@ def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
 
 
 def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:
-    """As build_on_meta, from a config object."""
+    """Like build_on_meta, from a config object."""
     from transformers import AutoModelForCausalLM
 
     from mllm_compile.model.attention_hook import ATTENTION_IMPLEMENTATION, register_attention_hook

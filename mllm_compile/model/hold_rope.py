@@ -31,7 +31,7 @@ class RopeLimit:
 
 
 def rope_limit(look_up: Callable[..., Any]) -> RopeLimit | None:
-    """What a config says of it; None where RoPE is constant at any length, or no length is given.
+    """The RoPE limit of a config; None where RoPE is constant at any length, or no length is given.
 
     Args:
         look_up: gives the config's first value of some names, or None.

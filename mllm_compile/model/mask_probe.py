@@ -66,7 +66,7 @@ class ObservedCall:
         return bool(self._visible(torch.tensor(_FAR), torch.tensor(_FAR - distance)))
 
     def _farthest_seen(self) -> int:
-        """By bisection, as if it sees all up to a distance; whether it does is then asked."""
+        """Bisects as if it saw all up to a distance; the caller then checks that it does."""
         seen, unseen = 0, _FAR
         while unseen - seen > 1:
             middle = (seen + unseen) // 2

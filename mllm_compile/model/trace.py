@@ -153,7 +153,7 @@ def _unserved_layers(config: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What a Dynamo error says of the cause, and where in the model's code it was."""
+    """The cause that a Dynamo error names, and its place in the model's code."""
     text = str(error)
     cause = _cause(text)[:_MAX_CAUSE] or first_line(error)[:_MAX_CAUSE]
     frames = [(Path(path).name, line) for path, line in re.findall(r'File "([^"]+)", line (\d+), in \w+', text)]

@@ -29,8 +29,8 @@ _setting = threading.Lock()
 
 @contextmanager
 def kept_bytecode() -> Iterator[None]:
-    """Modules that are imported meanwhile are compiled once, into the user's cache, where torch's are not kept beside
-    their sources. Whoever has set PYTHONPYCACHEPREFIX has a place of their own.
+    """Keeps the bytecode of modules that are imported meanwhile in the user's cache, if torch's is not kept beside its
+    sources. A PYTHONPYCACHEPREFIX that is set stays in force.
     """
     with _setting:
         before = sys.dont_write_bytecode
@@ -48,7 +48,7 @@ def kept_bytecode() -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """What makes a new Python process keep its bytecode where this one does, if that is not beside its sources."""
+    """Variables that make a new Python process keep its bytecode where this one does, if not beside its sources."""
     if sys.pycache_prefix is None:
         return {}
     return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix} | ({} if sys.dont_write_bytecode else {_NO_BYTECODE: ""})
@@ -56,8 +56,8 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def compiled_ahead(packages: Sequence[str]) -> Iterator[None]:
-    """These packages (OF_TORCH, OF_A_COMPILE) are compiled by other processes, ahead of whoever imports them meanwhile,
-    where that has not been done and is to be kept."""
+    """Has other processes compile `packages` (OF_TORCH, OF_A_COMPILE) ahead of imports in this one, unless their
+    bytecode is there or is not to be kept."""
     process = None
     with contextlib.suppress(OSError):  # there is no room for one: whoever imports compiles
         process = _start_compiling(packages)
@@ -118,7 +118,7 @@ _VERSIONED = ("torch", "transformers", "mllm_compile")
 
 
 def _is_kept_beside(package: str) -> bool:
-    """Whether its bytecode is there, or will be when it is imported."""
+    """True if its bytecode is there, or will be when it is imported."""
     source = _source(package)
     if source is None or _is_compiled(source):
         return True
@@ -134,7 +134,7 @@ def _source(package: str) -> str | None:
 
 
 def _package_folder(path: str) -> str | None:
-    """Of a package, or of one inside it, which is not imported for that."""
+    """The folder of a package, or of one inside it, without importing it."""
     package, _, inside = path.partition("/")
     source = _source(package)
     folder = os.path.join(os.path.dirname(source), inside).rstrip("/") if source is not None else ""

@@ -1,4 +1,4 @@
-"""Starts a command whose processes all end when whoever started it does, also by kill -9.
+"""Starts a command whose processes all end when its starter does, also by kill -9.
 
 Run as a script in front of the command: a fork of it waits for a pipe whose other end the starting process holds. The
 kernel closes that end however the process ends, and the fork then kills the process group, which the command leads.

@@ -49,7 +49,7 @@ class Reporter(Protocol):
         """A detail."""
 
     def tell(self, text: str) -> None:
-        """A line that is also for whoever sees no details: that it is ready."""
+        """A line that those without a view of details need too: that it is ready."""
         self.note(text)
 
     def announce(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a start goes: stages with their begin and end, counted from the first moment of the process.
+"""Records where the time of a start goes: stages with begin and end, counted from the process's first moment.
 
 A Timeline is a Reporter around another one: whoever reports stages is timed.
 """
@@ -43,7 +43,7 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """In the order of their beginning."""
+        """The spans in the order of their beginning."""
         return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
 
     @property

@@ -86,7 +86,7 @@ def _modelled_lead(step: DecodeStep, ceilings: Ceilings | None) -> str:
 
 
 def _timed_lead(step: DecodeStep, took: float, limit: float) -> parts.Html:
-    """Of a step whose parts were not measured."""
+    """The lead for a step whose parts were not measured."""
     told = f"{_of(step)} takes {format_seconds(took)}, {limit / took:.0%} of what the device allows."
     if limit / took >= _NEAR_LIMIT:
         return parts.Html(parts.html_of(f"{told} Reading {_most_read(step)} from memory limits it."))
@@ -192,7 +192,7 @@ def model_section(artifact: Artifact, config: ResolvedConfig, device: Device | N
 
 
 def _scale(step: DecodeStep, ceilings: Ceilings | None):  # type: ignore[no-untyped-def]
-    """What a part's width is, and how to say it."""
+    """The function for a part's width, and its description."""
     if step.part_s is not None:
         times = step.part_s
         told = f"times measured by bench roofline ({step.date})."
@@ -291,7 +291,7 @@ def _time_columns(step: DecodeStep, ceilings: Ceilings | None) -> list[str]:
 
 
 def _time_cells(limit: float | None, measured_s: float, step: DecodeStep) -> list[str]:
-    """As _time_columns."""
+    """The cells of _time_columns."""
     cells = [] if limit is None else [format_seconds(limit)]
     if step.part_s is not None:
         cells.append(format_seconds(measured_s))

@@ -24,7 +24,7 @@ _LINE = 110
 
 @dataclass(frozen=True)
 class Inspected:
-    """What the passes did, one report each, and what the program's distinct pieces are called."""
+    """The passes' reports, and the names of the program's distinct pieces."""
 
     reports: list[PassReport]
     pieces: list[PartName]

@@ -36,7 +36,7 @@ _MAX_STEPS = 2000
 
 @dataclass(frozen=True)
 class Subject:
-    """What the page is about: a runtime, served with a config, on a device."""
+    """The subject of a page: a runtime, served with a config, on a device."""
 
     artifact: Artifact
     config: ResolvedConfig
@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def start(self) -> dict[str, Any]:
-        """What the last start with this config left on this device; {}: there was none."""
+        """The values that the last start with this config left on this device; {}: there was none."""
         return start_with(self.device.values, self.config) if self.device is not None else {}
 
 
@@ -91,7 +91,7 @@ def _shown(section: _Section, subject: Subject) -> str:
 
 
 def _facts(subject: Subject) -> list[str]:
-    """What was compiled, in a few words each."""
+    """The facts of the runtime, in a few words each."""
     artifact, config = subject.artifact, subject.config
     device = config.runtime.device if subject.device is None else subject.device.name
     return [
@@ -117,7 +117,7 @@ def _model(subject: Subject) -> str:
 
 
 def _memory(subject: Subject) -> str:
-    """Of this config: as its last start on this device measured it, else as the config asks for it."""
+    """Memory of this config: as its last start on this device measured it, else as the config asks for it."""
     config, start = subject.config.runtime, subject.start
     asked = config.max_running_requests * config.max_model_len
     if start:

@@ -67,7 +67,7 @@ class DecodeStep:
 
     @property
     def outside_s(self) -> float:
-        """Of the measured step: no kernel runs, the host works."""
+        """Seconds of the measured step in which no kernel runs and the host works."""
         kernels_s = 0.0 if self.part_s is None else sum(self.part_s.values())
         return max(0.0, self.wall_s - kernels_s - self.other_s)
 

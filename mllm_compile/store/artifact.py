@@ -61,7 +61,7 @@ MAX_MANIFEST_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says.
+    """The content of manifest.json.
 
     Attributes:
         factors: the key's factors by name.
@@ -135,7 +135,7 @@ class Artifact:
 
     @property
     def kernels_folder(self) -> Path | None:
-        """By the handle, not the name: what is loaded from there later is of the folder that was checked."""
+        """The folder by its handle, not its name: what is loaded from it later is of the folder that was checked."""
         has_kernels = any(name.startswith(KERNELS + "/") for name in self.manifest.files)
         return self.trusted.pinned_path / KERNELS if has_kernels else None
 
@@ -145,7 +145,7 @@ class Artifact:
 
     @property
     def measured_folder(self) -> Path:
-        """By the handle, as kernels_folder."""
+        """The folder by its handle, like kernels_folder."""
         return self.trusted.pinned_path / MEASURED
 
 
@@ -184,13 +184,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def set_modes(folder: Path) -> None:
-    """Whatever the umask: all may read what is in the folder, nobody else may write."""
+    """Lets all read the folder, and only its owner write to it, whatever the umask."""
     for path in folder.rglob("*"):
         os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
 
 def is_runtime(folder: Path) -> bool:
-    """Whether a compile made it, whole or damaged: many a folder of something else has a manifest.json."""
+    """True if a compile made it, whole or damaged: many a folder of something else has a manifest.json."""
     path, manifest = folder / MANIFEST, None
     with contextlib.suppress(OSError, ValueError):
         manifest = parse_json(read_regular(path, MAX_MANIFEST_BYTES))

@@ -1,4 +1,4 @@
-"""What lies in a cache: its runtimes, usable or not, and what of it is removed to make room."""
+"""Lists a cache's runtimes, usable or not, and chooses which are removed to make room."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a compile made it: in a folder that is no cache, what is called `runtimes` is somebody else's."""
+    """True if a compile made it: in a folder that is no cache, `runtimes` may be another program's."""
     if folder.name.startswith("."):  # a compile that is running, or was killed
         return False
     return _RUNTIME_NAME.fullmatch(folder.name) is not None or is_runtime(folder)
 
 
 def remove_runtime(folder: Path) -> int:
-    """Removes a runtime of the cache; whoever opens it meanwhile sees it whole or not at all.
+    """Removes a runtime of the cache; a process that opens it meanwhile sees it whole or not at all.
 
     Returns:
         The bytes that are gone, which are not all where files are another user's.
@@ -95,7 +95,7 @@ def remove_runtime(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` removed.
+    """The runtimes and files that `prune` removed.
 
     Attributes:
         runtimes: in the order in which they went, each with the bytes that it gave back.
@@ -117,7 +117,7 @@ class Pruned:
 
 
 def _bytecode_folders(folder: Path) -> list[Path]:
-    """As with runtimes: what else lies in a folder of that name is somebody else's."""
+    """The folders with names that we give; others in a folder of that name are another program's."""
     return [path for path in _subfolders(folder) if _BYTECODE_NAME.fullmatch(path.name)]
 
 

@@ -38,7 +38,7 @@ def nearest_runtime(factors: Mapping[str, str], cache_dir: str | Path) -> Manife
 
 
 def changes(now: Mapping[str, str], then: Mapping[str, str]) -> list[Change]:
-    """What differs, in the order of the factors."""
+    """The factors that differ, in their order."""
     found = []
     for name in dict.fromkeys([*now, *then]):
         new, old = now.get(name, "-"), then.get(name, "-")
@@ -49,7 +49,7 @@ def changes(now: Mapping[str, str], then: Mapping[str, str]) -> list[Change]:
 
 
 def nearest_changes(factors: Mapping[str, str], cache_dir: str | Path) -> list[Change] | None:
-    """What differs from the nearest runtime; None where nothing of the model was compiled."""
+    """The changes since the nearest runtime; None if nothing of the model was compiled."""
     nearest = nearest_runtime(factors, cache_dir)
     return None if nearest is None else changes(factors, nearest.factors)
 
@@ -67,7 +67,7 @@ def miss_note(factors: Mapping[str, str], nearest: Manifest | None) -> str:
 
 
 def change_text(change: Change) -> str:
-    """What a factor was and is, in a few words: of many files their names."""
+    """A factor's old and new value in a few words; for many files their names."""
     sides = [[part for part in side.split(", ") if part != "-"] for side in (change.then, change.now)]
     if all(_FILE_HASH.fullmatch(part) for side in sides for part in side):
         names = list(dict.fromkeys(part.rpartition(" ")[0] for side in sides for part in side))

@@ -158,7 +158,7 @@ def key_of(factors: Mapping[str, str]) -> str:
 
 
 def changed_parts(now: str, then: str) -> tuple[str, str]:
-    """Of two values with parts, those that only one of them has; the values themselves where they have none."""
+    """The parts that only one of two values has; the values themselves where they have none."""
     now_parts, then_parts = now.split(", "), then.split(", ")
     only_now = [part for part in now_parts if part not in then_parts]
     only_then = [part for part in then_parts if part not in now_parts]

@@ -1,4 +1,4 @@
-"""What was measured on a device, beside the runtime that it was measured with: one sealed file a device.
+"""Measurements of a device, beside the runtime that they were made with: one sealed file a device.
 
 Keyed by the device's name and memory: an H100 and an H200 run the same code, but hold different numbers of KV pages. A
 damaged file is as good as none: what it held is measured again.
@@ -29,7 +29,7 @@ _MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class DeviceKey:
-    """Which device a measurement holds for."""
+    """The device that a measurement holds for."""
 
     name: str
     memory_bytes: int
@@ -52,14 +52,14 @@ def device_key(device: str) -> DeviceKey:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What a file holds."""
+    """The content of a file."""
 
     device: DeviceKey
     values: dict[str, Any]
 
 
 def read_measured(folder: Path, key: DeviceKey) -> dict[str, Any]:
-    """What was stored for the device: {} where nothing (usable) was.
+    """The values stored for the device: {} where nothing (usable) was.
 
     Args:
         folder: the runtime's `measured` folder; it may be missing.
@@ -94,7 +94,7 @@ def serving_settings(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def start_with(values: Mapping[str, Any], config: ResolvedConfig) -> dict[str, Any]:
-    """What the last start with this config left (with_start): {} where there was none."""
+    """The values that the last start with this config left (with_start): {} if there was none."""
     settings = serving_settings(config)
     return next((start for start in _starts(values) if start.get("settings") == settings), {})
 
@@ -107,6 +107,6 @@ def with_start(values: Mapping[str, Any], config: ResolvedConfig, start: Mapping
 
 
 def _starts(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those stored, the latest last; none where something else was stored under their name."""
+    """The stored starts, the latest last; none where something else was stored under their name."""
     starts = values.get("starts")
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []

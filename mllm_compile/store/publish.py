@@ -1,4 +1,4 @@
-"""Where runtime folders lie, and how one gets there whole: one compile of a key at a time, a rename at the end.
+"""The places of runtime folders, and how one gets there whole: one compile of a key at a time, a rename at the end.
 
 A compile writes into a scratch folder beside the final place, which it keeps locked; the kernel gives the lock back
 when the process dies in whatever way. So a scratch folder that nobody holds is what a killed compile left, and is
@@ -27,7 +27,7 @@ from mllm_compile.store.artifact import is_runtime, read_manifest, set_modes
 
 @contextmanager
 def using_compiler_cache(cache_dir: str | Path) -> Iterator[Path]:
-    """The folder for what compilers keep, for whoever makes it; `prune` leaves it alone meanwhile.
+    """Gives the folder that compilers keep files in to their caller; `prune` leaves it alone meanwhile.
 
     Raises:
         ConfigError: `cache_dir` cannot be written.
@@ -45,7 +45,7 @@ def using_compiler_cache(cache_dir: str | Path) -> Iterator[Path]:
 
 
 def _compiler_lock(folder: Path) -> Path:
-    """Beside the folder, so that it outlives it; nobody removes it, or two could hold locks of one name."""
+    """The lock beside the folder, which outlives it; it is never removed, or two could hold locks of one name."""
     return folder.with_name(f".{folder.name}.lock")
 
 
@@ -200,7 +200,7 @@ def _is_abandoned(scratch: Path) -> bool:
 
 
 def _is_free(handle: int) -> bool:
-    """Takes the lock if nobody has it. Where the file system has no locks nobody can tell: then it is not free."""
+    """Takes the lock if it is free. A file system without locks cannot tell: then it is not free."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -222,7 +222,7 @@ def mark_used(folder: Path) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of its files, less those that somebody removes meanwhile; 0 where there is no such folder."""
+    """Total bytes of the files below `folder`; 0 if it does not exist. Skips files removed meanwhile."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:

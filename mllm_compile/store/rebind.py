@@ -1,5 +1,5 @@
-"""Which config and checkpoint a runtime's folder serves when it is opened by itself, and whether the weights' data is
-what it was.
+"""Finds the config and checkpoint that a runtime's folder serves when it is opened by itself, and whether the
+weights' data is what it was.
 
 Checkpoints of one shape share a runtime that holds no weights: a config brings its own. What the folder remembers, a
 config, a checkpoint's folder and the hashes of its data, is of one of them.
@@ -19,7 +19,7 @@ from mllm_compile.store.artifact import Artifact, Manifest, write_manifest
 
 
 def serves(manifest: Manifest, config: ResolvedConfig, weights: WeightFiles) -> bool:
-    """Whether its folder by itself is this config with the checkpoint of these files."""
+    """True if its folder by itself is this config with the checkpoint of these files."""
     return manifest == _told(manifest, config, weights)
 
 

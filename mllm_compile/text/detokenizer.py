@@ -25,7 +25,7 @@ _PATIENCE_TOKENS = 4
 
 
 class Decoder(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """The part of a tokenizer that a detokenizer uses."""
 
     @property
     def special_token_ids(self) -> frozenset[int]:

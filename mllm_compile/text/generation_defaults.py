@@ -1,4 +1,4 @@
-"""What the model's makers say about generating: where an answer ends, and how to sample when the user does not say.
+"""The model makers' defaults for generating: where an answer ends, and how to sample if the user does not say.
 
 From `generation_config.json`; end-of-sequence ids fall back to `config.json`. Sampling values are used only for
 requests without SamplingParams of their own.

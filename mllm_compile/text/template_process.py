@@ -69,7 +69,7 @@ class TemplateProcesses:
         self._places = threading.BoundedSemaphore(_MOST_PROCESSES)
 
     def _after_fork(self) -> None:
-        """In the child: the processes are the parent's, and the locks may be held by threads that are not here."""
+        """Runs in the child: the processes are the parent's, and the locks may be held by threads that it lacks."""
         for process in self._processes:
             process.let_go()
         self._processes.clear()

@@ -1,4 +1,4 @@
-"""What the two sides of a template process agree on: frames over a socket, and limits. Free of Jinja.
+"""The protocol between the two sides of a template process: frames over a socket, and limits. Free of Jinja.
 
 A frame is one letter, eight bytes of length, and so many bytes. The caller sends a model's templates once, then
 requests, both JSON; each request is answered by one frame.

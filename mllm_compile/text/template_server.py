@@ -135,7 +135,7 @@ class Templates:
         return self._compiled[name]
 
     def _check_variables(self, compiled: _Compiled, variables: Set[str]) -> None:
-        """What nobody reads would be ignored: a mistyped name, or what other libraries do beside the template."""
+        """Refuses variables that the template would ignore: a mistyped name, or an option of other libraries."""
         unread = sorted(variables - compiled.variables)
         if unread:
             given = {"messages", "add_generation_prompt", *self._special_tokens}
@@ -158,7 +158,7 @@ def _compile(environment: Environment, source: str) -> _Compiled:
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Whether it is `message.content` or `message['content']`, filters behind it or not."""
+    """True for `message.content` or `message['content']`, filters behind it or not."""
     while isinstance(node, nodes.Filter):
         node = node.node
     if isinstance(node, nodes.Getattr):
@@ -228,7 +228,7 @@ def _to_json(
 
 
 def main() -> None:
-    """Answers requests until there is nobody who could ask."""
+    """Answers requests until the pipe of requests ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -43,7 +43,7 @@ _ADVICE = "Correct tokenizer.json, or give token ids and ask for them alone: det
 
 
 def _fault(error: BaseException) -> str:
-    """What is said of an error of the `tokenizers` library: a panic of its Rust code is no Exception.
+    """Describes an error of the `tokenizers` library: a panic of its Rust code is no Exception.
 
     Raises:
         error: itself, where it is not the library's, such as KeyboardInterrupt.
@@ -87,7 +87,7 @@ class Tokenizer:
             raise RequestError(f"the model's tokenizer cannot encode this text: {_fault(error)}. {_ADVICE}") from None
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As encode, for many texts on several threads."""
+        """Like encode, for many texts on several threads."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
@@ -194,7 +194,7 @@ def tokenizer_files(model_folder: Path) -> list[Path]:
 
 
 def has_tokenizer(model_folder: Path) -> bool:
-    """Whether a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
+    """True if a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
     return any((model_folder / name).exists() for name in (TOKENIZER_FILE, *_OLDER_FILES))
 
 

@@ -1,4 +1,4 @@
-"""Makes a graph functional: what writes into a tensor becomes what computes a new one, for all who read it afterwards.
+"""Makes a graph functional: a write into a tensor becomes a new tensor, which all later readers get.
 
 A pass that drops, moves or copies a node looks at who reads it. With `y = x * 1.0; y.mul_(2)` that is not enough: x in
 the place of y would be written to. So passes get graphs in which no call of a trace changes what it is given.
@@ -51,8 +51,8 @@ class InPlaceError(ValueError):
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Whether a call of a trace changes a tensor that it is given: `x.mul_(2)`, `x += y`, `x[0] = y`, `out=`,
-    `inplace=True`. The ops of ours that do so by their schema are declared, and no calls of a trace."""
+    """True if a call of a trace changes a tensor that it is given: `x.mul_(2)`, `x += y`, `x[0] = y`, `out=`,
+    `inplace=True`. Ops of ours that write declare it in their schema and are no calls of a trace."""
     target = node.target
     if node.op == "call_method":
         return _has_mark(str(target)) or node.kwargs.get("out") is not None
@@ -107,7 +107,7 @@ def make_functional(gm: fx.GraphModule) -> int:
 
 @dataclass
 class _Tensor:
-    """What is known of a node of the graph as it was.
+    """A node of the original graph, and its current value.
 
     Attributes:
         root: the node that made the memory; its own for one that made some.
@@ -151,7 +151,7 @@ class _Memory:
         self._tensors[node] = known
 
     def read(self, node: fx.Node) -> fx.Node:
-        """What has the value of `node` by now; views of what was written to are taken again, where the graph is."""
+        """The current value of `node`; a view of a tensor that was written to is taken again, at this place."""
         known = self._tensors[node]
         version = self._versions.get(known.root, 0)
         if known.version != version and known.parent is not None:
@@ -316,7 +316,7 @@ def _steps(index: tuple[Any, ...], num_dims: int, node: fx.Node) -> list[_Step]:
 
 
 def _taken(graph: fx.Graph, base: fx.Node, steps: list[_Step]) -> list[fx.Node]:
-    """What each step takes of what the one ahead has taken; the base first."""
+    """The base, then the result of each step's `take`, each applied to the one before."""
     values = [base]
     for step in steps:
         values.append(call(graph, step.take, values[-1], *step.arguments))
@@ -346,7 +346,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def _has_shape_of(one: fx.Node, other: fx.Node) -> bool:
-    """By what sizes are called: which sizes of a step may be equal is not to be asked."""
+    """Compares sizes by name: a step's sizes must not be asked whether they are equal."""
     return [str(size) for size in _val(one).shape] == [str(size) for size in _val(other).shape]
 
 

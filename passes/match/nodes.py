@@ -31,7 +31,7 @@ def linear_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 
 
 def takes_kernels(node: fx.Node) -> bool:
-    """Whether kernels of ours take a value of this device and type."""
+    """True if our kernels take values of this device and dtype."""
     val = node.meta["val"]
     return val.device.type == KERNEL_DEVICE_TYPE and val.dtype in KERNEL_DTYPES
 
@@ -79,8 +79,8 @@ def is_symbolic(value: object) -> bool:
 
 
 def drop_dead_nodes(gm: fx.GraphModule) -> None:
-    """Erases calls whose result nobody reads. In a functional graph only ops count without a reader whose schema says
-    that they write, as those of attention and of the KV cache."""
+    """Erases calls whose result is unused. The graph being functional, an unused op is kept only if its schema says
+    that it writes, as those of attention and of the KV cache do."""
     gm.graph.eliminate_dead_code()
 
 
@@ -131,7 +131,7 @@ def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _computed(target: Any, args: Any, kwargs: Any, operands: Any) -> Any:
-    """What a call gives, `operands` among whose fake tensors the mode is found."""
+    """The result of a call, in the fake mode of the tensors among `operands`."""
     mode = detect_fake_mode(operands)
     # The Python dispatcher: without it torch 2.11 asks for the number of elements of a tensor of T tokens.
     with enable_python_dispatcher(), mode or nullcontext():

@@ -85,7 +85,7 @@ def spell(gm: fx.GraphModule) -> int:
 
 
 def is_spelled(node: fx.Node) -> bool:
-    """Whether `spell` would leave the node as it is."""
+    """True if `spell` would leave the node as it is."""
     return _spelled(node) is None
 
 

@@ -1,4 +1,4 @@
-"""What an attention backend is.
+"""The interface of attention backends.
 
 A layer is data (layer.py); a backend holds the plan of the current step and turns q, k, v of that step into the
 attention's output over the paged cache. The metadata of a step is built in metadata.py; the op that calls a backend is
@@ -44,7 +44,7 @@ class Unrotated:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], v: torch.Tensor, eps: float) -> Unrotated:
-        """Of q, k, cos and sin, and the norms' weights where there are some, as ops take them."""
+        """Takes q, k, cos and sin, then the norms' weights if there are any: the order in which ops pass them."""
         q, k, cos, sin, *weights = tensors
         q_weight, k_weight = weights or (None, None)
         return cls(q, k, v, cos, sin, q_weight, k_weight, eps)
@@ -98,7 +98,7 @@ class AttentionBackend(ABC):
         return run(q, k, v, layer, batch, save_kv_cache, out)
 
     def rotates(self, layer: AttentionLayer) -> bool:
-        """Whether the batch that was planned is given to forward_unrotated."""
+        """True if the planned batch goes to forward_unrotated."""
         return False
 
     def forward_unrotated(
@@ -153,7 +153,7 @@ class AttentionBackend(ABC):
         return f"{type(self).__name__} captures no prompts"
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
-        """Whether a captured kernel serves the prompts of `batch` about as fast as any other would."""
+        """True if a captured kernel serves the prompts of `batch` about as fast as any other would."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Which class serves an attention_backend name."""
+"""Picks the class for an attention_backend name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mllm_compile.runtime.runner_config import RunnerConfig
 
 
 class AttendingModel(Protocol):
-    """What a backend is told of the model."""
+    """The model's facts that a backend needs."""
 
     @property
     def num_attention_heads(self) -> int: ...
@@ -30,7 +30,7 @@ class AttendingModel(Protocol):
 
     @property
     def layers(self) -> Sequence[AttentionLayer]:
-        """By layer_id."""
+        """The layers, by layer_id."""
 
     @property
     def decoders(self) -> Mapping[str, Decoders]:

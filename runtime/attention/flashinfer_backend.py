@@ -222,7 +222,7 @@ class FlashInferAttnBackend(AttentionBackend):
     def _make_group_decodes(
         self, max_requests: int, decoders: Mapping[str, Decoders]
     ) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
-        """What serves the decodes of each group; layers of one group have the same decoders."""
+        """The decodes of each group; layers of one group have the same decoders."""
         of_groups = {self._group_of[name]: of_layer for name, of_layer in decoders.items()}
         space = None
         if of_groups:
@@ -263,7 +263,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return GroupPrefill(make_wrapper, group, self.page_size, self.kv_cache_dtype, options, self.device)
 
     def _load_kernels(self) -> None:
-        """Those that a batch may get: no request waits for one to be loaded, or compiled."""
+        """Loads the kernels that a batch may get, so that no request waits for one to be loaded or compiled."""
         for index, group in enumerate(self.groups):
             try:
                 self._group_decodes[index].load()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PerLayerParameters:
-    """What may differ between layers of one model and changes the kernel or its plan."""
+    """The parameters that may differ between layers of one model and change the kernel or its plan."""
 
     window_left: int  # keys before the query's own that it sees: sliding_window - 1; -1: all of them
     logits_soft_cap: float  # cap * tanh(logits / cap); 0.0: none

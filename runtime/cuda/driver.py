@@ -108,7 +108,7 @@ class TensorMap:
 
 
 def address_of(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """As a kernel's argument."""
+    """The tensor's address as a kernel's argument."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, as it is stored with its binary; free of torch."""
+"""The parameters that a kernel is compiled for, as stored with its binary; free of torch."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class CudaKernel(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Of the binary's file, without its suffix."""
+        """The binary's file name, without its suffix."""
 
     @property
     @abstractmethod
     def num_threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
 
     @property
     @abstractmethod
     def shared_bytes(self) -> int:
-        """Of dynamic shared memory, a block's."""
+        """Bytes of dynamic shared memory of a block."""
 
     @abstractmethod
     def constants(self) -> dict[str, int]:
-        """What its source is given, by name."""
+        """The constants of its source, by name."""
 
     def preamble(self) -> str:
         """Source in front of the file's, beside the constants."""

@@ -10,7 +10,7 @@ _RUNTIME = Path(__file__).parent.parent
 
 
 def kernel_source(kernel: CudaKernel) -> str:
-    """What is compiled for `kernel`."""
+    """The source that is compiled for `kernel`."""
     defined = "".join(f"#define {name} {value}\n" for name, value in kernel.constants().items())
     files = (_RUNTIME / name for name in ("cuda/common.cuh", *kernel.headers, kernel.source))
     return "".join([defined, kernel.preamble(), *(file.read_text(encoding="utf-8") for file in files)])

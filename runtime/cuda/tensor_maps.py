@@ -34,7 +34,7 @@ def panels(matrix: torch.Tensor, count: int, num_panels: int) -> Axes:
 
 
 def halves(matrix: torch.Tensor, count: int, num_panels: int) -> Axes:
-    """As `panels`, of eight rows of the first half of all rows, eight of the second, and so on, at
+    """Like `panels`, for eight rows of the first half of all rows, eight of the second, and so on, at
     (0, 0, 0, row / 16, panel)."""
     num_rows, row = matrix.shape[0], _row_bytes(matrix)
     return (
@@ -91,7 +91,7 @@ class TensorMaps:
         self._maps: dict[tuple[Any, ...], TensorMap] = {}
 
     def get(self, matrix: torch.Tensor, boxes: Callable[..., Axes], *of: int) -> TensorMap:
-        """Of `boxes(matrix, *of)`, one of the functions above."""
+        """The map of `boxes(matrix, *of)`, `boxes` being one of the functions above."""
         key = (matrix.data_ptr(), matrix.shape[0], boxes, *of)
         if key not in self._maps:
             if len(self._maps) >= self._MOST:

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class CaptureFigures:
-    """What one captured size cost."""
+    """The cost of one captured size."""
 
     mode: str  # FULL (of decodes), MIXED (full ones of any step) or PIECEWISE
     num_tokens: int

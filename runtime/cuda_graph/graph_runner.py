@@ -112,7 +112,7 @@ class GraphRunner:
         self.decode_loop = self._make_decode_loop()
 
     def _make_decode_loop(self) -> DecodeLoop | None:
-        """None where nobody asks for it, or the program's kernels cannot do all that a decode needs."""
+        """The decode loop; None if it is disabled or the program's kernels cannot do all that a decode needs."""
         runner, pieces, page_table = self._runner, self._runner.model.decode_loop, self._runner.attn_backend.page_table
         if not (runner.config.sample_in_graph and self.dispatcher.decode_requests) or runner.config.deterministic:
             return None
@@ -185,7 +185,7 @@ class GraphRunner:
             self._chosen_tokens[descriptor] = WeakTensor(tokens).tensor()
 
     def holds_decode(self, num_requests: int) -> bool:
-        """Whether `decode` takes as many requests."""
+        """True if `decode` takes as many requests."""
         return self.decode_loop is not None and num_requests <= self._max_requests
 
     def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
@@ -339,12 +339,12 @@ class GraphRunner:
 
 
 def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
-    """As figures have it."""
+    """The mode's name in figures."""
     return "MIXED" if mode is CUDAGraphMode.FULL and not descriptor.uniform else mode.name
 
 
 def _lengths(num_tokens: int, longest: int) -> list[int]:
-    """Of as few requests as can have so many tokens."""
+    """Lengths of as few requests as can have so many tokens."""
     return [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
 
 

@@ -1,4 +1,4 @@
-"""What graphs are captured of: the part of a ModelRunner that a GraphRunner uses."""
+"""The part of a ModelRunner that a GraphRunner captures and uses."""
 
 from __future__ import annotations
 

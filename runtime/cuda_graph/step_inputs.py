@@ -21,7 +21,7 @@ _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes f
 
 
 class TokenPlaces:
-    """What graphs read of each token; token 0 at position 0 of the dummy page is what padding tokens are.
+    """The tensors that graphs read for each token; padding tokens are token 0 at position 0 of the dummy page.
 
     Attributes:
         input_ids, positions, out_cache_loc: [M] int64.
@@ -91,13 +91,13 @@ class StepInputs(TokenPlaces):
         self._last_fields: dict[str, torch.Tensor] = {}
 
     def holds(self, num_tokens: int, num_requests: int) -> bool:
-        """Whether a step of that size fits."""
+        """True if a step of that size fits."""
         return num_tokens <= self.max_tokens and num_requests <= self.max_requests
 
     def upload(
         self, values: dict[str, np.ndarray], others: Mapping[str, np.ndarray] = MappingProxyType({})
     ) -> dict[str, torch.Tensor]:
-        """Bring a step's values (one array for each field) to their places, and padding behind them; waits for nobody.
+        """Bring a step's values (one array for each field) to their places, and padding behind them, without waiting.
 
         Args:
             others: arrays of the step that come by the same copy, valid until the next upload.
@@ -129,7 +129,7 @@ class StepInputs(TokenPlaces):
         return self._last_fields | packed.views(self._block) if others else self._last_fields
 
     def take_requests(self, batch: ForwardBatch, padded: int) -> None:
-        """As take_tokens, of a decode's requests."""
+        """Like take_tokens, for a decode's requests."""
         size = batch.batch_size
         if batch.req_pool_indices.data_ptr() != self.req_pool_indices.data_ptr():
             self.req_pool_indices[:size].copy_(batch.req_pool_indices)

@@ -32,7 +32,7 @@ def get_total_gpu_memory(device: str, gpu_id: int) -> float:
 
 
 def give_back_unused(device: torch.device | str) -> None:
-    """What nobody can reach any more is free afterwards, for other processes and for whoever asks the driver too.
+    """Frees memory that is no longer reachable, for other processes and for what asks the driver too.
 
     Modules hold each other in circles, and torch keeps what was freed.
     """
@@ -80,7 +80,7 @@ def check_weights_fit(weight_bytes: int, config: RunnerConfig, device: torch.dev
 
 
 def check_table_fits(num_bytes: int, config: RunnerConfig, device: torch.device) -> None:
-    """As check_weights_fit, of the table of slots.
+    """Like check_weights_fit, for the table of slots.
 
     Raises:
         DeviceMemoryError: it needs more than the device has free.
@@ -96,7 +96,7 @@ def check_table_fits(num_bytes: int, config: RunnerConfig, device: torch.device)
 
 @dataclass(frozen=True)
 class KVBudget:
-    """What the pages may take, and why."""
+    """The bytes that pages may take, and why."""
 
     kv_bytes: int
     explanation: str  # "… GiB free, …": how kv_bytes came about, for errors and logs
@@ -133,7 +133,7 @@ def cpu_kv_budget() -> KVBudget:
 
 
 def cuda_kv_budget(config: RunnerConfig, device: torch.device, run_largest_batch: Callable[[], None]) -> KVBudget:
-    """What is left of the static share after a real run of the largest batch.
+    """The rest of the static share after a real run of the largest batch.
 
     Args:
         run_largest_batch: runs it; its transient memory is what every later step may need again.

@@ -54,7 +54,7 @@ def layout_of(fields: Mapping[str, np.ndarray], start: int = 0) -> FieldLayout:
 
 
 def upload_fields(fields: Mapping[str, np.ndarray], ring: StagingRing, device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of the arrays on the device, by one copy from pinned memory; waits for nobody."""
+    """Copies of the arrays on the device, by one copy from pinned memory, without waiting."""
     layout = layout_of(fields)
     buffer = ring.next(layout.end)
     layout.write(fields, buffer.memory)

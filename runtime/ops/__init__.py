@@ -35,7 +35,7 @@ OPS = {
 
 
 def op(name: str) -> Any:
-    """The overload torch.ops.mllm.<name>.default, which is defined first if nobody has done so.
+    """The overload torch.ops.mllm.<name>.default; defines it first if necessary.
 
     Raises:
         KeyError: OPS does not hold the name.

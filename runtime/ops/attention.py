@@ -81,9 +81,8 @@ torch.library.register_fake("mllm::attention_with_output", lambda *args: None, l
 
 
 def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
-    """What a piece that writes a layer's KV itself is given: slots [T] int64, padded like the piece's tokens, or [0]
-    where it is to leave that to attention, with the rotation; and the layer's keys [P, Hk, D] and values [P, Hk, Dv],
-    by slot.
+    """The inputs of a piece that writes a layer's KV itself: slots [T] int64, padded like the piece's tokens, or [0]
+    if attention is to write and rotate; and the layer's keys [P, Hk, D] and values [P, Hk, Dv], by slot.
 
     Args:
         may_be_left: the layer's attention is told what q and k are made of.

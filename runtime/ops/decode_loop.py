@@ -1,4 +1,4 @@
-"""What is done before and after the model in a captured decode: its inputs made ready, its tokens chosen and handed on.
+"""The work before and after the model in a captured decode: inputs made ready, tokens chosen and handed on.
 
 Triton by hand, as `torch.library.triton_op`: pieces of the program (mllm_compile/kernels/decode_loop.py). Only the
 piece compiler imports this module: a loaded package needs neither Triton nor these ops. What the tensors are, and who
@@ -152,7 +152,7 @@ def _block_numbers_kernel(
     IS_GREEDY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of each block of a row its largest logit if the row is greedy, else the logsumexp of its scores.
+    """Reduces each block of a row: to its largest logit if the row is greedy, else to the logsumexp of its scores.
 
     Where a logit of the block is no number, inf.
     """

@@ -19,8 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @cache
 def starts_early() -> bool:
-    """Whether kernels compiled for this machine's GPU do. Asking initialises CUDA, which importing this must not: it is
-    imported by what forks."""
+    """True if kernels compiled for this machine's GPU start early. Asking initialises CUDA, which importing this must
+    not, as forking processes import it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 

@@ -53,7 +53,7 @@ def product(a, b):
 
 @triton.jit
 def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
-    """Of columns of a row, -inf past the vocabulary."""
+    """Scores of columns of a row, -inf past the vocabulary."""
     scores = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
         scores = product(scores, tl.div_rn(1.0, tl.load(temperature_ptr + row)))

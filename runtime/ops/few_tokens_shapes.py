@@ -1,4 +1,4 @@
-"""Which linears the kernels for few tokens take, in what blocks; free of Triton, so that passes can ask anywhere."""
+"""The linears that the few-token kernels take, and their blocks; free of Triton, so that passes can ask anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_NORM_BLOCKS = 256  # sums of squares a token; a block of the next linear ho
 
 @dataclass(frozen=True)
 class FewTokenBlocks:
-    """What one program computes: `rows` outputs of up to MAX_FEW_TOKENS tokens.
+    """The work of one program: `rows` outputs of up to MAX_FEW_TOKENS tokens.
 
     `groups` of its `num_warps` warps share the inputs among them; each takes `columns` at a time, and `stages` times as
     many are on their way.
@@ -51,7 +51,7 @@ def choose_few_token_blocks(rows: int, columns: int, *, is_gated: bool = False) 
 
 
 def is_taken(rows: int, columns: int) -> bool:
-    """Whether a weight [rows, columns] divides into the kernels' blocks."""
+    """True if a weight [rows, columns] divides into the kernels' blocks."""
     return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0 and rows * columns < 2**31  # offsets are int32
 
 

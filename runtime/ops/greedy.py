@@ -61,7 +61,7 @@ def _largest_of_row_kernel(
     PADDED_B: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of equals the lowest id."""
+    """Takes the lowest id among equals."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()

@@ -1,4 +1,4 @@
-"""Which linears the single-token kernels take, and in what blocks; free of Triton, so that passes can ask anywhere."""
+"""The linears that the single-token kernels take, and their blocks; free of Triton, so that passes can ask anywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MIN_BLOCK_COLUMNS = 256
 
 @dataclass(frozen=True)
 class Blocks:
-    """What one program computes: `rows` outputs, `columns` inputs at a time, in `num_warps` warps."""
+    """The work of one program: `rows` outputs, `columns` inputs at a time, in `num_warps` warps."""
 
     rows: int
     columns: int
@@ -32,6 +32,6 @@ def choose_blocks(columns: int, *, is_normed: bool = False, is_gated: bool = Fal
 
 
 def is_taken(rows: int, columns: int) -> bool:
-    """Whether a weight [rows, columns] divides into the kernels' blocks."""
+    """True if a weight [rows, columns] divides into the kernels' blocks."""
     divides = rows % _MAX_BLOCK_ROWS == 0 and columns & -columns >= _MIN_BLOCK_COLUMNS
     return divides and rows * columns < 2**31  # offsets are int32

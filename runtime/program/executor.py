@@ -59,7 +59,7 @@ class ProgramExecutor:
         self._output_buffers = buffers
 
     def is_row_piece(self, index: int) -> bool:
-        """Whether the piece called at step `index` works on the S rows of logits in every step (the head)."""
+        """True if the piece of step `index` always works on the S rows of logits (the head)."""
         return index >= self._head
 
     def wrap_pieces(self, wrap: Callable[[str, int, PieceFunction], PieceFunction]) -> None:
@@ -104,7 +104,7 @@ class ProgramExecutor:
         return values
 
     def map_body(self, body: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-        """What `body` gave, with `change` applied to all that the program has computed."""
+        """Applies `change` to every value of `body` that the program has computed."""
         given = len(self._template)
         return body[:given] + [None if value is None else change(value) for value in body[given:]]
 
@@ -131,7 +131,7 @@ class ProgramExecutor:
         return next(gathers, len(self.program.steps))
 
     def _slot_between(self, writer: int, reader: int) -> int:
-        """Of the one value that a step reads of another.
+        """The slot of the one value that step `reader` reads of step `writer`.
 
         Raises:
             ArtifactError: there is none, or there are several.
@@ -206,7 +206,7 @@ class ProgramExecutor:
 def _missing_names(
     program: Program, pieces: Mapping[str, PieceFunction], weights: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """What the program names and neither the runtime nor an earlier step gives."""
+    """The names that the program uses and neither the runtime nor an earlier step provides."""
     layers = {layer.name for layer in program.layers}
     known = {*BATCH_INPUTS, *program.weights}
     missing = [name for name in program.weights if name not in weights]

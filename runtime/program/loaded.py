@@ -1,4 +1,4 @@
-"""What the runner is given to run: a model that can be loaded, and one that has been."""
+"""The models that a runner takes: one that can be loaded, and one that has been."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Executor(Protocol):
     """A model as a function of flat tokens, in two halves. Runs inside a forward context."""
 
     def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> Any:
-        """What works on tokens: {'input_ids': [T] int64, 'positions': [T] int64} → whatever `head` takes.
+        """The part that works on tokens: {'input_ids': [T] int64, 'positions': [T] int64} → whatever `head` takes.
 
         With `all_rows` (0 to T - 1, int64) as much as can be is done for all tokens, not by `head` for some."""
 
@@ -63,7 +63,7 @@ class ModelSource(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """What load puts on the device."""
+        """Bytes that load puts on the device."""
 
     def load(self, device: torch.device) -> LoadedModel:
         """Bring program and weights to `device`."""

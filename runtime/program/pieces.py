@@ -108,7 +108,7 @@ _TAKES_FOLDERS = TorchVersion(torch.__version__) >= "2.13"
 
 @contextmanager
 def _as_path(name: str, package: bytes) -> Iterator[tuple[str, Unpacked | None]]:
-    """What the loader is given: the package unpacked, in a folder that only this user can open and that must outlive
+    """The loader's argument: the folder of the unpacked package, which only this user can open and which must outlive
     the loader; or the package itself.
 
     Raises:
@@ -125,7 +125,7 @@ def _as_path(name: str, package: bytes) -> Iterator[tuple[str, Unpacked | None]]
 
 @contextmanager
 def _as_file(name: str, data: bytes) -> Iterator[str]:
-    """A path to these very bytes: a sealed file in memory, which nobody can change any more."""
+    """A path to these very bytes: a sealed file in memory, which cannot be changed any more."""
     handle = os.memfd_create(name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         view = memoryview(data)

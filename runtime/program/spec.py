@@ -50,7 +50,7 @@ class PieceStep:
 
 @dataclass(frozen=True)
 class UnrotatedStep:
-    """What the piece before makes q and k of, for attention that does it itself (attention.base.Unrotated).
+    """The inputs of the q and k that the piece before leaves to attention to rotate (attention.base.Unrotated).
 
     Attributes:
         values: names of q, k, cos and sin, and of the norms' weights where there are some.
@@ -102,7 +102,7 @@ class SmallForm:
 
 @dataclass(frozen=True)
 class DecodeForm:
-    """What computes a layer's attention in decodes of batches of some size.
+    """The way that decodes of batches of some size compute a layer's attention.
 
     Attributes:
         most_sequences: requests x KV heads that it serves; None: any number.
@@ -179,7 +179,7 @@ class Program:
         return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling, *loop]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
-        """Those that the runtime holds compiled by NVRTC."""
+        """The kernels that the runtime holds compiled by NVRTC."""
         decodes = dict.fromkeys(kernel for form in self._decode_forms() for kernel in form.kernels)
         return (*self.linears, *self.gated_linears, *decodes)
 
@@ -187,7 +187,7 @@ class Program:
         return [form for forms in self.decode_attention.values() for form in forms]
 
     def all_small_forms(self) -> list[SmallForm]:
-        """Those of every piece."""
+        """The small forms of all pieces."""
         return [form for forms in self.small_forms.values() for form in forms]
 
     def step_pieces(self) -> list[str]:

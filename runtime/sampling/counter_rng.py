@@ -26,7 +26,7 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def padded_scores(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """What draw_tokens draws from: [S, V] and [S] float32 → logits / temperature, [S, padded V] float32.
+    """The scores that draw_tokens draws from: [S, V] and [S] float32 → logits / temperature, [S, padded V] float32.
 
     By a product with the reciprocal, as ops/draw.py computes it: to the last bit.
     """

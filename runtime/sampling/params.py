@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class FrozenBias(Mapping[int, float]):
-    """A logit_bias that nobody changes; equal to a dict of the same entries, hashable, and safe to pickle."""
+    """An immutable logit_bias; equal to a dict of the same entries, hashable, and safe to pickle."""
 
     __slots__ = ("_biases",)
 
@@ -250,12 +250,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the most probable one, with no draw."""
+        """True if each token is the most probable one, with no draw."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice of a token depends on the tokens before it beyond the model."""
+        """True if the choice of a token depends on the tokens before it beyond the model."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def of_answer(self, index: int) -> SamplingParams:

@@ -21,7 +21,7 @@ _FIRST_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TokenHistories:
-    """What each row's request has seen. prompt_mask: [S, V] bool. output_counts: [S, V] int32."""
+    """The tokens that each row's request has seen. prompt_mask: [S, V] bool. output_counts: [S, V] int32."""
 
     prompt_mask: torch.Tensor
     output_counts: torch.Tensor

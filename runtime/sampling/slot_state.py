@@ -1,4 +1,4 @@
-"""What the device keeps of each row of the slot table from one step to the next."""
+"""The device's state of each row of the slot table from one step to the next."""
 
 from __future__ import annotations
 

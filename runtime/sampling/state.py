@@ -41,7 +41,7 @@ SEED, IS_GREEDY = (list(_NEUTRAL_INTS).index(name) for name in ("seed", "is_gree
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingFlags:
-    """What some running request asks for: decides which operations a step has, never what a row gets of them.
+    """The features that some running request uses: they decide which operations a step has, never a row's result.
 
     `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities; those of the
     whole vocabulary (`needs_all_logprobs`) are the step runner's, for the rows that want them alone. The default
@@ -105,7 +105,7 @@ class RowParams:
 
 
 class SamplingState:
-    """What Sampler gathers from, and `flags`, what the active slots use.
+    """The tensors that Sampler gathers from, and `flags`, the features that active slots use.
 
     Slots without a request (0, the padding row of captured graphs, among them) are greedy and neutral. The parameter
     tables keep their addresses, so a captured graph may gather from them; call flush() before each replay.
@@ -194,7 +194,7 @@ class SamplingState:
         self._changed()
 
     def clear_all(self) -> None:
-        """As clear, for every slot that has a request."""
+        """Like clear, for every slot that has a request."""
         for slot in list(self._active):
             self.clear(slot)
 
@@ -268,7 +268,7 @@ def _transposed(table: np.ndarray) -> np.ndarray:
 
 
 def _features(params: SamplingParams) -> list[str]:
-    """What this request makes a step do. Filters keep the most probable token, so a greedy request has none."""
+    """The features of a step that this request needs. Filters keep the likeliest token, so a greedy one has none."""
     is_random = not params.is_greedy
     used = {
         "random": is_random,

@@ -1,4 +1,4 @@
-"""What the scheduler is told once (SchedulerConfig) and what it tells at any time (SchedulerStats). Free of torch."""
+"""The scheduler's settings (SchedulerConfig) and its figures at any time (SchedulerStats). Free of torch."""
 
 from __future__ import annotations
 

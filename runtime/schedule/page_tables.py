@@ -1,4 +1,4 @@
-"""Which pages each running request holds: the host's page tables over the allocator and the prefix cache.
+"""The pages of each running request: the host's page tables over the allocator and the prefix cache.
 
 A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. Of two requests
 that compute the same prefix at once one is published first; the other's pages stay private until it is released, so a
@@ -145,7 +145,7 @@ class PageTables:
         self._set_num_pages(row, 0)
 
     def discard(self, row: int) -> None:
-        """As release, of KV that may hold NaN: pages that nobody else has are cleared before they serve again.
+        """Like release, for KV that may hold NaN: pages without another user are cleared before they serve again.
 
         A kernel may read a page to its end: of what lies behind a request's last token 0 * NaN would reach it.
         """
@@ -155,7 +155,7 @@ class PageTables:
         self.release(row)
 
     def forget(self, token_ids: Sequence[int], salt: Salt) -> None:
-        """Let nobody begin with KV of the first page of these tokens, nor with any behind it: it may hold NaN."""
+        """Stop using the KV of these tokens' first page as a prefix, and all behind it: it may hold NaN."""
         self._to_clear.append(self.cache.forget(token_ids, salt))
 
     def flush_cache(self) -> None:

@@ -50,7 +50,7 @@ class RadixCache:
 
     @property
     def evictable_pages(self) -> int:
-        """Those of them that no request holds a lock on."""
+        """Cached pages without a request's lock on them."""
         return len(self._unlocked)
 
     def match_prefix(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageNode | None, np.ndarray]:
@@ -87,7 +87,7 @@ class RadixCache:
             node = node.parent
 
     def has_next(self, node: PageNode | None, token_ids: Sequence[int] | np.ndarray, salt: Salt = ()) -> bool:
-        """Whether the first page of `token_ids` is in the tree right below `node` (None: the root)."""
+        """True if the first page of `token_ids` is in the tree right below `node` (None: the root)."""
         at = node if node is not None else self._roots.get(salt)
         return at is not None and self._page_keys(token_ids[: self.page_size])[0] in at.children
 
@@ -130,12 +130,12 @@ class RadixCache:
         return np.array([node.page for node in evicted], dtype=np.int32)
 
     def flush(self) -> np.ndarray:
-        """Forget every prefix; returns the pages that nobody uses. Locked ones come back by eviction once unlocked."""
+        """Forget every prefix; returns the unused pages. Locked ones come back by eviction once unlocked."""
         self._roots = {}
         return self.evict(len(self._unlocked))
 
     def forget(self, token_ids: Sequence[int], salt: Salt = ()) -> np.ndarray:
-        """Drop every prefix that begins with the first page of `token_ids`, whoever put it there.
+        """Drop every request's prefix that begins with the first page of `token_ids`.
 
         Its locked pages come back by eviction once unlocked, as after a flush. Returns the others ([n] int32), which
         are the cache's still: to be evicted as before, but found by nobody.

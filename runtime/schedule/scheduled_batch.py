@@ -1,4 +1,4 @@
-"""What the scheduler hands to the step runner (ScheduledBatch) and gives back once its tokens are known (UpdateResult).
+"""The scheduler's output to the step runner (ScheduledBatch), and its result once tokens are known (UpdateResult).
 
 Shape legend: R requests of the step in row order, decodes first; N pages newly written to page tables; T_prefill
 tokens of the rows after the decodes. All arrays are numpy on the host. Free of torch.
@@ -61,7 +61,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UpdateResult:
-    """What one step brought.
+    """The result of one step.
 
     `accepted` are the indices of the batch's rows whose token was appended to its request; all other rows' tokens are
     to be dropped (a chunk in the middle of a prompt, or a request that had ended while the step was in flight).

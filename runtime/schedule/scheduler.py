@@ -1,4 +1,4 @@
-"""Which requests run in the next step, and what becomes of them when its tokens are known.
+"""Decides which requests run in the next step, and what becomes of them when its tokens are known.
 
 The policy: decodes first, then chunks of prompts under the token budget, then admissions, most urgent first (priority,
 then arrival). When pages run out the least urgent running request is preempted and later recomputed. The most urgent
@@ -188,7 +188,7 @@ class Scheduler:
         return decodes
 
     def _longest_first(self, requests: list[Request]) -> list[Request]:
-        """As attention wants them: its blocks begin in this order, and a long one that begins last is waited for alone.
+        """Sorts for attention: its blocks begin in this order, and a long one that begins last is waited for alone.
 
         All grow alike from then on, but for those that sit out.
         """
@@ -367,7 +367,7 @@ class Scheduler:
         return UpdateResult(accepted=accepted, finished=finished, broken=broken)
 
     def fail(self, batch: ScheduledBatch) -> list[Request]:
-        """A step was lost: end its running requests with 'abort'; what it wrote is trusted by nobody.
+        """A step was lost: end its running requests with 'abort'; what it wrote is not trusted.
 
         One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
         token would stand in the lost one's place.
@@ -395,7 +395,7 @@ class Scheduler:
         self._in_flight[batch.rows] -= 1
 
     def _end_if_due(self, request: Request, token: int) -> bool:
-        """Whether the newest token ends the request; a stop token counts only from min_tokens on."""
+        """End the request if its newest token is due to; True if so. A stop token counts only from min_tokens on."""
         count = len(request.output_token_ids)
         if token in request.stop_ids and count >= request.params.min_tokens:
             is_eos = token in request.eos_token_ids and not request.params.ignore_eos
@@ -407,7 +407,7 @@ class Scheduler:
         return True
 
     def _end_broken(self, request: Request) -> bool:
-        """End a request whose logits were no numbers; its KV, and what it had from the cache, is trusted by nobody.
+        """End a request whose logits were no numbers; its KV, and what it had from the cache, is not trusted.
 
         Also what others published of the same prompt: it may be where they came from. False: it has ended already.
         """

@@ -1,4 +1,4 @@
-"""What one step brought to the host: tokens, and log-probabilities where requests asked for them. Free of torch.
+"""The results of one step on the host: tokens, and log-probabilities where requests asked for them. Free of torch.
 
 Shape legend: R rows of the step, S sampled rows, N prompt positions, K alternatives.
 """

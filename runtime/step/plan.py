@@ -1,4 +1,4 @@
-"""What a step needs of its ScheduledBatch, as host arrays: which tokens go in, which rows of logits come out.
+"""Turns a ScheduledBatch into a step's host arrays: which tokens go in, which rows of logits come out.
 
 `plan_step` makes batches as they are. `plan_fixed_rows` makes every step alike, for the deterministic mode: each new
 token is a row of its own, a decode of one token, and padding fills the rest. So whatever computes a token has the same

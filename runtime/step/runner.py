@@ -144,7 +144,7 @@ class StepRunner:
         return self._sample(batch, plan, fields, output)
 
     def _page_writes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """What to tell the device's table of slots of new pages, if there are any."""
+        """The slots of new pages, to be written into the device's table; empty if there are no new pages."""
         if not batch.page_ids.size:
             return {}
         places = self._pages.places_of(batch.page_rows, batch.page_positions)
@@ -274,7 +274,7 @@ _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V]
 
 
 class _Results:
-    """What a step computed, on its way to the host."""
+    """The results of a step, on their way to the host."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class _Results:
         self._buffer.record()
 
     def fetch_all(self) -> dict[int, np.ndarray]:
-        """By row of the step, what it has of the whole vocabulary: [V] float32, to be kept. Called after `fetch`."""
+        """Scores of the whole vocabulary by row of the step: [V] float32, to be kept. Called after `fetch`."""
         if self._all_scores is None:
             return {}
         rows, scores = self._all_scores
@@ -326,7 +326,7 @@ def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, ro
 
 
 def _download(scores: TokenLogprobs) -> list[torch.Tensor]:
-    """In ScoreTable's order, on the host, in flight until the stream gets there; CPU tensors as they are."""
+    """Copies on the host in ScoreTable's order, in flight until the stream gets there; CPU tensors as they are."""
     return _to_host([scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs])
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks of an engine. Timing is the caller's: from outside, through the engine's public interface."""
+"""An engine as a benchmark uses it. Timing is the caller's: from outside, through the engine's public interface."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the hardware allows, and how near a step comes to it."""
+"""The hardware's limits, and how near a step comes to them."""

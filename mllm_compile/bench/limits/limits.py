@@ -1,4 +1,4 @@
-"""What the hardware would allow: bytes and operations of the work over measured ceilings. Arithmetic only.
+"""Computes the hardware's limits: bytes and operations of the work over measured ceilings. Arithmetic only.
 
 A step has to read every weight once and each request's KV cache, and to multiply each token with each weight. Weights
 and KV are counted apart, since they are different kernels: the time of the weights is bytes or operations, whichever
@@ -16,7 +16,7 @@ from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWo
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFigures:
-    """What a step of a model moves and computes.
+    """The bytes and operations of a model's step.
 
     Attributes:
         layer_params: parameters that every token is multiplied with.
@@ -42,12 +42,12 @@ class ModelFigures:
         return (self.layer_params + self.head_params) * self.weight_itemsize
 
     def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
-        """Of one step with a request at each of these contexts."""
+        """Least time of one step with a request at each of these contexts."""
         kv_bytes = sum(context_lens) * self.kv_bytes_per_token
         return self._weights_seconds(ceilings, len(context_lens), len(context_lens)) + kv_bytes / ceilings.read_bytes_s
 
     def prefill_seconds(self, ceilings: Ceilings, prompt_lens: Sequence[int]) -> float:
-        """Of these prompts, in as few steps as can be."""
+        """Least time of these prompts, in as few steps as can be."""
         pairs = sum(length * (length + 1) // 2 for length in prompt_lens)
         attention = pairs * self.attention_flops_per_pair / ceilings.flops_s
         return self._weights_seconds(ceilings, sum(prompt_lens), len(prompt_lens)) + attention

@@ -79,7 +79,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a decode step computes, with `rows` requests."""
+    """The work of a decode step with `rows` requests."""
 
     rows: int
     pieces: tuple[PieceFacts, ...]
@@ -104,7 +104,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a kernel is there for, and what it has to move and compute."""
+    """The purpose of a kernel, and what it has to move and compute."""
 
     label: str
     num_bytes: int = 0
@@ -138,7 +138,7 @@ class RooflineRow:
 
     @property
     def share(self) -> float:
-        """Of the ceiling that binds, 0 to 1."""
+        """The share of the binding ceiling that is reached, 0 to 1."""
         return self.limit_us / self.us if self.us else 0.0
 
 
@@ -184,7 +184,7 @@ def jobs_by_name(
 def part_times(
     kernels: Sequence[TracedKernel], known: Sequence[TracedKernel], facts: StepFacts
 ) -> tuple[dict[int, float], float]:
-    """What each step of the program takes, found as jobs_by_name finds jobs.
+    """The time of each step of the program; kernels are matched as jobs_by_name does.
 
     Returns:
         (index in program.steps → µs of its kernels, µs of the kernels of no step: inputs made ready, tokens chosen).
@@ -267,7 +267,7 @@ def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -
 
 
 def _gemm_positions(kernels: Sequence[TracedKernel], count: int) -> list[int] | None:
-    """Which kernels are the GEMMs: by name where that gives the right number, else the longest ones.
+    """The positions of GEMMs: by name where that gives the right number, else the longest kernels.
 
     None: there are fewer kernels than GEMMs, as in a piece whose GEMMs are inside compiled loops (on a CPU).
     """

@@ -149,8 +149,7 @@ def _step_map(batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings
 
 
 def print_roofline(roofline: Roofline, top: int, stream: TextIO) -> None:
-    """Of each step the kernels, its parts and the sums; each job's times of several steps side by side; at most 120
-    columns."""
+    """Prints each step's kernels, parts and sums, and a job's times of all steps side by side; 120 columns at most."""
     for step in roofline.steps:
         _print_step(roofline, step, top, stream)
     if len(roofline.steps) > 1:
@@ -185,7 +184,7 @@ def _print_step(roofline: Roofline, step: StepMap, top: int, stream: TextIO) -> 
 
 
 def _side_by_side(steps: Sequence[StepMap]) -> list[tuple[str, ...]]:
-    """What each job takes of every step; first what takes the most of all steps together."""
+    """Each job's time in every step; first the job with the longest time in all steps together."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
     for index, step in enumerate(steps):
         for row in step.rows:
@@ -195,7 +194,7 @@ def _side_by_side(steps: Sequence[StepMap]) -> list[tuple[str, ...]]:
 
 
 def _trace(probe: Probe, work: StepWork, *, graphs: bool) -> dict[str, Any]:
-    """What worker.roofline found."""
+    """The result of worker.roofline."""
     setting = probe.setting if graphs else probe.setting.changed("cudagraph", mode="none", **_NO_SIZES)
     job = {"task": "roofline", "setting": asdict(setting), "work": asdict(work), "ranges": not graphs}
     return run_process(WORKER, job)

@@ -1,4 +1,4 @@
-"""What each part of a decode step has to read and to multiply, from a runtime's program alone: no device, no model.
+"""Computes what each part of a decode step reads and multiplies, from a runtime's program alone: no device, no model.
 
 A part is a step of the program: a piece, or an attention. The parts' bytes add up to those of limits.ModelFigures, and
 like there activations and the rows that token ids look up are left out (under 1 %).

@@ -1,4 +1,4 @@
-"""How a process for one measurement ends: with whoever started it, and when that is interrupted without a word.
+"""Ends a process for one measurement with its starter, and without a word when it is interrupted.
 
 It leads a process group, so that Ctrl-C reaches the starter alone, who ends it by SIGTERM (process/interruption.py).
 """

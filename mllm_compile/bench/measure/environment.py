@@ -37,8 +37,8 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the sources that run: $MLLM_COMPILE_COMMIT, as they may be a copy, and that in a repository of something else;
-    or their repository's."""
+    """The commit of the sources that run: $MLLM_COMPILE_COMMIT, as they may be a copy, and that in a repository of
+    something else; or their repository's."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     folder = str(Path(__file__).parent)
@@ -65,7 +65,7 @@ def _cpu_model() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing when it fails or is not there."""
+    """The output of a command; empty if it fails or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -29,7 +29,7 @@ FIRST_TOKENS = "mllm_compile.bench.measure.first_tokens"
 
 @dataclass(frozen=True)
 class Probe:
-    """What a first process found out."""
+    """The findings of a first process."""
 
     setting: Setting
     environment: dict[str, str]
@@ -77,7 +77,7 @@ def levers_at_work(setting: Setting) -> frozenset[str]:
 
 
 def run_throughput(source: str, engines: Sequence[str], work: ThroughputWork) -> BenchResult:
-    """As run_latency, for mixed and prefill throughput."""
+    """Like run_latency, for mixed and prefill throughput."""
     _check_engines(engines)
     probe = probe_machine(source, work.largest_batch, work.longest_request)
     runs = []

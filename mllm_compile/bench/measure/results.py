@@ -1,4 +1,4 @@
-"""What a benchmark brings, as plain data that goes to JSON and back: measurements, runs of engines, the machine."""
+"""The results of a benchmark, as plain data that goes to JSON and back: measurements, runs of engines, the machine."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Measurement:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """What the same line of another run has too."""
+        """The part of a line that the same line of another run shares."""
         return self.name, self.batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the device was measured to reach in the same command: bytes read and floating-point operations a second."""
+    """The device's measured rates in the same command: bytes read and floating-point operations a second."""
 
     read_bytes_s: float
     flops_s: float

@@ -32,7 +32,7 @@ class RuntimePlace:
 
 
 def runtime_place(setting: Setting) -> RuntimePlace:
-    """Of the runtime that a setting's config serves from; it was compiled. Asks the device for its name."""
+    """The place of the compiled runtime that a setting's config serves from. Asks the device for its name."""
     from mllm_compile.compiler.target import find_target
 
     target = find_target(setting.engine_config())

@@ -1,4 +1,4 @@
-"""What all engines of one comparison are given: the same model folder, type, device and length, from one config.
+"""The common input of all engines of one comparison: model folder, type, device and length, from one config.
 
 Made once, in a process of its own (worker.py), because it asks CUDA about the device; plain data from there on.
 """

@@ -1,4 +1,4 @@
-"""What each lever brings: the latency work with all of them, without one after another, and without any.
+"""Measures what each lever brings: the latency work with all of them, without one after another, and without any.
 
 A lever is a pass that can be left out, or a choice of the config that can be switched off. Each variant is a compiled
 runtime and a process of its own. What is complete is measured first and last: how far the two are apart says what a
@@ -96,7 +96,7 @@ def _tell(line: str) -> None:
 
 
 def _is_on(run: EngineRun, lever: str, at_work: Collection[str]) -> bool:
-    """Whether the engine of a run had it."""
+    """True if the engine of a run had it."""
     if lever not in CHOICES:
         return lever in at_work
     section, key, _, without_it = CHOICES[lever]

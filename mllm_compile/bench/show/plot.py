@@ -211,7 +211,7 @@ def _write_value(axes: Any, x: float | None, y: float, text: str, colour: str, s
 
 
 def _spread(lines: Sequence[Measurement]) -> list[Measurement]:
-    """Those of the batch sizes that _apart keeps."""
+    """The lines of the batch sizes that _apart keeps."""
     kept = _apart([line.batch or 1 for line in lines])
     return [line for line in lines if (line.batch or 1) in kept]
 

@@ -159,7 +159,7 @@ def _own_times(events: list[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, A
 
 
 def _forget_other_steps(kernels: list[TracedKernel]) -> None:
-    """What ran before a step's first piece is not 'after the last piece' of the step before."""
+    """Moves kernels before a step's first piece out of 'after the last piece' of the step before."""
     for index, kernel in enumerate(kernels):
         if kernel.inside:
             return

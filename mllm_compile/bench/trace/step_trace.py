@@ -179,7 +179,7 @@ class _PieceRecorder:
         return {*behind[0].reads[:2], *(name for name in angles if name in step.reads)}
 
     def facts(self, batch: int, context: int) -> StepFacts:
-        """Of the steps that ran."""
+        """Facts of the steps that ran."""
         steps = self._program.steps
         last = max(self._activation_bytes)
         return StepFacts(

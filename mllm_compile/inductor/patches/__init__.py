@@ -1,1 +1,1 @@
-"""What is replaced inside torch and Inductor, one file each."""
+"""Replacements inside torch and Inductor, one file each."""

@@ -22,7 +22,7 @@ _NAME = "header"
 
 
 def pays(device: str) -> bool:
-    """Whether a header is compiled: beside what else is done, and where Inductor has one to itself (on a CPU there is
+    """True if a header is compiled: if cores are free for it, and where Inductor has one to itself (on a CPU there is
     another for kernels)."""
     return device.startswith("cuda") and (os.cpu_count() or 1) >= _MIN_CORES
 
@@ -49,7 +49,7 @@ def is_shared() -> bool:
 
 
 def _shared(folder: Path, header: str, *rest: Any, **options: Any) -> str:
-    """In place of Inductor's function: a header that includes `header`, compiled if that is the one."""
+    """Replaces Inductor's function: a header that includes `header`, compiled if that is the one."""
     build_in_fork.wait(folder, _NAME)
     return str(_write(folder, header))
 

@@ -53,7 +53,7 @@ class _Parted:
         self._object: Path | None = None  # that the package is linked with
 
     def compile(self, graph: Any, wrapper_code: str, *rest: Any, **options: Any) -> Any:
-        """In place of AotCodeCompiler.compile."""
+        """Replaces AotCodeCompiler.compile."""
         build_in_fork.wait(self._folder, _NAME)
         own = without_interface(wrapper_code)
         if own is not None and _object(self._folder).exists():
@@ -61,7 +61,7 @@ class _Parted:
         return self._plain_compile(graph, wrapper_code, *rest, **options)
 
     def builder(self, name: str, sources: str | list[str], *rest: Any, **options: Any) -> Any:
-        """In place of CppBuilder."""
+        """Replaces CppBuilder."""
         is_link = isinstance(sources, list) and any(source.endswith(_WRAPPER_OBJECT) for source in sources)
         if is_link and self._object is not None:
             sources = [*sources, str(self._object)]
@@ -78,7 +78,7 @@ def without_interface(wrapper_code: str) -> str | None:
 
 
 def _interface() -> str:
-    """As Inductor writes it into a package."""
+    """The interface as Inductor writes it into a package."""
     from torch._inductor import codegen
 
     path = Path(codegen.__path__[0]) / "aoti_runtime" / "interface.cpp"

@@ -36,7 +36,7 @@ class DecodeSteps:
         self._sizes: set[int] = set()
 
     def capture(self, num_rows: int, rows: torch.Tensor, seq_lens: torch.Tensor) -> list[Any]:
-        """What decodes `num_rows` rows of one token on the dummy page, a plan group each.
+        """Capture decodes of `num_rows` rows of one token on the dummy page, a wrapper for each plan group.
 
         Args:
             rows: [R] int64, of the table of slots.
@@ -51,7 +51,7 @@ class DecodeSteps:
         return wrappers
 
     def replay(self, num_rows: int, rows: torch.Tensor, decodes: DecodeRows) -> list[Any]:
-        """What was captured for `num_rows` rows, made ready for these requests.
+        """The wrappers captured for `num_rows` rows, made ready for these requests.
 
         Raises:
             RuntimeError: nothing was.

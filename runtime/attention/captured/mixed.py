@@ -84,7 +84,7 @@ class MixedSteps:
     def replay(
         self, num_tokens: int, batch: CommonAttentionMetadata, rows: torch.Tensor, num_decodes: int
     ) -> MixedStep:
-        """Make the captured step of `num_tokens` that of `batch`; nobody waits.
+        """Fill the captured step of `num_tokens` with `batch`, without waiting.
 
         Args:
             rows: [≤ R] int64, the requests' rows of the table of slots.

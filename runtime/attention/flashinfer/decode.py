@@ -34,7 +34,7 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class GraphBuffers:
-    """What the planned kernels of captured batches read, for one group."""
+    """The buffers that the planned kernels of one group's captured batches read."""
 
     kv_indices: torch.Tensor  # [≥ P] int32
     kv_indptr: torch.Tensor  # [max R + 1] int32
@@ -62,8 +62,8 @@ class GroupDecode(ABC):
 
 
 class SplitGroup(GroupDecode):
-    """By the program's own kernels (split_decode.py), those of attention/hopper/ among them, which do not split in that
-    sense. They read the page table that the backend keeps for all such groups."""
+    """Decodes with the program's own kernels (split_decode.py), those of attention/hopper/ included, which do not split
+    keys in that way. They read the page table that the backend keeps for all such groups."""
 
     def __init__(self, group: PlanGroup, decoders: Decoders, space: SplitDecodeSpace) -> None:
         self._group = group
@@ -140,7 +140,7 @@ class PlannedGroup(GroupDecode):
         return wrapper
 
     def plan_replay(self, bs: int, decodes: DecodeRows) -> Any:
-        """By fast_decode_plan: takes the buffers as filled and spares plan()'s max() over a tensor, 650 µs at 256."""
+        """Plans by fast_decode_plan: it takes the filled buffers, without plan()'s max() of a tensor, 650 µs at 256."""
         from flashinfer.decode import fast_decode_plan
 
         wrapper, buffers = self._captured[bs]

@@ -1,4 +1,4 @@
-"""Which FlashInfer kernel serves which layer and batch, and which layers none does. Every such choice is made here.
+"""Chooses the FlashInfer kernel for each layer and batch, and tells which layers have none. All choices are made here.
 
 Free of FlashInfer itself, so that a model is refused, and a choice tested, on a machine without a GPU.
 Figures: H200, FlashInfer 0.6.18, bf16, head dim 128.
@@ -50,7 +50,7 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class PrefillKernel:
-    """What prefills run on.
+    """A kernel that prefills run on.
 
     Attributes:
         name: 'fa2' or 'fa3', as FlashInfer has it.
@@ -73,7 +73,7 @@ def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
 
 
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
-    """Whether decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
+    """True if decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
 
     Measured on an H200 (`examples/decode_attention_speed.py`): with 4 query heads a KV head CUDA cores take up to
     twice as long, with 2 as long. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves
@@ -85,7 +85,7 @@ def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int
 
 
 def decodes_on_tensor_cores(group: PlanGroup, kv_cache_dtype: torch.dtype, deterministic: bool = False) -> bool:
-    """Whether a group's planned decodes run on tensor cores.
+    """True if a group's planned decodes run on tensor cores.
 
     With a soft cap and in deterministic mode always: decode then runs the prefill's kernel, so a soft-capped model (few
     are) has one kernel to build, not two; and only that kernel can be told not to split a request's keys by what else
@@ -188,7 +188,7 @@ def prefill_capture_obstacle(
 def runs_well_captured(
     group: PlanGroup, kv_cache_dtype: torch.dtype, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int
 ) -> bool:
-    """Whether the captured kernel is estimated to serve such prefills about as fast as the fastest one, on Hopper.
+    """True if the captured kernel is estimated to serve such prefills about as fast as the fastest one, on Hopper.
 
     Args:
         query_lens, prefix_lens: as prefill_costs'; there may be no prefills.
@@ -203,7 +203,7 @@ def runs_well_captured(
 
 
 def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> bool:
-    """Whether prefills read the new k and v as they come (ragged) and not the pages.
+    """True if prefills read the new k and v as they come (ragged) and not the pages.
 
     Never with an fp8 cache: a prompt would be computed from exact keys the first time and from rounded ones after a
     prefix hit or in chunks, and give other tokens.

@@ -1,4 +1,4 @@
-"""What FlashInfer plans from: page lists per batch, and buffers that a plan may be written to.
+"""The inputs of FlashInfer's plans: page lists per batch, and buffers that a plan may be written to.
 
 A plan is made on the host and copied to the device from pinned memory, without an event of FlashInfer's own. With the
 host a step ahead of the GPU the next plan would overwrite the pinned bytes before they are copied, so PlanSpace hands
@@ -48,7 +48,7 @@ def make_paged_view(
     page_size: int,
     indices_out: torch.Tensor | None = None,
 ) -> PagedView:
-    """List the pages of a batch: lengths on the host, page ids gathered on the device, nobody waits.
+    """List the pages of a batch, lengths on the host and page ids gathered on the device, without waiting.
 
     Leaving out pages before the window keeps positions relative to the end of the request, which is all that a causal
     kernel's mask depends on.

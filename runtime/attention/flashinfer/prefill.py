@@ -72,7 +72,7 @@ class CapturedPrefill:
         return self._wrapper.run(q, pages, out=out)
 
     def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
-        """By the kernel's own plan: the wrapper's takes a millisecond for 256 rows, of which the kernel reads nothing.
+        """Calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and the kernel reads none of it.
 
         Args:
             starts: [R + 1] int32: the first token of each row; num_keys: [R] int32. On the host.
@@ -156,7 +156,7 @@ class GroupPrefill:
         return prefill_capture_obstacle(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
 
     def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
-        """Whether what `capture` gives serves these prefills [R] about as fast as any other kernel would."""
+        """True if the kernel of `capture` serves these prefills [R] about as fast as any other would."""
         return runs_well_captured(self._group, self._kv_cache_dtype, query_lens, prefix_lens, self._num_sms)
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:

@@ -1,4 +1,4 @@
-"""What FlashInfer's prefill kernels take for a batch, estimated from its lengths.
+"""Estimates the time of FlashInfer's prefill kernels for a batch from its lengths.
 
 fa3 has 128 queries of a head in a block; fa2 up to 128 rows, the query heads of a KV head among them, and it may divide
 their keys among blocks, whose float32 sums another kernel adds up. That costs more than all else unless there are few
@@ -38,14 +38,14 @@ class PrefillLoad:
     num_sms: int
 
     def fa3_us(self) -> float:
-        """By fa3."""
+        """Time of fa3."""
         keys, longest = self._block_keys(_FA3_QUERIES)
         longest = max(longest, _FA3_QUERIES)
         keys_per_sm = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
         return _FA3_BEGIN + _FA3_KEY * max(longest, keys_per_sm) * self._width
 
     def fa2_us(self) -> float:
-        """By fa2 with the keys of a query in one block."""
+        """Time of fa2 with the keys of a query in one block."""
         group = self.num_heads // self.num_kv_heads
         tile = self._fa2_tile(group)
         keys, longest = self._block_keys(tile / group)
@@ -53,7 +53,7 @@ class PrefillLoad:
         return _FA2_BEGIN + key_us * max(longest, keys * self.num_kv_heads / self.num_sms) * self._width
 
     def split_fa2_us(self) -> float:
-        """By fa2 with the keys of a query divided among blocks."""
+        """Time of fa2 with the keys of a query divided among blocks."""
         rows = self.query_lens * self.num_heads
         keys = self.prefix_lens + self.query_lens / 2
         return _SPLIT_BEGIN + float((_SPLIT_ROW * rows + _SPLIT_ROW_AND_KEY * rows * keys).sum()) * self._width

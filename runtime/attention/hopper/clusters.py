@@ -55,7 +55,7 @@ class ClusterKernel(DecodeKernel):
 
     @property
     def box_rows(self) -> int:
-        """Of a page, that are copied together."""
+        """Rows of a page that one copy takes."""
         return min(self.page_size, TILE)
 
     def constants(self) -> dict[str, int]:
@@ -63,7 +63,7 @@ class ClusterKernel(DecodeKernel):
 
 
 def cluster_kernels(num_heads: int, num_kv_heads: int, page_size: int) -> tuple[ClusterKernel, ...]:
-    """Those of a layer, one for each split."""
+    """The kernels of a layer, one for each split."""
     return tuple(ClusterKernel(num_kv_heads, num_heads // num_kv_heads, page_size, split) for split in SPLITS)
 
 

@@ -1,4 +1,4 @@
-"""What the decode kernels have in common: what they are compiled for. Free of torch."""
+"""The base of the decode kernels: what they are compiled for. Free of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rotation.cuh is told: where queries, new keys and values are, and what they are normed and rotated by."""
+"""The argument of rotation.cuh: where queries, new keys and values are, and what norms and rotates them."""
 
 from __future__ import annotations
 

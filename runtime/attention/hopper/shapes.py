@@ -1,5 +1,5 @@
-"""Which decodes the kernels take, for how many requests each is the faster, and what a program stores of them; free of
-torch."""
+"""Names the decodes that the kernels take, for how many requests each is the faster, and what a program stores of
+them; free of torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (
 
 
 def are_served(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> bool:
-    """Whether there are kernels for such heads and pages."""
+    """True if kernels exist for such heads and pages."""
     fits_pages = page_size % CLUSTER_TILE == 0 or (CLUSTER_TILE % page_size == 0 and page_size >= _MIN_PAGE)
     return fits_pages and rotates_heads(num_heads, num_kv_heads, head_dim)
 
 
 def rotates_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether there are kernels for such heads, in pages of some size; all of them rotate."""
+    """True if kernels exist for such heads, in pages of some size; all of them rotate."""
     return head_dim == HEAD_DIM and num_kv_heads >= _MIN_KV_HEADS and num_heads // num_kv_heads <= _MAX_GROUP
 
 
 def kernel_from_json(data: Mapping[str, Any]) -> DecodeKernel:
-    """What `to_json` gave. Raises KeyError or ValueError for anything else."""
+    """Reads what `to_json` wrote. Raises KeyError or ValueError for anything else."""
     return from_json(_KERNELS[data["source"]], {name: value for name, value in data.items() if name != "source"})

@@ -60,12 +60,12 @@ class ShareKernel(DecodeKernel):
 
     @property
     def box_panels(self) -> int:
-        """Of 64 columns, that are copied together."""
+        """Panels of 64 columns that one copy takes."""
         return HEADS * HEAD_DIM // 64
 
     @property
     def part_floats(self) -> int:
-        """Of what a block leaves to another, for each of its heads: 32 lanes' sums, largest logits and totals."""
+        """Floats that a block leaves to another: for each head, 32 lanes' sums, largest logits and totals."""
         return 32 * (HEAD_DIM // 8 * 2 + 2)
 
     def constants(self) -> dict[str, int]:
@@ -80,5 +80,5 @@ class ShareKernel(DecodeKernel):
 
 
 def takes(num_kv_heads: int) -> bool:
-    """Whether KV heads divide into eights."""
+    """True if KV heads divide into eights."""
     return num_kv_heads % HEADS == 0

@@ -27,7 +27,7 @@ DecodePiece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Decoder:
-    """What decodes batches of some size.
+    """A kernel that decodes batches of some size.
 
     Attributes:
         piece: of the program, or kernels in its place.
@@ -51,7 +51,7 @@ def choose_decoder(decoders: Decoders, num_sequences: int) -> Decoder:
 
 
 class SplitDecodeSpace:
-    """What the decodes of one backend share: the page table of the present batch, scratch memory, counters.
+    """The page table of the present batch, scratch memory and counters, shared by one backend's decodes.
 
     Attributes:
         page_table: [max requests, W] int32, one row for each listed request.
@@ -94,7 +94,7 @@ class SplitDecodeSpace:
             self.prepare(group, [replace(decoder, most_sequences=None)], one).run(q, (page, page), torch.empty_like(q))
 
     def list_pages(self, rows: torch.Tensor) -> None:
-        """Make the page table that of the requests in `rows` [R] int64; two launches, nobody waits."""
+        """Make the page table that of the requests in `rows` [R] int64; two launches, no wait."""
         table = self.page_table[: rows.shape[0]]
         torch.index_select(self._first_slots, 0, rows, out=table)
         table.div_(self._page_size, rounding_mode="floor")
@@ -130,7 +130,7 @@ class SplitDecode:
 
     @property
     def rotates(self) -> bool:
-        """Whether `run_unrotated` may be called."""
+        """True if `run_unrotated` may be called."""
         return self._decoder.rotates
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ class SplitDecode:
         return out
 
     def run_unrotated(self, unrotated: Unrotated, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        """As `run`, of q that is not rotated, with keys and values that are not in the cache yet."""
+        """Like `run`, for a q that is not rotated, and keys and values that are not in the cache yet."""
         self._decoder.piece([unrotated.q[0], *_by_slot(pages), *self._batch, out], unrotated)
 
 
@@ -153,7 +153,7 @@ def _num_splits(decoder: Decoder, num_sequences: int) -> int:
 
 
 def _scratch_sizes(group: PlanGroup, decoders: Decoders, max_requests: int) -> tuple[int, int, int]:
-    """What the largest batch needs: floats of partial results, pairs of a split and a query head, counters."""
+    """The largest batch's scratch: floats of partial results, pairs of a split and a query head, counters."""
     kv_heads = group.num_kv_heads
     batches = ((count, count * kv_heads) for count in range(1, max_requests + 1))
     splits = [count * _num_splits(choose_decoder(decoders, sequences), sequences) for count, sequences in batches]

@@ -72,7 +72,7 @@ class GatedKernel(CudaKernel):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GatedKernel:
-        """What `to_json` gave. Raises ValueError for anything else."""
+        """Reads what `to_json` wrote. Raises ValueError for anything else."""
         return from_json(cls, {name: value for name, value in data.items() if name != "source"})
 
     def constants(self) -> dict[str, int]:
@@ -101,12 +101,12 @@ class GatedKernel(CudaKernel):
         return min(self._num_sets(num_tokens), self._num_clusters) * self.share
 
     def cost(self, num_tokens: int) -> float:
-        """Of two kernels the one with less is the faster, as a rule."""
+        """Estimated cost: of two kernels the cheaper is the faster, as a rule."""
         turns = math.ceil(self._num_sets(num_tokens) / self._num_clusters)
         return turns * (self.tile_rows * divided(num_tokens).mean_units / TILE_UNITS + _TILE_COST)
 
     def _num_sets(self, num_tokens: int) -> int:
-        """Of tiles that a cluster takes at a time."""
+        """Sets of tiles; a cluster takes one set at a time."""
         return divided(num_tokens).tiles * math.ceil(self.rows / self.tile_rows / self.share)
 
     @property
@@ -137,7 +137,7 @@ def divided(num_tokens: int) -> Division:
 
 
 def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
-    """Those of a gated linear: each is the fastest for some number of tokens."""
+    """The kernels of a gated linear: each is the fastest for some number of tokens."""
     kernels = [GatedKernel(rows, columns, tile_rows) for tile_rows in _TILE_ROWS if tile_rows <= rows]
     return tuple(dict.fromkeys(choose(kernels, units * UNIT_TOKENS) for units in range(LEAST_UNITS, MOST_UNITS + 1)))
 

@@ -1,4 +1,4 @@
-"""lanes.cu: every lane asks for what it multiplies, and waits for nobody; for small weights. 8 tokens.
+"""lanes.cu: every lane loads what it multiplies, without waiting for others; for small weights. 8 tokens.
 
 Shape legend: as linear.py.
 """
@@ -49,7 +49,7 @@ class LaneTiling(LinearTiling):
 
     @cached_property
     def steps(self) -> int:
-        """Of a warp."""
+        """Steps of a warp."""
         return math.ceil(self.kind.columns / _STEP / self.warps)
 
     @cached_property
@@ -69,7 +69,7 @@ class LaneTiling(LinearTiling):
 
 
 def takes(kind: LinearKind) -> bool:
-    """Whether shared memory has room for all of the weight, and registers for the inputs."""
+    """True if shared memory has room for all of the weight, and registers for the inputs."""
     tiling = choose(kind)
     fits = tiling.shared_bytes <= _MOST_BYTES and tiling.steps <= _MOST_STEPS
     return fits and tiling.tiles <= tiling.warps

@@ -19,7 +19,7 @@ NORM_ROWS = 16  # outputs of a group: one sum of squares is of them, or of one h
 
 @dataclass(frozen=True)
 class LinearKind:
-    """What a kernel is compiled for.
+    """The parameters that a kernel is compiled for.
 
     Attributes:
         rows, columns: N and K.
@@ -45,13 +45,13 @@ class LinearKind:
         return "_".join([f"{self.rows}x{self.columns}", *norms, *marks])
 
     def constants(self) -> dict[str, int]:
-        """What every kernel's source is given of it."""
+        """The constants that every kernel's source is given."""
         names = {"rows": "N", "columns": "K"}
         return {names.get(field.name, field.name.upper()): int(getattr(self, field.name)) for field in fields(self)}
 
 
 class Boxes(NamedTuple):
-    """What a copy by TMA takes: `panels` of 64 columns of `rows` of the weight, or one of `tokens` of x."""
+    """The size of a TMA copy: `panels` of 64 columns of `rows` of the weight, or one of `tokens` of x."""
 
     rows: int
     panels: int
@@ -81,7 +81,7 @@ class LinearTiling(CudaKernel):
     def num_blocks(self) -> int: ...
 
     def boxes(self, num_tokens: int) -> Boxes | None:
-        """In which the kernel reads by TMA, with so many tokens; None: it does not."""
+        """The boxes of the kernel's TMA reads for `num_tokens`; None: it does not read by TMA."""
         return None
 
 

@@ -96,7 +96,7 @@ class RowTiling(LinearTiling):
 
 
 def takes(rows: int, columns: int) -> bool:
-    """Whether a weight [rows, columns] divides so, into pieces that read fast."""
+    """True if a weight [rows, columns] divides so, into pieces that read fast."""
     if not _MIN_COLUMNS <= columns <= _DIVISIONS[-1].most_columns or columns % (_STEP * _division_of(columns).split):
         return False
     return _bytes_a_ns(choose(LinearKind(rows, columns))) >= _MIN_BYTES_A_NS

@@ -1,4 +1,4 @@
-"""Which of the kernels takes a linear, and for how many tokens; free of torch, so that passes can ask anywhere."""
+"""Chooses the kernel for a linear and a number of tokens; free of torch, so that passes can ask anywhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TILINGS = {tiling.source: tiling for tiling in (LaneTiling, TileTiling, RowTili
 
 
 def is_streamed(rows: int, columns: int, tokens: int) -> bool:
-    """Whether a weight [rows, columns] divides into tiles, and is read the faster so with up to `tokens` tokens.
+    """True if a weight [rows, columns] divides into tiles, and is read the faster so with up to `tokens` tokens.
 
     With 128 a head is not: Qwen3-8B's takes 340 µs, by cuBLAS 310. With more than 208 a large weight is not: in steps
     of 209 to 240 requests 8B's layers are as fast by cuBLAS, gated.cu and kernels for norms, and with 256 they are
@@ -42,17 +42,17 @@ def is_streamed(rows: int, columns: int, tokens: int) -> bool:
 
 
 def is_head(rows: int) -> bool:
-    """Whether a weight has so many rows that it is taken for a head's."""
+    """True if a weight has so many rows that it is taken for a head's."""
     return rows >= _HEAD_ROWS
 
 
 def is_read_in_rows(rows: int, columns: int) -> bool:
-    """Whether rows.cu takes a weight for its few tokens: the faster for one of large weights that are no head's."""
+    """True if rows.cu takes a weight for its few tokens: the faster for a large weight that is no head's."""
     return _is_large(rows, columns) and not is_head(rows) and by_rows.takes(rows, columns)
 
 
 def is_held(rows: int, columns: int) -> bool:
-    """Whether lanes.cu takes a weight for its few tokens."""
+    """True if lanes.cu takes a weight for its few tokens."""
     return not is_read_in_rows(rows, columns) and by_lanes.takes(LinearKind(rows, columns))
 
 
@@ -75,5 +75,5 @@ def choose_tiling(kind: LinearKind, tokens: int) -> LinearTiling:
 
 
 def tiling_from_json(data: Mapping[str, Any]) -> LinearTiling:
-    """What `to_json` gave. Raises KeyError or ValueError for anything else."""
+    """Reads what `to_json` wrote. Raises KeyError or ValueError for anything else."""
     return from_json(_TILINGS[data["source"]], {name: value for name, value in data.items() if name != "source"})

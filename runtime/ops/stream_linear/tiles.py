@@ -69,7 +69,7 @@ class TileTiling(LinearTiling):
 
     @cached_property
     def num_threads(self) -> int:
-        """Of the warp groups that multiply, and of the one that loads."""
+        """Threads of the warp groups that multiply, and of the one that loads."""
         return 128 * (_all_tokens(self.tokens) // _M_TOKENS + 1)
 
     @cached_property
@@ -119,8 +119,8 @@ def choose(kind: LinearKind, tokens: int) -> TileTiling:
 
 
 def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
-    """Of a tile: each cluster takes one, or, where that were too many rows, takes turns that leave the fewest idle; 0
-    where clusters of several blocks would have to."""
+    """Rows of a tile: each cluster takes one, or, where that were too many rows, takes turns that leave the fewest
+    idle; 0 where clusters of several blocks would have to."""
 
     def in_turns(turns: int) -> int:
         return NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
@@ -133,7 +133,7 @@ def _rows_of(kind: LinearKind, split: int, tokens: int) -> int:
 
 
 def _num_stages(rows: int, split: int, panels: int, tokens: int, steps: int) -> int:
-    """Of the ring: as many as fit, beside the next kernel's if that are most of the `steps` of a tile."""
+    """Stages of the ring: as many as fit, beside the next kernel's if that are most of a tile's `steps`."""
     for room in (_BESIDE_BYTES, _BLOCK_BYTES):
         most = (room - _other_bytes(rows, split, tokens)) // _stage_bytes(rows, panels, tokens)
         if most >= _SHARE_BESIDE * steps:
@@ -151,7 +151,7 @@ def _all_tokens(tokens: int) -> int:
 
 
 def _other_bytes(rows: int, split: int, tokens: int) -> int:
-    """What the ring's alignment may cost, others' sums, factors, barriers, and what wgmma reads of tokens not there."""
+    """Bytes of the ring's alignment, others' sums, factors, barriers, and tokens that wgmma reads but are not there."""
     sums = (split - 1) * math.ceil(rows / NORM_ROWS / split) * NORM_ROWS * _all_tokens(tokens) * 4
     missing = (_all_tokens(tokens) - tokens) * _ROW_BYTES
     factors = _all_tokens(tokens) * 4

@@ -58,7 +58,7 @@ class WideTiling(LinearTiling):
 
     @property
     def rows(self) -> int:
-        """Of the weight, a tile's."""
+        """Rows of the weight in a tile."""
         return self.groups * _GROUP_ROWS
 
     @cached_property
@@ -70,14 +70,14 @@ class WideTiling(LinearTiling):
         return Boxes(self.rows, 1, self.box_tokens(num_tokens))
 
     def box_tokens(self, num_tokens: int) -> int:
-        """Of a tile, and of a copy of x, of so many tokens in all; as wide.cu's Division has it."""
+        """Tokens in a tile, and in one TMA copy of x, for a step of `num_tokens`. Mirrors Division in wide.cu."""
         if self.token_tiles == 1:
             return num_tokens
         return _EIGHT * math.ceil(num_tokens / self.token_tiles / _EIGHT)
 
     @cached_property
     def parts(self) -> int:
-        """Of a tile's tokens, each multiplied by an instruction of its own."""
+        """Parts of a tile's tokens, each multiplied by an instruction of its own."""
         return 2 if self.groups == max(_GROUPS) and self.tile_tokens > _MOST_PART else 1
 
     @cached_property
@@ -91,17 +91,17 @@ class WideTiling(LinearTiling):
 
     @property
     def num_threads(self) -> int:
-        """Of the warp groups that multiply, and of the one that loads."""
+        """Threads of the warp groups that multiply, and of the one that loads."""
         return 128 * (self.groups + 1)
 
     @cached_property
     def x_stages(self) -> int:
-        """Of the ring of x: as many as the weight's can have too."""
+        """Stages of x's ring: as many as the weight's can have too."""
         return min((_BLOCK_BYTES - self._other_bytes) // self._stage_bytes, self._steps, _MOST_STAGES)
 
     @cached_property
     def weight_stages(self) -> int:
-        """Of the weight's ring: what fits beside."""
+        """Stages of the weight's ring: what fits beside x's."""
         room = _BLOCK_BYTES - self._other_bytes - self.x_stages * self.tile_tokens * _ROW_BYTES
         return min(room // (self.rows * _ROW_BYTES), self._steps, _MOST_STAGES)
 
@@ -121,7 +121,7 @@ class WideTiling(LinearTiling):
 
     @property
     def _sent_bytes(self) -> int:
-        """Of sums that a block is sent, at most."""
+        """Bytes of sums that a block is sent, at most."""
         if self.split == 1:
             return 0
         unit = 32 if self.kind.gated else 16
@@ -130,13 +130,13 @@ class WideTiling(LinearTiling):
 
     @property
     def _other_bytes(self) -> int:
-        """What the ring's alignment may cost, others' sums, what warps turn, factors and barriers."""
+        """Bytes of the ring's alignment, others' sums, what warps turn, factors and barriers."""
         turned = 4 * self.groups * _WARP_BYTES
         return 1024 + self._sent_bytes + turned + _MOST_TOKENS * 4 + (2 * _MOST_STAGES + 2) * 8
 
     @property
     def is_possible(self) -> bool:
-        """Whether it fits into a multiprocessor, its registers too, and its clusters into one wave."""
+        """True if it fits into a multiprocessor, its registers too, and its clusters into one wave."""
         fits = self.tile_tokens <= _MOST_TOKENS and self.kind.columns // _PANEL % self.split == 0
         has_registers = self.parts == 1 or not self.kind.residual  # residuals are in registers, as sums are
         at_once = self.split == 1 or self.num_blocks <= MULTIPROCESSORS
@@ -144,7 +144,7 @@ class WideTiling(LinearTiling):
 
     @property
     def cost(self) -> float:
-        """Of two tilings the one with less is the faster, as a rule."""
+        """Estimated cost: of two tilings the cheaper is the faster, as a rule."""
         rows, tokens = self.rows, self.tile_tokens
         products = rows * tokens * _PANEL / _PRODUCTS_A_CYCLE
         read = self.groups * (_GROUP_ROWS * self.parts + tokens) + rows + tokens  # rows of shared memory, and written
@@ -183,7 +183,7 @@ def choose(kind: LinearKind, tokens: int) -> WideTiling:
 
 
 def all_tilings(kind: LinearKind, tokens: int) -> Iterator[WideTiling]:
-    """Those that are possible."""
+    """The possible tilings."""
     for groups, token_tiles, split in itertools.product(_GROUPS, _TOKEN_TILES, _SPLITS):
         tiling = WideTiling(kind, tokens, groups, token_tiles, split)
         if tiling.is_possible:
