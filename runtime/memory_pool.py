@@ -2,8 +2,8 @@
 
 A *KV slot* is the place of one token's keys and values: page * page_size + offset (`out_cache_loc`, `slot_mapping`). A
 *row* is a request's line in ReqToTokenPool's table (`req_pool_indices`); the scheduler and the sampling state call that
-row the request's *slot* (`Request.slot`). Page 0 and row 0 belong to nobody: padding writes and reads there. Who gets
-which page is decided on the host, in page_allocator.py, and who gets which row in scheduler.py.
+row the request's *slot* (`Request.slot`). Page 0 and row 0 belong to no request: padding writes and reads there.
+The host assigns pages in page_allocator.py, and rows in scheduler.py.
 
 Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
 """

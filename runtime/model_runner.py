@@ -397,7 +397,7 @@ class ModelRunner:
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
             skip_compiled=self.config.skip_compiled,
-            # A whole step in a graph is timed where it is replayed: nobody can wait for the device in a capture.
+            # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         )
 

@@ -1,7 +1,7 @@
 """Opens and reads files that came from elsewhere: regular ones only, and never more than a bound.
 
-Whoever made a folder may have put a named pipe, a device or a terabyte of zeros under a name that is read from it. All
-reading of such names goes through here.
+A folder of others may hold a named pipe, a device or a terabyte of zeros under a name that is read from it. All reading
+of such names goes through here.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class WeightFileFacts:
     Attributes:
         num_bytes: of the whole file.
         header_sha256: of its header.
-        sha256: of the whole file; None while nobody has asked for it.
+        sha256: of the whole file; None until it is asked for.
     """
 
     num_bytes: int

@@ -21,7 +21,7 @@ def pack_weights(
 ) -> tuple[tuple[WeightSpec, ...], WeightFiles]:
     """Writes `folder`/packed-00001.safetensors and so on; one file's worth of weights is in memory at a time.
 
-    Each weight's sum goes into its spec, for every start; each file's sha256 into its facts, for whoever verifies it.
+    Each weight's sum goes into its spec, for every start; each file's sha256 into its facts, for verify.
 
     Returns:
         The specs that read from there (files relative to the folder's parent), and the files' facts.

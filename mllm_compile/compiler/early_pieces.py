@@ -41,7 +41,7 @@ _MIN_CORES = 4  # with fewer the compilers only take from the trace what they ga
 
 @dataclass(frozen=True)
 class EarlyPiece:
-    """A piece that is being compiled before anybody knows whether the model has it."""
+    """A piece that is being compiled before it is known whether the model has it."""
 
     job: PieceJob
     compiled: Future[None]

@@ -48,7 +48,7 @@ class ResolvedCompile(_Resolved):
 class ResolvedCudaGraph(_Resolved):
     """Sizes ascend; they are empty where the mode captures none of that kind.
 
-    `mixed_tokens` that nobody asked for are left out where a model's attention cannot be captured with prompts.
+    `mixed_tokens` that were not asked for are left out where a model's attention cannot be captured with prompts.
     """
 
     mode: GraphMode

@@ -371,9 +371,9 @@ def _is_runtime(folder: Path) -> bool:
 
 
 def _model_or_runtime(folder: Path) -> EngineConfig | Path:
-    # One that this user may not enter could be a runtime: whoever opens it says so.
+    # One that this user may not enter could be a runtime: opening it says so.
     if not os.access(folder, os.X_OK) or any(os.path.isfile(folder / name) for name in _RUNTIME_FILES):
-        return folder  # also one that lost its manifest: what it lacks is for whoever opens it to say
+        return folder  # also one that lost its manifest: opening it says what it lacks
     if os.path.isfile(folder / _MODEL_FILE):
         return EngineConfig(model={"path": str(folder)})
     raise ConfigError(

@@ -1,7 +1,7 @@
 """Turns what the engine's thread collected into RequestOutputs; runs on the callers' threads.
 
-`build_answer` makes the whole answer of a finished submission, StreamBuilder the pieces of a stream. What they give out
-is a copy wherever the engine reads the original on: what a caller does with an output reaches nobody else.
+`build_answer` makes the whole answer of a finished submission, StreamBuilder the pieces of a stream. They copy whatever
+the engine goes on reading, so a caller may change its outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build_answer(submission: Submission, decoder: Decoder | None) -> RequestOutp
     """
     try:
         return _answer(submission, decoder)
-    except Exception as error:  # a fault of the tokenizer, whoever's it is
+    except Exception as error:  # a fault of any tokenizer
         submission.failure = end_errors.no_text(error)
         answer = _answer(submission, None)
         for completion in answer.outputs:
@@ -80,7 +80,7 @@ class StreamBuilder:
         """
         try:
             return self._build(deltas, finished)
-        except Exception as error:  # a fault of the tokenizer, whoever's it is
+        except Exception as error:  # a fault of any tokenizer
             raise end_errors.no_text(error) from None
 
     def _build(self, deltas: Seq[Delta], finished: bool) -> RequestOutput:

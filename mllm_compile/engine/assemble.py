@@ -198,7 +198,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
-    """The one line that everybody sees."""
+    """The one line that is always shown."""
     seconds = seconds_since_start() - min((span.start_s for span in timeline.spans), default=seconds_since_start())
     device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
     tokens = f"{runner.max_total_num_tokens:,} KV tokens"

@@ -260,7 +260,7 @@ class Engine:
         queue = StreamQueue(len(submission.sequences))
         submission.sink = queue
         submission.is_stream = True
-        # Made first: it withdraws when an interruption leaves it to nobody.
+        # Made first: it withdraws the submission if an interruption keeps it from the caller.
         # Through self: while a stream is read, its engine is no garbage.
         stream = TokenStream(
             submission, queue, self.tokenizer, lambda: self.core.withdraw([submission]), self.core.check_process

@@ -1,11 +1,11 @@
 """The engine's one thread: takes requests in, runs steps, hands tokens out.
 
-EngineCore owns the scheduler and the step runner; nobody else touches them while its thread runs. Callers put commands
+EngineCore owns the scheduler and the step runner; only its thread touches them while it runs. Callers put commands
 into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the tokens of
 step n are waited for, so the device is not idle while the host works. Free of torch: any StepRunner will do.
 
 When a step fails, its requests end with an error and their pages come back; the others go on if the device still
-answers, else the engine is dead and says why. However the thread ends, everybody who waits is told. Read next:
+answers, else the engine is dead and says why. However the thread ends, all waiting callers are told. Read next:
 runtime/schedule/scheduler.py, sequences.py.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("mllm_compile.engine")
 
 T = TypeVar("T")
 
-_TRIES = 3  # to tell everybody that the engine has ended
+_TRIES = 3  # to tell all callers that the engine has ended
 _LOOK_S = 1.0  # an idle engine looks after so many seconds whether it was closed
 
 
@@ -277,7 +277,7 @@ class EngineCore:
         has_work = self._in_flight is not None or self._scheduler.has_work()
         with self._condition:
             while not (has_work or self._inbox or self._is_closing):
-                # Not for ever: a collection right here may close the engine, and notify nobody who waits already.
+                # Not for ever: a garbage collection right here may close the engine without waking this wait.
                 self._condition.wait(_LOOK_S)
             self._commands += self._inbox
             self._inbox.clear()

@@ -78,7 +78,7 @@ class RequestBuilder:
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
         self._last_phrases: tuple[tuple[str, ...], Phrases] = ((), ())  # the last bad_words that came
-        # Of ids that are made up: nobody's own id is like them.
+        # Ids that are made up; a caller's own id is unlike them.
         self._prefix, self._numbers = f"req-{secrets.token_hex(4)}", itertools.count()
 
     def build(

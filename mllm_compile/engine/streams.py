@@ -166,7 +166,7 @@ class AsyncReader:
     Args:
         waker: of the task's event loop.
         num_completions: how many completions have to end.
-        abandon: called when the event loop is closed: nobody will read any more.
+        abandon: called when the event loop is closed and the stream has no reader any more.
     """
 
     def __init__(self, waker: LoopWaker, num_completions: int, abandon: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """Builds what packages share once: in a fork of the compiler process that begins before most is imported.
 
-Whoever needs it waits for that fork, which holds a lock until it ends, and finds out what is there.
+A compile that needs it waits for that fork, which holds a lock until it ends, and looks what is there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _lock(folder: Path, name: str) -> Path:
 
 def _build_and_end(build: Callable[[], None], lock: int) -> NoReturn:
     try:
-        # Nobody's requests are taken, and whoever waits for the compiler process' end does not wait for this one's.
+        # Takes no requests off stdin, and holds no pipe whose end tells that the compiler process has ended.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, lock}:
             with contextlib.suppress(OSError):  # the listing's own

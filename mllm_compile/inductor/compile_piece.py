@@ -75,7 +75,7 @@ def _product(first: int | str, second: int | str) -> int | str:
     return "*".join(str(factor) for factor in (first, second) if factor != 1)
 
 
-# What Inductor imports at its first compile: once by whoever is forked, not once in each fork.
+# Imported by Inductor at its first compile: once before the forks, not once in each fork.
 _IMPORTED_LATE = (
     "sympy.physics.units",
     "sympy.tensor.tensor",

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-_NICENESS = 5  # whoever waits for the pieces traces the model meanwhile, which nothing else can do
+_NICENESS = 5  # the process that waits for the pieces traces the model meanwhile, and goes first
 _MAX_MESSAGE = 4096  # bytes of an error; a pipe holds them until they are read
 _CHUNK = 1 << 16
 
@@ -85,7 +85,7 @@ def serve(requests: int, answers: IO[str], work: Work) -> None:
         traceback.print_exc()
         sys.stderr.flush()
     finally:
-        os.killpg(0, signal.SIGKILL)  # nobody is there to take what the forks make
+        os.killpg(0, signal.SIGKILL)  # no reader is left for what the forks make
 
 
 def _serve(requests: int, answers: IO[str], work: Work) -> None:
@@ -153,7 +153,7 @@ def _work(work: Work, log: int, answer: int) -> NoReturn:
         with open(0, closefd=False) as job:
             request = job.readline()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if request:  # or there is nobody any more
+        if request:  # empty: the parent has ended
             work.run(json.loads(request))
         code = 0
     except BaseException as error:
@@ -208,7 +208,7 @@ def main(device: str, scratch: Path, waiting: int) -> None:
         from mllm_compile.inductor.compile_piece import enter_device, prepare_compiler
 
         prepare_compiler(device, scratch)
-        gc.freeze()  # forks share what nobody writes to, as the collector does
+        gc.freeze()  # forks share unwritten memory, and the collector writes to it
     serve(0, answers, Work(partial(_compile, scratch), partial(enter_device, device), waiting))
 
 

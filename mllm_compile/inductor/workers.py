@@ -126,7 +126,7 @@ class _CompilerProcess:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
         environment = os.environ | {
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
-            # By default Inductor keeps code that it loads again under a name in /tmp that anybody can guess.
+            # By default Inductor keeps code that it loads again under a name in /tmp that any user can guess.
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             # Its cache of graphs is made of pickles; every piece here is compiled once anyway.
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
@@ -148,7 +148,7 @@ class _CompilerProcess:
         self._end: dict[str, Any] | None = None  # the answer to everything, once the process has ended
         self._reader = threading.Thread(target=self._read, name="pieces-reader", daemon=True)
         self._reader.start()
-        self.ask({"prepare": True, "device": device})  # nobody waits for that
+        self.ask({"prepare": True, "device": device})  # not waited for
 
     def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
         """Ends with the answer, which has an "error" where something went wrong."""
@@ -189,7 +189,7 @@ class _CompilerProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends the process and its forks, which hold nothing that anybody needs."""
+        """Ends the process and its forks, which hold nothing that is needed."""
         if self.is_running:
             self._process.kill_group()
 

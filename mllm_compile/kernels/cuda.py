@@ -88,7 +88,7 @@ def gated_linears(graph: fx.GraphModule, program: Program) -> tuple[GatedKernel,
 class KernelCompiler:
     """Compiles kernels in threads as soon as they are known: while the model is still being traced.
 
-    Used with `with`: what nobody waited for is dropped at its end.
+    Used with `with`: kernels that were not waited for are dropped at its end.
     """
 
     def __init__(self) -> None:

@@ -106,7 +106,7 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
         captured.append((kept, list(example_inputs)))
         raise _Captured  # or Dynamo would write guards, and run the graph on fake weights: an eighth of its time
 
-    torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs that nobody has
+    torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs; there are none
     try:
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             torch.compile(module, backend=capturing_backend, fullgraph=True)(*inputs)

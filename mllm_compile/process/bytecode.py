@@ -59,7 +59,7 @@ def compiled_ahead(packages: Sequence[str]) -> Iterator[None]:
     """Has other processes compile `packages` (OF_TORCH, OF_A_COMPILE) ahead of imports in this one, unless their
     bytecode is there or is not to be kept."""
     process = None
-    with contextlib.suppress(OSError):  # there is no room for one: whoever imports compiles
+    with contextlib.suppress(OSError):  # no room for a process: each import compiles
         process = _start_compiling(packages)
     try:
         yield

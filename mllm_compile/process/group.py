@@ -47,7 +47,7 @@ class ProcessGroup(subprocess.Popen[Any]):
 
 def _run(watched: int, command: Sequence[str]) -> None:
     if os.fork() == 0:
-        os.closerange(0, watched)  # whoever reads the command's output waits for its end alone
+        os.closerange(0, watched)  # a reader of the command's output waits for its end alone
         os.closerange(watched + 1, 1 << 16)
         os.read(watched, 1)
         os.killpg(0, signal.SIGKILL)

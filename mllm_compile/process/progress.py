@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mllm_compile.progress")
 
-# A line of a stage that is not over: as often as somebody who waits for the next one wants it.
+# A line of a stage that is not over: as often as a reader who waits for the next one wants it.
 _LINE_INTERVAL_S = 5.0
 # A bar of a stage that is over before this would only flicker. Longer than `import torch` usually takes: to import
 # rich beside it would slow every start.
@@ -49,11 +49,11 @@ class Reporter(Protocol):
         """A detail."""
 
     def tell(self, text: str) -> None:
-        """A line that those without a view of details need too: that it is ready."""
+        """A line that is shown also without details: that it is ready."""
         self.note(text)
 
     def announce(self, text: str) -> None:
-        """As tell, and a warning where it is logged: why it will be long, what is not done."""
+        """Like tell, and a warning where it is logged: why it will be long, what is not done."""
         self.tell(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
@@ -248,7 +248,7 @@ class RichReporter:
         return Console(file=self._stream, highlight=False)
 
     def _begin(self, stage: _RichStage) -> bool:
-        """Whether it is the outermost one."""
+        """Adds `stage`; True if it is the outermost one."""
         with self._lock:
             self._stages.append(stage)
             if self._progress is not None:

@@ -1,6 +1,6 @@
 """Records where the time of a start goes: stages with begin and end, counted from the process's first moment.
 
-A Timeline is a Reporter around another one: whoever reports stages is timed.
+A Timeline is a Reporter around another one: it times the stages that are reported.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Timeline:
             self._nesting.depth = depth
 
     def add(self, name: str, start_s: float, end_s: float) -> None:
-        """A stage that was over before anybody could time it."""
+        """A stage that was over before it could be timed."""
         self._spans.append(Span(name, start_s, end_s))
 
     def note(self, text: str) -> None:

@@ -8,7 +8,7 @@
     cubins/                CUDA kernels of its own for few tokens (program.cuda_kernels); absent where it has none
     tokenizer/             tokenizer.json and what belongs to it; absent where the model folder has none
     graphs/                the graph after each pass, as text
-    config.json, …         the model's own, for whoever reads the folder
+    config.json, …         the model's own, for people who read the folder
     weights/               with --pack-weights: the weights in the program's own layout, as safetensors
     measured/              what was measured on a device, one sealed file each (store/measurements.py); added while
     serving
@@ -290,7 +290,7 @@ def _is_sealed(data: bytes, path: Path) -> bool:
 
 
 def _check_listing(trusted: TrustedFolder, expected: set[str]) -> None:
-    # A process that was killed while it wrote one of these leaves a file that nobody reads.
+    # A process that was killed while it wrote one of these leaves a file that is never read.
     ignored = (MEASURED + "/", f".{MANIFEST}.")
     present = {name for name in trusted.list_files() if not name.startswith(ignored)}
     if present != expected:

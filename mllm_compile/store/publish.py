@@ -1,11 +1,11 @@
 """The places of runtime folders, and how one gets there whole: one compile of a key at a time, a rename at the end.
 
 A compile writes into a scratch folder beside the final place, which it keeps locked; the kernel gives the lock back
-when the process dies in whatever way. So a scratch folder that nobody holds is what a killed compile left, and is
-removed by the next one. Where the file system has no locks, two compiles of one key both do the work, and one wins.
+however the process ends. So an unlocked scratch folder is what a killed compile left, and the next one removes it.
+Where the file system has no locks, two compiles of one key both do the work, and one wins.
 
-What compilers keep between compiles lies beside the runtimes. All compiles that use it share a lock; whoever removes it
-needs that lock alone.
+What compilers keep between compiles lies beside the runtimes. All compiles that use it share a lock; removing it
+takes that lock alone.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class TemplateProcesses:
                 return process
             if process.is_alive:
                 return process
-            self._end(process)  # somebody has ended it meanwhile
+            self._end(process)  # another thread has ended it meanwhile
 
     def _end(self, process: _Process) -> None:
         self._processes.discard(process)
@@ -231,7 +231,7 @@ class _Process:
         if self._process is not None:
             if self._process.stderr is not None:
                 self._process.stderr.close()
-            self._process.returncode = self._process.returncode or 0  # in a fork it is nobody's to wait for
+            self._process.returncode = self._process.returncode or 0  # a fork cannot wait for it
 
 
 def _end_all(processes: set[_Process]) -> None:

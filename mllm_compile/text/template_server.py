@@ -259,7 +259,7 @@ def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:
 def _limited() -> Iterator[None]:
     """The kernel ends this process when it takes too long, or when its caller ends meanwhile."""
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF, which nobody handles
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF, which has no handler
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, as the other end is closed
     yield

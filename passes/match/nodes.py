@@ -140,5 +140,5 @@ def _computed(target: Any, args: Any, kwargs: Any, operands: Any) -> Any:
 
 def _value(node: fx.Node) -> Any:
     if "val" not in node.meta:
-        raise ValueError(f"{node.name} has no meta['val'], which whoever makes a node sets (passes/base.py)")
+        raise ValueError(f"{node.name} has no meta['val'], which each new node must have (passes/base.py)")
     return node.meta["val"]

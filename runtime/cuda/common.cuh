@@ -23,7 +23,7 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Of another block of the cluster, or of this one. Whoever waits there may overwrite what was read, and nothing was
+// At a barrier of another block of the cluster, or of this one. The waiter may overwrite what was read, and nothing was
 // written: no wider release, which would hold the warp for a microsecond until all its writes are seen.
 __device__ __forceinline__ void arrive_in_cluster(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -46,7 +46,7 @@ __device__ __forceinline__ void send(u32 to, float4 v, u32 barrier) {
 __device__ __forceinline__ void fetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-__device__ __forceinline__ u64 read_once() {  // a weight: nobody reads it again in this step
+__device__ __forceinline__ u64 read_once() {  // a weight: not read again in this step
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;

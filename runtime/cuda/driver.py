@@ -141,7 +141,7 @@ class Kernel:
     """
 
     def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
-        # A thread that has called no CUDA yet has no context. Whoever launches has: its tensors came from somewhere.
+        # A thread that has called no CUDA yet has no context. A thread that launches has one: it made tensors.
         self._device = torch.cuda.current_device()
         _check(_driver().cuCtxSetCurrent(_context(self._device)), f"using the context of device {self._device}")
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()

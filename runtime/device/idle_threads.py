@@ -3,7 +3,7 @@
 Each thread that has run a parallel region keeps a team for the next one. As soon as a process has more of these threads
 than the machine has cores, libgomp lets them sleep between regions where they would have spun, and to wake them takes
 longer than a region of a small model: beside the team that loading leaves behind a token of the embedded model takes
-4.7 ms, and 1.7 without it (two cores). So whoever loads ends its team before another thread serves.
+4.7 ms, and 1.7 without it (two cores). So a thread that loads ends its team before another one serves.
 """
 
 from __future__ import annotations

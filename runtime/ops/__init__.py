@@ -10,7 +10,7 @@ import importlib
 import re
 from typing import Any
 
-# The op mllm::<name> → the module here that defines it, imported when somebody asks for the op: many need Triton.
+# The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
     "attention": "trace",
     "attention_with_output": "attention",

@@ -1,7 +1,7 @@
 """Programmatic dependent launch (Hopper and later): a kernel is on its SMs before the one that it reads from has ended.
 
 A kernel that is launched so may fetch what no kernel writes (weights), and must wait before it touches what another
-kernel touches: nobody may count on the one ahead having waited, as some let their dependents start before they have
+kernel touches: it may not count on the one ahead having waited, as some let their dependents start before they have
 (ops/stream_linear/lanes.cu). A kernel that never calls start_dependents lets them start when it ends. The launcher's
 half is mllm_compile/inductor/patches/early_launch.py. Imports Triton: only the kernels do this.
 

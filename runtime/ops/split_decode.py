@@ -145,7 +145,7 @@ def _split_decode_kernel(
     num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
     if EARLY and FETCH_FIRST:  # noqa: SIM102 # the one is known when the kernel is compiled
-        # In a step without decodes somebody has to wait, or the kernel behind would not be behind those ahead.
+        # In a step without decodes one block has to wait, or the kernel behind would not be behind those ahead.
         if (row == 0) & (start >= num_keys):
             wait_for_prerequisites()
             start_dependents()
@@ -243,7 +243,7 @@ def split_decode(
     Args:
         q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
-            a row is passed over and its output left as it is. Blocks without keys wait for nobody, but for row 0's.
+            a row is passed over and its output left as it is. Blocks without keys do not wait, but for row 0's.
         out: [R, H, D], contiguous, written.
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
         done: [R, Hk] int32, zeros, and zeros again in the end.

@@ -138,7 +138,7 @@ class RadixCache:
         """Drop every request's prefix that begins with the first page of `token_ids`.
 
         Its locked pages come back by eviction once unlocked, as after a flush. Returns the others ([n] int32), which
-        are the cache's still: to be evicted as before, but found by nobody.
+        are the cache's still: to be evicted as before, but no longer found.
         """
         root = self._roots.get(salt)
         keys = self._page_keys(token_ids[: self.page_size])

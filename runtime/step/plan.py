@@ -98,7 +98,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     sampled = np.flatnonzero(batch.sample_mask)
     last_rows = ends[sampled] - 1
     prompt_rows, prompt_indices, prompt_targets = _prompt_positions(batch, starts)
-    slots, targets = np.zeros((2, num_rows), dtype=np.int64)  # slot 0 belongs to nobody
+    slots, targets = np.zeros((2, num_rows), dtype=np.int64)  # slot 0 belongs to no request
     slots[last_rows] = batch.rows[sampled]
     targets[prompt_indices] = prompt_targets
 

@@ -88,14 +88,14 @@ class StepRunner:
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.max_model_len, runner.config.page_size)
         self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
-        # Of the last batch: ScheduledBatch promises the very same list while nobody comes or goes.
+        # Of the last batch: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         """Launch a step without waiting for it, nor for the one before.
 
         Raises:
-            DeviceMemoryError: the step's activations do not fit, or what sampling needs; nobody gets a token of it.
+            DeviceMemoryError: the step's activations do not fit, or what sampling needs; no request gets a token of it.
         """
         try:
             with torch.inference_mode(), self._runner.on_device():
@@ -127,7 +127,7 @@ class StepRunner:
         self.state.flush()
         inputs, flags = plan.inputs, self.state.flags
         decode = self._runner.decode(inputs["req_pool_indices"], inputs["seq_lens"], inputs["out_cache_loc"])
-        if not flags.chooses_plainly:  # then what the graph chose is nobody's
+        if not flags.chooses_plainly:  # then the graph's choice is not used
             fields = {"req_pool_indices": decode.rows, "seq_lens": decode.seq_lens}
             return self._sample(batch, plan, fields, LogitsProcessorOutput(decode.logits))
         if flags.max_logprobs is None:

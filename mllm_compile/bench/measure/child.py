@@ -1,4 +1,4 @@
-"""Ends a process for one measurement with its starter, and without a word when it is interrupted.
+"""Runs a process for one measurement that ends with its starter, and silently when that is interrupted.
 
 It leads a process group, so that Ctrl-C reaches the starter alone, who ends it by SIGTERM (process/interruption.py).
 """

@@ -167,8 +167,8 @@ class _PieceRecorder:
         return run
 
     def _idle_values(self, index: int, leaves_rotation: bool) -> set[str]:
-        """Values that the piece at `index` neither reads nor writes for anybody in this step: where it leaves the
-        rotation to attention q and k, and the angles that it is given; otherwise what q and k are made of."""
+        """Values that the piece at `index` neither reads nor writes for others in this step: where it leaves the
+        rotation to attention, q and k, and the angles that it is given; otherwise what q and k are made of."""
         step, behind = self._program.steps[index], self._program.steps[index + 1 : index + 2]
         unrotated = behind[0].unrotated if behind and isinstance(behind[0], AttentionStep) else None
         if unrotated is None:

@@ -85,7 +85,7 @@ def use_dependent_launch() -> bool:
 
 
 def _wait_before_all_reads(kernel_class: Any) -> None:
-    """Has Inductor's kernels wait before their first read or write, whoever made what they read.
+    """Has Inductor's kernels wait before their first read or write of any tensor.
 
     It writes no wait before an access to what the kernel ahead has not touched: it counts on that kernel having waited
     for all earlier ones. Linears of ours let the next kernel in before they have (runtime/ops/stream_linear/lanes.cu).

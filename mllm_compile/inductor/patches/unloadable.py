@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # Of a package's interface: what went wrong last, a string a thread (2.13; where there is none nothing is replaced). A
 # library whose thread-local data has something to destroy stays until each thread that touched it ends; a string a
-# thread that nobody destroys does not hold it.
+# thread that is never destroyed does not hold it.
 _LAST_ERROR = "static thread_local std::string g_aoti_last_error;"
 _LAST_ERROR_KEPT = "static thread_local std::string& g_aoti_last_error = *new std::string;"
 

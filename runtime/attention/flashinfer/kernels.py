@@ -101,7 +101,7 @@ def check_never_split(groups: Iterable[PlanGroup], num_rows: int, num_sms: int) 
 
     Under graphs FlashInfer's own disable_split_kv leaves padding blocks without a mask, so none is asked for. Instead
     the rows must be more than the blocks that it aims at (PrefillSplitQOKVIndptr in scheduler.cuh): its search for a
-    split then ends at the longest request's length, which splits nobody.
+    split then ends at the longest request's length, which splits no request.
 
     Raises:
         ConfigError: there are too few rows.

@@ -25,7 +25,7 @@ __device__ __forceinline__ Head load_head(const u32* head) {
   return {{head[lane], head[HALF_PAIRS + lane]}};
 }
 
-struct Weights {  // of the norms: nobody has to be waited for to read them
+struct Weights {  // the norms': may be read without a wait
   Head q, k;
 };
 __device__ __forceinline__ Weights load_weights(const Rotation& rotation) {

@@ -26,7 +26,7 @@ class Rotation:
     """
     Attributes:
         q: [T, H, D], where the kernel reads queries: heads are in one row, tokens may have any stride.
-        argument: of the launch. It holds addresses: the tensors live on with whoever gave them.
+        argument: the launch's. It holds addresses: the caller keeps the tensors alive.
     """
 
     def __init__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, unrotated: Unrotated | None) -> None:

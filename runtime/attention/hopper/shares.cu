@@ -10,7 +10,7 @@
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
 // come to that part first and it comes to its own last, so that it hardly waits. It sees by the numbers themselves that
 // they are there: a flag would have to wait for them. Where another kernel holds multiprocessors, a block may wait for one
-// that has not started. Blocks start in their order, and who leaves something waits for nobody: so one block at most waits
+// that has not started. Blocks start in their order, and one that leaves something does not wait: so one block at most waits
 // so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple

@@ -214,7 +214,7 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
       finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, work.end_of(tile));
     }
   }
-#if SHARE > 1  // nobody leaves before the others have sent all that they send
+#if SHARE > 1  // no block leaves before the others have sent all that they send
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif

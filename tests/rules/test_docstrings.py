@@ -1,0 +1,57 @@
+"""A docstring begins with its subject or with an imperative, not with a clause whose noun is elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for folder in ("mllm_compile", "passes", "runtime") for path in (ROOT / folder).rglob("*.py"))
+# "What it computes", "Whether it fits", "Of a tile", "As generate": say "The result", "True if", "Rows of", "Like".
+REFUSED = frozenset({"What", "Whether", "Of", "As", "Which", "Those", "In", "By"})
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The docstrings of the module, its classes, functions and attributes: every string that is a statement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
+def refused(source: str) -> list[str]:
+    """Line and first line of each docstring that begins with a refused word."""
+    found = []
+    for node in docstrings(ast.parse(source)):
+        text = str(node.value).strip()
+        first_word = re.match(r"\w*", text)
+        if first_word and first_word[0] in REFUSED:
+            found.append(f"line {node.lineno}: {text.splitlines()[0]}")
+    return found
+
+
+def test_every_docstring_begins_with_its_subject_or_an_imperative():
+    assert len(SOURCES) > 200
+    found = {str(path.relative_to(ROOT)): refused(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""What a step needs."""',
+        'class Tile:\n    """\n    Of a tile.\n    """',
+        'def fits():\n    """Whether it fits."""',
+        'class Config:\n    size: int\n    """In bytes."""',
+    ],
+)
+def test_a_clause_would_be_found(source):
+    assert refused(source)
+
+
+@pytest.mark.parametrize("source", ['"""Inputs of a step."""', '"""True if it fits."""', 'def f():\n    return "What"'])
+def test_a_sentence_and_a_string_that_is_no_docstring_are_left_alone(source):
+    assert not refused(source)
