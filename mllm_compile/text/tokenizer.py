@@ -42,6 +42,9 @@ _PANIC = "pyo3_runtime.PanicException"  # no module has it by name
 _ADVICE = "Correct tokenizer.json, or give token ids and ask for them alone: detokenize=False, no stop."
 
 
+_MOST_CHARACTERS = 400  # of an error
+
+
 def _fault(error: BaseException) -> str:
     """Describes an error of the `tokenizers` library: a panic of its Rust code is no Exception.
 
@@ -51,7 +54,10 @@ def _fault(error: BaseException) -> str:
     kind = type(error)
     if not isinstance(error, Exception) and f"{kind.__module__}.{kind.__qualname__}" != _PANIC:
         raise error
-    return f"{kind.__name__}: {error}" if str(error) else kind.__name__
+    said = str(error)
+    if len(said) > _MOST_CHARACTERS:  # the library repeats what the file holds
+        said = f"{said[: _MOST_CHARACTERS // 2]} … {said[-_MOST_CHARACTERS // 2 :]}"
+    return f"{kind.__name__}: {said}" if said else kind.__name__
 
 
 class Tokenizer:
