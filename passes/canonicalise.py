@@ -14,7 +14,7 @@ from mllm_compile.passes.match.spelling import spell
 
 
 class Canonicalise:
-    """Names, sizes, writes, spellings and dead ends.
+    """Normalises names, sizes, writes, spellings and dead ends.
 
     Why: Dynamo hands over sizes as graph inputs, range checks on them, and names made of module paths; a piece must be
         a function of tensors alone, and equal layers should read alike. What writes into a tensor changes it for all
@@ -51,7 +51,7 @@ class Canonicalise:
 
     @staticmethod
     def _drop_checks(gm: fx.GraphModule) -> int:
-        """Range checks on sizes (the runner keeps them) and Dynamo's usage logging."""
+        """Drops range checks on sizes (the runner keeps them) and Dynamo's usage logging."""
         dropped = 0
         for node in reversed(list(gm.graph.nodes)):
             if node.op != "call_function" or node.users:
@@ -64,7 +64,7 @@ class Canonicalise:
 
     @staticmethod
     def _drop_size_inputs(gm: fx.GraphModule) -> int:
-        """Sizes that are inputs become the size of a tensor that has them."""
+        """Replaces sizes that are inputs by the size of a tensor that has them."""
         dropped = 0
         for node in list(gm.graph.nodes):
             if node.op != "placeholder" or not is_symbolic(node.meta.get("val")):
@@ -90,7 +90,7 @@ class Canonicalise:
 
     @staticmethod
     def _drop_unused_weights(gm: fx.GraphModule) -> None:
-        """Batch inputs stay, used or not: later passes look them up by name."""
+        """Drops unused weights. Batch inputs stay, used or not: later passes look them up by name."""
         for node in list(gm.graph.nodes):
             if is_weight(node) and not node.users:
                 gm.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Equal pieces become one module, named by the hash of what they compute."""
+"""Makes equal pieces one module, named by the hash of what they compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mllm_compile.passes.split_at_attention import PIECE_PREFIX
 
 
 class DeduplicatePieces:
-    """One compiled binary for all layers that are alike.
+    """Shares one compiled binary among all layers that are alike.
 
     Why: a 36-layer model has three distinct pieces; compiling 37 costs twelve times as much for the same code.
 
@@ -51,7 +51,7 @@ class DeduplicatePieces:
 
 
 def piece_hash(piece: torch.nn.Module) -> str:
-    """16 hex digits over all that decides what Inductor makes of a piece's graph."""
+    """16 hex digits over all that decides Inductor's output for a piece's graph."""
     return hashlib.sha256(canonical_text(piece).encode()).hexdigest()[:16]
 
 

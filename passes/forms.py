@@ -1,4 +1,4 @@
-"""Further forms of pieces, for few tokens: how a pass makes them beside the pieces for any number."""
+"""Adds further forms to pieces, for few tokens, beside those for any number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mllm_compile.passes.match.nodes import called_pieces
 
 
 def copy_of(piece: fx.GraphModule) -> fx.GraphModule:
-    """The piece again, for another form of it."""
+    """A copy of the piece, for another form of it."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(piece.graph, values)

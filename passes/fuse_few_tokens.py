@@ -1,4 +1,4 @@
-"""A form of each piece for steps of few tokens, with linears, norms, activations and residuals in few kernels."""
+"""Adds a form of each piece for few tokens: linears, norms, activations and residuals in few kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken,
 
 
 class FuseFewTokens:
-    """Pieces for few tokens: a linear takes its gate or its residual with it, and the norm between two linears goes.
+    """Makes pieces for few tokens: a linear takes its gate or its residual, and the norm between two linears goes.
 
     Why: with a few tokens a step is still reads of weights and launches. cuBLAS splits the inputs of small weights
         among blocks, which takes a second kernel, and none of its kernels starts before the one ahead has ended
@@ -72,7 +72,7 @@ class LinearOps:
     takes_bias: bool = False
 
     def match(self, node: object) -> Linear | None:
-        """A linear that these ops take."""
+        """The linear at `node` if these ops take it."""
         linear = match_linear(node, self.takes_bias)
         return linear if linear is not None and self.takes(linear) else None
 
@@ -108,7 +108,7 @@ def few_token_form(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | No
 
 
 class _Fusion:
-    """One piece's fusing.
+    """Fuses the linears of one piece.
 
     Attributes:
         fused: linears that a kernel of ours stands for now.
@@ -126,7 +126,7 @@ class _Fusion:
                 self._norms[norm.x].append((node, norm))
 
     def residual(self, node: fx.Node) -> None:
-        """residual + linear, with the one norm behind it if only linears of ours read that."""
+        """Fuses residual + linear, with the one norm behind it if only linears of ours read that."""
         for linear, residual in match_residual(node):
             if self._ops.takes(linear):
                 norms = self._norms[node]
@@ -138,7 +138,7 @@ class _Fusion:
                 return
 
     def gated(self, node: fx.Node) -> None:
-        """silu(gate) * up over the halves of a linear."""
+        """Fuses silu(gate) * up over the halves of a linear."""
         linear = self._ops.match(match_silu_mul(node))
         if linear is not None and linear.bias is None and self._ops.is_taken(linear.shape[0] // 2, linear.shape[1]):
             self._replace(node, linear, self._call_linear(node, linear, True))
@@ -172,7 +172,7 @@ class _Fusion:
         return out
 
     def _call(self, node: fx.Node, name: str, *operands: Any) -> fx.Node:
-        """A call in the place of `node`."""
+        """Puts a call in the place of `node`."""
         with self._graph.inserting_before(node):
             made = self._graph.call_function(op(f"{self._ops.prefix}_{name}"), operands)
         made.meta.update(node.meta)

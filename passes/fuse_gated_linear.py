@@ -1,4 +1,4 @@
-"""gate_up and the activation behind it as one kernel on Hopper, in pieces for many tokens."""
+"""Makes gate_up and its activation one kernel on Hopper, in pieces for many tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
 
 
 class FuseGatedLinear:
-    """A matrix product whose sums are activated before they leave the registers.
+    """Activates a matrix product's sums before they leave the registers.
 
     Why: gates and ups are neither written nor read again, which is up to 8 % of the time of both for 512 to 8192 tokens
         of Qwen3-8B, and 7 to 24 % for those of 0.6B (figures in docs/performance.md).

@@ -1,4 +1,4 @@
-"""Norms of q and k, their rotation and the write of k and v into the KV cache become one kernel before attention."""
+"""Makes norms and rotation of q and k, and the write of k and v into the KV cache, one kernel before attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mllm_compile.runtime.ops import op
 
 
 class FuseRopeCache:
-    """One kernel from the projections to attention, which then finds its keys and values in the cache.
+    """Puts one kernel between the projections and attention, which then finds its keys and values in the cache.
 
     Why: a decode step has few tokens, so each of these kernels costs its launch: norm and rotation of q and of k, and
         an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token; one kernel takes 1.5 (other

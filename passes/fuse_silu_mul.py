@@ -1,4 +1,4 @@
-"""silu(gate) * up as one kernel, in pieces for any number of tokens."""
+"""Makes silu(gate) * up one kernel, in pieces for any number of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the colum
 
 
 class FuseSiluMul:
-    """The activation between the two linears of a feed-forward, by a kernel as fast as the memory.
+    """Computes the activation between a feed-forward's two linears by a kernel as fast as the memory.
 
     Why: Inductor's kernel takes 61 µs for 8192 tokens of Qwen3-0.6B and 243 for those of 8B, where the bytes take 34
         and 134 (figures in runtime/ops/silu_mul.py).

@@ -1,4 +1,4 @@
-"""A second form of each piece for steps of one token, with linears, norms, activations and residuals in few kernels."""
+"""Adds a form of each piece for one token: linears, norms, activations and residuals in few kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mllm_compile.runtime.ops.single_token_shapes import is_taken
 
 
 class FuseSingleToken:
-    """Pieces for one token: a linear takes its norm, its gate or its residual with it.
+    """Makes pieces for one token: a linear takes its norm, its gate or its residual with it.
 
     Why: at one token a decode step is launches and reads of weights. cuBLAS' matrix-vector kernels run at a third of
         the memory's speed for small weights, and norm, activation and residual cost a launch each (figures in

@@ -25,7 +25,7 @@ from mllm_compile.passes.match.nodes import (
 
 
 class GatherRowsEarly:
-    """The head's row gather moves up to the last attention.
+    """Moves the head's row gather up to the last attention.
 
     Why: a prompt's tokens but the last leave keys and values in each layer, and nothing else is read of what the last
         layer makes of them: its output projection and feed-forward, most of a layer's products, are for S rows then in
@@ -60,7 +60,7 @@ class GatherRowsEarly:
 
 
 def _gather_of(rows: fx.Node) -> fx.Node | None:
-    """The one reader of the rows, x[:, rows, :] of hidden states, where there is one and it is that."""
+    """The only reader of the rows if it is x[:, rows, :] of hidden states, else None."""
     readers = [node for node in rows.users if not is_symbolic(node.meta.get("val"))]
     if len(readers) != 1 or not is_call(readers[0], operator.getitem) or not isinstance(readers[0].args[0], fx.Node):
         return None
@@ -113,7 +113,7 @@ class _Region:
         return found if found.nodes else None
 
     def rebuild(self, graph: fx.Graph, gather: fx.Node, last: fx.Node, rows: fx.Node) -> None:
-        """Computes it again of gathered sources, in the place of what the gather read."""
+        """Repeats the region's nodes on gathered sources, in the place of the gather's input."""
         made: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(last.next):
             size = call(graph, torch.ops.aten.sym_size.int, rows, 0)
@@ -147,7 +147,7 @@ def _is_read_behind(node: fx.Node, gather: fx.Node, order: dict[fx.Node, int]) -
 
 
 def _each(val: Any) -> tuple[Any, ...]:
-    """The tensors of a tuple, or the one that it is."""
+    """The tensors of a tuple, or the one tensor."""
     return tuple(val) if isinstance(val, tuple | list) else (val,)
 
 

@@ -1,4 +1,4 @@
-"""The trace-time attention op becomes the runtime's op, and what it said goes into a layer's parameters."""
+"""Replaces the trace-time attention op by the runtime's op; its arguments become a layer's parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mllm_compile.runtime.ops import op
 
 
 class LowerAttention:
-    """One name a call, an output that the caller gives, and everything that varies per layer out of the graph.
+    """Gives each call one name and an output of the caller's, and takes all that varies per layer out of the graph.
 
     Why: the runtime's op reads metadata, pages and slots from the forward context under a layer's name; scale, window,
         soft cap and sinks are the layer's, so equal layers stay equal graphs.

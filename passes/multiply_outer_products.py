@@ -1,4 +1,4 @@
-"""A product of one column and one row is a multiplication of their elements."""
+"""Replaces a product of one column and one row by a multiplication of their elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_call
 
 
 class MultiplyOuterProducts:
-    """Matrix products that add nothing up become multiplications.
+    """Turns matrix products that add nothing up into multiplications.
 
     Why: Transformers 5.17 has the angles of rotary positions as such a product (5.23 multiplies). A library's GEMM for
         it is a kernel of its own, with another ahead of it that converts the positions, at the start of every step; a
@@ -60,5 +60,5 @@ def _is_outer_product(node: fx.Node) -> bool:
 
 
 def _is_one(size: int | torch.SymInt) -> bool:
-    """Known to be 1: a size that a step decides is not."""
+    """True if `size` is known to be 1, which a size that a step decides is not."""
     return isinstance(size, int) and size == 1

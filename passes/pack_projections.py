@@ -1,4 +1,4 @@
-"""Linears that read the same input become one linear over concatenated weights."""
+"""Merges linears that read the same input into one over concatenated weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MIN_ROWS = 8  # one-row gates gain nothing and their sums change order when joi
 
 
 class PackProjections:
-    """q, k, v and gate, up as one GEMM each.
+    """Packs q, k, v and gate, up into one GEMM each.
 
     Why: at few tokens a linear costs its weight's bytes plus a launch; one large read runs nearer the memory's speed
         than three small ones (figures in docs/performance.md).

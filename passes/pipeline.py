@@ -164,7 +164,7 @@ def _verify(gm: fx.GraphModule, name: str, assumed: frozenset[str]) -> None:
 
 
 def _places(graph_pass: GraphPass, error: Exception) -> str:
-    """The pass's own line, and that of a helper which it called, where that is what failed."""
+    """The pass's line that failed, and the line of the helper that raised, if one did."""
     frames = traceback.extract_tb(error.__traceback__)
     source = getattr(sys.modules.get(type(graph_pass).__module__), "__file__", None)  # none of what is typed in
     own = [frame for frame in frames if frame.filename == source][-1:]

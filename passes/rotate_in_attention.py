@@ -1,4 +1,4 @@
-"""Attention is told what its q and k are made of, so that kernels of decodes can norm and rotate them on the way."""
+"""Tells attention how its q and k are made, so that decode kernels can norm and rotate them on the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 
 
 class RotateInAttention:
-    """Decodes without a kernel between the projections and attention.
+    """Lets decodes do without a kernel between the projections and attention.
 
     Why: with one token a request that kernel is launches and waiting. A kernel of attention that norms and rotates a
         query when it reads it, and writes the new key and value of the requests whose last keys it reads, takes the
@@ -61,7 +61,7 @@ class RotateInAttention:
 
 
 def _made_by(attention: fx.Node) -> fx.Node | None:
-    """The call of rope_and_cache that makes its q."""
+    """The call of rope_and_cache that makes the attention's q."""
     q = attention.args[0]
     call = q.args[0] if is_call(q, operator.getitem) else None
     return call if is_op(call, "rope_and_cache") else None

@@ -1,4 +1,4 @@
-"""Cuts the graph at every attention, at the row gather and before the head; what lies between two cuts is a piece."""
+"""Cuts the graph at every attention, at the row gather and before the head; a piece lies between two cuts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECE_PREFIX = "piece_"
 
 
 class SplitAtAttention:
-    """One submodule per stretch between attentions, called from a parent graph.
+    """Makes each stretch between attentions a submodule, called from a parent graph.
 
     Why: attention reads the forward context and is planned per batch, so it stays outside of what Inductor compiles and
         (for prefill) outside of CUDA graphs; the head works on S rows, not T tokens, so it is its own piece.

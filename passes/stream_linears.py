@@ -1,4 +1,4 @@
-"""Forms of pieces for steps of up to 256 tokens on Hopper, with linears that stream their weights."""
+"""Adds forms of pieces for up to 256 tokens on Hopper, whose linears stream their weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StreamLinears:
 
 
 def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
-    """None too where a linear would be left to the library, which is slow with few tokens."""
+    """The piece's form; None also where a linear would be left to the library, which is slow with few tokens."""
     ops = streamed(tokens)
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR)]
     return few_token_form(piece, ops) if all(ops.match(node) for node in linears) else None

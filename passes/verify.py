@@ -76,7 +76,7 @@ def attention_is_lowered(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def only_pieces_and_attention(gm: fx.GraphModule) -> Iterator[str]:
-    """The parent graph after the split: nothing computes but pieces and attention."""
+    """Checks that after the split the parent graph computes nothing but pieces and attention."""
     allowed = (torch.ops.aten.sym_size.int, torch.ops.aten.new_empty.default)
     for node in gm.graph.nodes:
         if node.op == "call_method" or (

@@ -122,8 +122,8 @@ def _fill(
 
 @contextmanager
 def _inductor_cache(folder: Path) -> Iterator[None]:
-    """Importing Dynamo makes Inductor's cache folder, by default in the one for temporary files; here it is `folder`,
-    which may go: pieces are compiled in processes of their own (inductor/workers.py)."""
+    """Points Inductor's cache, which importing Dynamo makes among temporary files, to `folder`. It may go: pieces are
+    compiled in processes of their own (inductor/workers.py)."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     os.environ.setdefault(name, str(folder))
@@ -143,7 +143,7 @@ def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
 
 
 def _check_text(folder: Path) -> None:
-    """Loads what an engine will: a file that is broken is found before the time that a compile takes.
+    """Loads what an engine will load, so that a broken file is found before the time that a compile takes.
 
     Raises:
         CheckpointError, ConfigError: one is.
@@ -165,7 +165,7 @@ def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> N
 
 @contextmanager
 def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | None]:
-    """The compiler process, started first of all so that its imports overlap with the trace."""
+    """Starts the compiler process, before all else, so that its imports overlap with the trace."""
     if config.compile.backend == "eager":
         yield None
         return

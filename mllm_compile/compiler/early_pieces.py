@@ -1,4 +1,4 @@
-"""Compiles pieces while the model is still being traced: those of a copy with two layers, which are mostly its own.
+"""Compiles pieces while the model is still being traced: the pieces of a two-layer copy, most of which it shares.
 
 A trace takes a fraction of a second a layer, and nothing is compiled before its end. A copy of the model with two
 layers is traced in a second or two, and layers that are alike make the same pieces however many there are. So its

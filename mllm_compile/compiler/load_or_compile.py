@@ -1,4 +1,4 @@
-"""A config, or a runtime's folder, becomes an opened runtime.
+"""Turns a config, or a runtime's folder, into an opened runtime.
 
 resolve → look (target.py) → found: open it; else compile it (compiler/build.py, imported when there is something to
 compile) → check that the checkpoint is the one that it serves.
@@ -30,7 +30,7 @@ _NO_OPTIONS = CompileOptions()
 
 @dataclass(frozen=True)
 class CompiledRuntime:
-    """A runtime that is ready to be loaded, and how it came about.
+    """A runtime that is ready to be loaded, and its origin.
 
     Attributes:
         artifact: the opened folder.
@@ -89,7 +89,7 @@ def load_or_compile(
 
 
 def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRuntime:
-    """Opens a runtime's folder; what it serves with is the config that it was compiled from.
+    """Opens a runtime's folder; it serves with the config that it was compiled from.
 
     Raises:
         ArtifactError: it is not to be trusted, damaged, or made for another machine or version.
@@ -137,7 +137,7 @@ def _check_machine(artifact: Artifact, config: ResolvedConfig) -> None:
 
 
 def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> tuple[Artifact, bool]:
-    """One process compiles a key at a time; the others wait and take what it made (True)."""
+    """Lets one process compile a key at a time; the others wait and take the result (True)."""
     if options.output is not None:
         check_replaceable(target.folder)
         return _compile(target, options, timeline), False

@@ -237,14 +237,14 @@ def _first_line(name: str, remark: str = "") -> str:
 
 
 def _readable(code: str) -> str:
-    """fx puts a function's parameters on one line, a thousand of them too: here each has its own."""
+    """Puts each parameter of a function on its own line; fx puts a thousand of them on one."""
     return _SIGNATURE.sub(
         lambda match: f"{match[1]}(\n    {match[2].replace(', ', f',{chr(10)}    ')},\n){match[3]}", code
     )
 
 
 class _GraphDumper:
-    """Numbered files, one a stage: `02_pack_projections.txt`."""
+    """Writes numbered files, one a stage: `02_pack_projections.txt`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0

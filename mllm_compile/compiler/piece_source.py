@@ -71,13 +71,13 @@ def _plainly_named(graph: fx.Graph) -> fx.Graph:
 
 
 def shape_text(val: torch.Tensor, symbols: Mapping[str, str]) -> str:
-    """`bfloat16 [1, T, 1024]`."""
+    """The value's shape as text: `bfloat16 [1, T, 1024]`."""
     dims = ", ".join(str(size_of(dim, symbols)) for dim in val.shape)
     return f"{str(val.dtype).removeprefix('torch.')} [{dims}]"
 
 
 def size_of(value: int | torch.SymInt, symbols: Mapping[str, str]) -> int | str:
-    """A number, or an expression of T, S, P and L as text: 1024, "T", "1024*T"."""
+    """A size as text or number, an expression of T, S, P and L: 1024, "T", "1024*T"."""
     if not is_symbolic(value):
         return int(value)
     text = str(value.node.expr)  # type: ignore[union-attr]

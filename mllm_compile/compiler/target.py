@@ -65,7 +65,7 @@ def _is_of(folder: Path, factors: Mapping[str, str]) -> bool:
 
 
 def _cached_folder(config: ResolvedConfig, model: ModelFolder, factors: Mapping[str, str]) -> Path:
-    """Readable name, then the key. The name is the model's type: a hit must not depend on where the model lies."""
+    """The cache's folder for the key: a readable name, then the key. The name is the model's type, never its place."""
     kind = str(model.config.get("model_type", "model"))
     slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in kind)
     return runtimes_folder(config.cache.dir) / f"{slug}-{key_of(factors)}"

@@ -1,4 +1,4 @@
-"""From a config to the parts of an engine: the cached runtime loaded, pools allocated, graphs captured.
+"""Makes the parts of an engine from a config: the cached runtime loaded, pools allocated, graphs captured.
 
 All that is slow to import or needs the device is here and below; Engine imports it when it is made. A warm start comes
 through here too, so nothing in it may import Transformers, Dynamo or Inductor.
@@ -176,7 +176,7 @@ def _load_text_parts(
 
 
 def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, timeline: Timeline) -> None:
-    """Puts what this device was found to hold, and how long this start took, beside the runtime."""
+    """Stores beside the runtime what this device was found to hold, and how long this start took."""
     device = compiled.config.runtime.device
     pool = runner.token_to_kv_pool
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in runner.model.layers]
@@ -206,7 +206,7 @@ def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeli
 
 
 def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The model's; the tokenizer's where the model names none."""
+    """The model's end-of-sequence ids; the tokenizer's where the model names none."""
     if not defaults.eos_token_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         return frozenset({tokenizer.eos_token_id})
     return defaults.eos_token_ids

@@ -1,4 +1,4 @@
-"""AsyncEngine: the same engine for asyncio tasks; what a server stands on."""
+"""AsyncEngine: the same engine for asyncio tasks; servers build on it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _RESTART = "Close this engine and make a new one."
 
 
 def closed() -> EngineDeadError:
-    """There are no further requests."""
+    """The error for requests after the end."""
     return EngineDeadError("the engine is closed. Make a new one.")
 
 
@@ -28,19 +28,19 @@ def forked() -> EngineDeadError:
 
 
 def stopped_unseen() -> EngineDeadError:
-    """The thread has ended and could not say why; made ahead, for when nothing more can be made."""
+    """The error of a thread that ended and could not say why; made ahead, for when nothing more can be made."""
     return EngineDeadError(f"the engine's thread ended, and its reason could not be told. {_RESTART}")
 
 
 def stopped(fault: BaseException) -> EngineDeadError:
-    """A fault of the engine itself, or an exception that was thrown into its thread."""
+    """The error for a fault of the engine itself, or an exception that was thrown into its thread."""
     error = EngineDeadError(f"the engine met an internal error and stopped: {_describe(fault)}. {_RESTART}")
     error.__cause__ = fault
     return error
 
 
 def device_lost(work: str, error: Exception, fault: Exception) -> EngineDeadError:
-    """A step of `work` failed by `error`, and the device does not answer by `fault`."""
+    """The error for a step of `work` that failed by `error`, after which the device does not answer by `fault`."""
     return EngineDeadError(
         f"a step of {work} failed: {_describe(error)}; the device cannot be used any more: {_describe(fault)}. "
         f"{_RESTART}"
@@ -48,7 +48,7 @@ def device_lost(work: str, error: Exception, fault: Exception) -> EngineDeadErro
 
 
 def step_failed(work: str, error: Exception) -> MllmError:
-    """A step of `work` failed, and the engine goes on."""
+    """The error for a step of `work` that failed while the engine goes on."""
     if isinstance(error, MllmError):  # such as DeviceMemoryError: it says all by itself
         return error
     failure = MllmError(f"a step of {work} failed: {_describe(error)}. The engine goes on.")
@@ -57,7 +57,7 @@ def step_failed(work: str, error: Exception) -> MllmError:
 
 
 def no_numbers(request: Request) -> MllmError:
-    """The model computed no numbers for the request's next token, or the request forbids all tokens."""
+    """The error for a request without a next token: its logits hold NaN or inf, or it forbids all tokens."""
     params = request.params
     what = "prompt" if not request.output_token_ids else f"output after {len(request.output_token_ids)} tokens"
     restricts = params.min_tokens > 0 or params.allowed_token_ids is not None or params.bad_words
@@ -70,14 +70,14 @@ def no_numbers(request: Request) -> MllmError:
 
 
 def no_text(error: Exception) -> MllmError:
-    """A fault of the tokenizer."""
+    """The error for a fault of the tokenizer."""
     if isinstance(error, MllmError):
         return error
     return MllmError(f"the tokens could not be turned into text: {_describe(error)}")
 
 
 def drop_locals(error: BaseException | None) -> None:
-    """Lets go of what the frames of an error hold: the tensors of the step would stay on the device with them."""
+    """Lets go of what the frames of an error hold, or the step's tensors would stay on the device with them."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

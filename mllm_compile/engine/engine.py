@@ -1,4 +1,4 @@
-"""Engine: what a Python program holds to generate text.
+"""Engine: the object with which a Python program generates text.
 
 A thin room: requests are made by engine/requests.py, run by engine/loop.py, answers put together by answers.py. Many
 threads may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks from the same one.

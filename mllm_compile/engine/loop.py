@@ -70,7 +70,7 @@ class _Step:
 
 
 class _Call(Generic[T]):
-    """A function that the engine's thread runs for someone else."""
+    """A function that the engine's thread runs for another thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -152,7 +152,7 @@ class EngineCore:
 
     @property
     def end_error(self) -> EngineDeadError | None:
-        """Why no further request is taken; None while the engine can go on."""
+        """The reason why no further request is taken; None while the engine can go on."""
         if self._end_error is None and self._has_started and not self._thread.is_alive():
             return self._stopped_unseen
         return self._end_error
@@ -189,7 +189,7 @@ class EngineCore:
         self._post_if_alive(lambda: self._withdraw(withdrawn))
 
     def stats(self) -> EngineStats:
-        """Figures as they are between two steps; after the end the last ones."""
+        """Figures as they are between two steps; after the end, the last ones."""
         return self._call(lambda: self._recorder.snapshot(self._scheduler.stats()))
 
     def flush_prefix_cache(self) -> None:
@@ -291,7 +291,7 @@ class EngineCore:
             self._commands.popleft()
 
     def _surely_end(self, error: EngineDeadError) -> None:
-        """`_end`, which is interrupted where another exception is thrown into this thread meanwhile."""
+        """Calls `_end` again if another exception thrown into this thread interrupts it."""
         for _ in range(_TRIES):
             with suppress(BaseException):
                 self._end(error)
@@ -385,7 +385,7 @@ class EngineCore:
                 self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """A completion has ended and its end was told."""
+        """Forgets a completion whose end was told."""
         request, submission = sequence.request, sequence.submission
         self._live.pop(request, None)
         self._watched.pop(request, None)
@@ -453,7 +453,7 @@ class EngineCore:
                 self._forget(sequence)
 
     def _break(self, request: Request) -> None:
-        """The scheduler has ended a request whose logits were no numbers."""
+        """Fails the submission of a request that the scheduler ended because its logits were no numbers."""
         self._recorder.logits_were_no_numbers()
         sequence = self._live.get(request)
         if sequence is not None:
@@ -525,7 +525,7 @@ os.register_at_fork(after_in_child=_cut_off)
 
 
 def _forget_prompt_logprobs(batch: ScheduledBatch) -> None:
-    """A prompt that was preempted half-way is computed, and scored, from its start again."""
+    """Forgets a preempted prompt's scores: it is computed, and scored, from its start again."""
     for request in batch.admitted:
         if request.needs_prompt_logprobs:
             request.prompt_logprobs.clear()

@@ -197,7 +197,7 @@ class RequestBuilder:
         return submission
 
     def _fault(self, token_ids: list[int], params: SamplingParams) -> RequestError | None:
-        """Why these token ids with these parameters cannot be served, None when they can."""
+        """The reason why these token ids with these parameters cannot be served, None when they can."""
         if not token_ids:
             return RequestError("the prompt is empty; a request needs at least one token to compute")
         if params.stop and self._tokenizer is None:
@@ -325,7 +325,7 @@ class RequestBuilder:
 
 
 def _unicode_fault(text: str) -> RequestError | None:
-    """Why a text cannot be tokenized; None where it can."""
+    """The reason why a text cannot be tokenized; None where it can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""A prompt on its way through the engine: its requests, what they have produced, and who waits for it.
+"""A prompt on its way through the engine: its requests, what they have produced, and the sink that waits for it.
 
 A Submission is one prompt; it has `n` Sequences, each with a runtime Request. The engine's thread calls
 `Sequence.advance` and `Sequence.end`; everything that a reader's thread can do instead (detokenizing without stop
@@ -36,13 +36,13 @@ class Delta:
 
 
 class Sink(Protocol):
-    """Who waits for a submission. Called on the engine's thread: must return at once and not raise."""
+    """The side that waits for a submission. Called on the engine's thread: must return at once and not raise."""
 
     def on_delta(self, submission: Submission, delta: Delta) -> None:
-        """A stream has news."""
+        """Takes the news of a stream."""
 
     def on_end(self, submission: Submission) -> None:
-        """All its completions have ended, or the engine has; a second call changes nothing."""
+        """Takes the end of all its completions, or of the engine; a second call changes nothing."""
 
 
 class Submission:
@@ -105,13 +105,13 @@ class Submission:
         return self._num_unfinished == 0
 
     def refuse(self, error: MllmError) -> None:
-        """It cannot be served, or not to its end: every completion that still runs ends with "error"."""
+        """Ends every completion that still runs with "error": the prompt cannot be served, or not to its end."""
         self.failure = error
         for sequence in self.sequences:
             sequence.end("error")
 
     def engine_ended(self, error: MllmError) -> None:
-        """The engine has stopped: waiting callers get `error`, unless every completion had ended."""
+        """Gives waiting callers `error` after the engine has stopped, unless every completion had ended."""
         if not self.is_finished:
             self.failure = error
         for sequence in self.sequences:
@@ -120,7 +120,7 @@ class Submission:
             self.sink.on_end(self)
 
     def sequence_ended(self) -> None:
-        """One of its sequences has ended; the last one tells the sink."""
+        """Counts a sequence that has ended; the last one tells the sink."""
         self._num_unfinished -= 1
         if not self._num_unfinished and self.sink is not None:
             self.sink.on_end(self)
@@ -166,7 +166,7 @@ class Sequence:
         return self.has_stop_strings or self.submission.is_stream
 
     def advance(self) -> str | None:
-        """The scheduler appended tokens to the request, and perhaps ended it.
+        """Takes tokens that the scheduler appended to the request, and perhaps its end.
 
         Returns:
             The stop string that ends it now, when the scheduler does not know yet that it is over.

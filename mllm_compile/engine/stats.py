@@ -212,7 +212,7 @@ class StatsRecorder:
         self._num_broken = 0
 
     def step_over(self, batch: ScheduledBatch, accepted: Sequence[int]) -> None:
-        """A step's tokens have reached the host.
+        """Counts a step whose tokens have reached the host.
 
         Args:
             accepted: indices of the batch's rows whose token was handed out, ascending.
@@ -240,7 +240,7 @@ class StatsRecorder:
         self._finished[finish_reason] += 1
 
     def logits_were_no_numbers(self) -> None:
-        """A request ended because of that."""
+        """Counts a request that ended because its logits were no numbers."""
         self._num_broken += 1
 
     def snapshot(self, scheduler: SchedulerStats) -> EngineStats:

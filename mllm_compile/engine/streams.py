@@ -45,7 +45,7 @@ class Countdown:
 
 
 class StreamQueue:
-    """Where a stream's news lie. Apart from TokenStream, so that the engine does not keep an abandoned one alive."""
+    """The news of a stream. Apart from TokenStream, so that the engine does not keep an abandoned one alive."""
 
     def __init__(self, num_completions: int) -> None:
         self._num_running = num_completions  # as far as the reader has come
@@ -197,7 +197,7 @@ class AsyncReader:
         return deltas, has_ended or self._num_running == 0
 
     async def wait(self) -> None:
-        """Until all completions have ended; for a whole answer, which sends no deltas."""
+        """Waits until all completions have ended; for a whole answer, which sends no deltas."""
         while not self._has_ended:
             await self._event.wait()
             self._event.clear()

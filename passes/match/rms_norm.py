@@ -1,4 +1,4 @@
-"""Recognises an RMS norm as models of Transformers write it out."""
+"""Recognises an RMS norm in the form that Transformers' models write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One spelling for each operation: which of Python's, torch's and Tensor's names for it a canonical graph has.
+"""Gives each operation one spelling in a canonical graph, out of Python's, torch's and Tensor's names for it.
 
 Models write `x * y`, `torch.mul(x, y)` and `x.mul(y)`, and give arguments by place or by name. canonicalise leaves one
 of these, by the table below, so that a pass asks for one target and reads arguments by their place. Operations that
@@ -100,7 +100,7 @@ def _spell(node: fx.Node) -> bool:
 
 
 def _spelled(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | None:
-    """The node's call as it is to be, None where it is so."""
+    """The node's call in its one spelling, None if it has it already."""
     target = node.target
     if node.op == "call_method" and target in _TO_DTYPE:
         is_plain = not node.kwargs and len(node.args) == (2 if target == "type_as" else 1)
@@ -115,7 +115,7 @@ def _spelled(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | 
 
 
 def _is_of_tensors(node: fx.Node) -> bool:
-    """Sizes are added too, and lists of them: those are other operations."""
+    """True for a call on tensors: sizes and lists of them are added too, by other operations."""
     return any(isinstance(arg.meta.get("val"), torch.Tensor) for arg in node.all_input_nodes) and isinstance(
         node.meta.get("val"), torch.Tensor | tuple | list
     )

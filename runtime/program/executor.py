@@ -83,7 +83,7 @@ class ProgramExecutor:
         return self.head(self.body(inputs), inputs["logits_indices"])
 
     def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> list[Any]:
-        """Runs what works on the T tokens.
+        """Runs the part that works on the T tokens.
 
         Args:
             inputs: `input_ids` [T] int64, `positions` [T] int64.
@@ -125,7 +125,7 @@ class ProgramExecutor:
                 values[slot] = None
 
     def _first_row_step(self) -> int:
-        """Where rows are gathered: what comes before does not know which are wanted."""
+        """Index of the first step after rows are gathered: earlier steps do not know which are wanted."""
         steps = enumerate(self.program.steps)
         gathers = (index for index, step in steps if isinstance(step, PieceStep) and ROW_INPUT in step.inputs)
         return next(gathers, len(self.program.steps))
@@ -143,7 +143,7 @@ class ProgramExecutor:
         return self._slot(names.pop())
 
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
-        """Names become slots; each step learns which values die after it."""
+        """Turns names into slots; each step learns which values die after it."""
         layers = {layer.name: layer for layer in self.program.layers}
         attentions = [step for step in self.program.steps if isinstance(step, AttentionStep)]
         leaving = {step.layer for step in attentions if step.unrotated is not None}

@@ -63,7 +63,7 @@ def _refusal(error: OSError, needed_bytes: int | None = None) -> ConfigError:
 
 
 def check_room(package: bytes) -> None:
-    """For a loader that unpacks by itself into /tmp.
+    """Checks that /tmp has room, for a loader that unpacks there by itself.
 
     Raises:
         ConfigError: there is no room for it.
@@ -91,7 +91,7 @@ class _OwnFolder:
 
 
 def _own_folder() -> Path:
-    """Made at the first call in a process, which sweeps what killed ones left."""
+    """The process' folder, made at the first call, which sweeps those of killed processes."""
     global _folder
     with _lock:
         if _folder is None or _folder.process != os.getpid() or not _folder.path.is_dir():

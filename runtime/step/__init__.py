@@ -1,1 +1,1 @@
-"""One engine step: a ScheduledBatch becomes tokens."""
+"""Runs one engine step: a ScheduledBatch becomes tokens."""

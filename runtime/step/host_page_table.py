@@ -25,7 +25,7 @@ class HostPageTable:
         self._table[rows, page_positions] = page_ids
 
     def places_of(self, rows: np.ndarray, page_positions: np.ndarray) -> np.ndarray:
-        """[N] int64: of these pages among the pages of all rows, row after row."""
+        """The places [N] int64 of these pages among the pages of all rows, row after row."""
         return rows.astype(np.int64) * self._table.shape[1] + page_positions
 
     def slots_of(self, page_ids: np.ndarray) -> np.ndarray:

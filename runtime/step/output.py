@@ -63,7 +63,7 @@ class ScoreTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepOutput:
-    """See the module's header.
+    """The tokens of a step and their scores; see the module's header.
 
     Attributes:
         token_ids: [R] int64; NO_TOKEN in rows that were not sampled, or whose logits hold NaN or inf or nothing finite.

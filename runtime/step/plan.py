@@ -50,7 +50,7 @@ class StepPlan:
 
 
 def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
-    """The batch as it is: a decode, or prompt chunks behind decodes.
+    """Plans the batch as it is: a decode, or prompt chunks behind decodes.
 
     Args:
         pages: the page table, the batch's own writes included.
@@ -84,7 +84,7 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
 
 
 def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) -> StepPlan:
-    """A decode of `num_rows` rows, one a token; a row of padding is the dummy row's only token.
+    """Plans a decode of `num_rows` rows, one a token; a row of padding is the dummy row's only token.
 
     All rows are sampled, and scored when a prompt position is: what is not asked for is left behind on the device.
 
@@ -133,7 +133,7 @@ def _finish(
     is_decode: bool,
     prompt_rows: np.ndarray = _NONE,
 ) -> StepPlan:
-    """Only what is sampled has logits, only what is scored has scores."""
+    """A plan in which only sampled rows have logits, and only scored ones have scores."""
     return StepPlan(
         inputs=inputs,
         extras=extras,

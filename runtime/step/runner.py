@@ -40,7 +40,7 @@ _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, how
 
 
 class StepHandle:
-    """A step that was launched; `wait` gives what it brought."""
+    """A step that was launched; `wait` gives its result."""
 
     def __init__(self, batch: ScheduledBatch, plan: StepPlan, results: _Results) -> None:
         self._batch = batch
@@ -117,7 +117,7 @@ class StepRunner:
         return StepHandle(batch, plan, results)
 
     def _decode(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
-        """The step in one launch; None: it is not of decodes alone, or these are not captured so.
+        """Runs the step in one launch; None: it has more than decodes, or these are not captured so.
 
         The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
         """
