@@ -39,11 +39,11 @@ class OtherFormatError(ArtifactError):
 
 
 class OldFormatError(OtherFormatError):
-    """An older version wrote it."""
+    """A cached runtime that an older version wrote."""
 
 
 class NewFormatError(OtherFormatError):
-    """A newer version wrote it."""
+    """A cached runtime that a newer version wrote."""
 
 
 class CompileError(MllmError):

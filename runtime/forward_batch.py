@@ -28,7 +28,7 @@ class ForwardMode(IntEnum):
     IDLE = 4
 
     def is_extend(self) -> bool:
-        """EXTEND or MIXED: some request brings more than its last sampled token."""
+        """True for EXTEND or MIXED: some request brings more than its last sampled token."""
         return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
     def is_prefill(self) -> bool:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """See the module's header. `initialize()` before anything else, `shutdown()` at the end.
+    """Runs a loaded model. `initialize()` before anything else, `shutdown()` at the end.
 
     Attributes:
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
@@ -205,7 +205,7 @@ class ModelRunner:
         seq_lens_cpu: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """One new token a request.
+        """Prepare a batch of one new token a request.
 
         Args:
             input_ids: [R] int64; req_pool_indices: [R] int64; out_cache_loc: [R] int64; seq_lens: [R] int32, with the
@@ -247,7 +247,7 @@ class ModelRunner:
         extend_prefix_lens_cpu: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """Prompt tokens, after `num_decodes` decodes (MIXED) or alone (EXTEND).
+        """Prepare a batch of prompt tokens, after `num_decodes` decodes (MIXED) or alone (EXTEND).
 
         Args:
             input_ids: [T] int64, request after request; out_cache_loc: [T] int64; req_pool_indices: [R] int64;
@@ -304,11 +304,11 @@ class ModelRunner:
         return self.graph_runner.decode(rows, seq_lens, slots)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
+        """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
         return self._run(batch)
 
     def forward_extend(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """EXTEND and MIXED: the logits of each request's last token, unless logits_indices say otherwise."""
+        """Run EXTEND and MIXED: the logits of each request's last token, unless logits_indices say otherwise."""
         if batch.logits_indices is None:
             ends = torch.cumsum(batch.extend_seq_lens, 0)  # type: ignore[arg-type]  # set in EXTEND and MIXED
             batch.logits_indices = ends - 1
@@ -338,7 +338,7 @@ class ModelRunner:
         )
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """The program piece by piece, no graph."""
+        """Runs the program piece by piece, without a graph."""
         self.attn_backend.init_forward_metadata(batch)
         logits_indices = batch.logits_indices
         if logits_indices is None:
@@ -375,7 +375,7 @@ class ModelRunner:
         descriptor: BatchDescriptor,
         all_rows: torch.Tensor,
     ) -> list[Any]:
-        """The program up to the head, for `run_head`; arguments as run_program's."""
+        """Runs the program up to the head, for `run_head`; arguments as run_program's."""
         with self._forward_context(batch, tokens, mode, descriptor):
             return self._executor.body(tokens.by_name, all_rows)
 
@@ -415,7 +415,7 @@ class ModelRunner:
         return self.model.eager
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """The runner's GPU as the calling thread's current one."""
+        """Makes the runner's GPU the calling thread's current one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # Memory -----------------------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_largest_batch(self) -> None:
-        """Forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone.
+        """Runs forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone.
 
         Pool and backend are the runner's own for this long, as forward reads them there; init_memory_pool and
         init_attention_backend make those that stay.

@@ -1,4 +1,4 @@
-"""Values in messages: short, and never an error of their own."""
+"""Shows values in messages: short, and never with an error of their own."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ __all__ = [
 
 
 class WrapperDispatch(Enum):
-    """Why a backend has more than one wrapper of a kind."""
+    """The reason why a backend has more than one wrapper of a kind."""
 
     SLIDING_WINDOW = auto()
 
@@ -84,7 +84,7 @@ class PrefillMetadata:
 
 
 class FlashInferAttnBackend(AttentionBackend):
-    """See the module's header. Made of scalars and tensors; the KV pool comes with each batch."""
+    """Attends by FlashInfer. Made of scalars and tensors; the KV pool comes with each batch."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return space, [make(index, group) for index, group in enumerate(self.groups)]
 
     def _make_mixed_steps(self, max_requests: int) -> MixedSteps | None:
-        """None where something is in the way."""
+        """The captured steps with prompts; None where something is in the way."""
         if self._split_space is None or self.mixed_obstacle:
             return None
         decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]

@@ -37,7 +37,7 @@ class LayerSpec:
 
     @cached_property
     def params(self) -> PerLayerParameters:
-        """The three of them that a plan depends on."""
+        """The three parameters that a plan depends on."""
         return PerLayerParameters(self.window_left, self.logits_soft_cap, self.sm_scale)
 
 

@@ -1,4 +1,4 @@
-"""From a ForwardBatch to what attention reads: one builder makes `attn_metadata[layer]`, shared by all layers.
+"""Turns a ForwardBatch into attention's input: one builder makes `attn_metadata[layer]`, shared by all layers.
 
 What all backends need of a batch is CommonAttentionMetadata, on the host wherever planning is done there. Plans of a
 particular kernel library stay in its backend.
@@ -46,7 +46,7 @@ class CommonAttentionMetadata:
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
-        """The batch's, derived from its host copies when it is first asked for.
+        """The batch's metadata, derived from its host copies when it is first asked for.
 
         Raises:
             RuntimeError: an EXTEND or MIXED batch lacks the host copy of its lengths.

@@ -36,7 +36,7 @@ class _Plan:
 
 
 class TorchAttnBackend(AttentionBackend):
-    """See the module's header. Stateless but for the plan of the current batch.
+    """Attends in plain torch. Stateless but for the plan of the current batch.
 
     Args:
         deterministic: compute each request by itself: padding a batch's decodes to the longest of them changes the

@@ -73,7 +73,7 @@ class Axis(NamedTuple):
 
 
 class TensorMap:
-    """How TMA finds boxes in a bfloat16 tensor; rows of 128 bytes are swizzled.
+    """The map by which TMA finds boxes in a bfloat16 tensor; rows of 128 bytes are swizzled.
 
     The L2 is asked for 128 bytes at a time: with 256 reading a KV cache was 5 % slower.
 

@@ -10,7 +10,7 @@ MULTIPROCESSORS = 132  # of an H100 SXM or H200, which kernels are divided for
 
 
 class CudaKernel(ABC):
-    """A dataclass of what its source and its launch need to know; launched as it was compiled.
+    """The base of kernels: a dataclass of what source and launch need; launched as it was compiled.
 
     Attributes:
         source: its file, seen from the folder runtime/.

@@ -1,4 +1,4 @@
-"""The boxes in which kernels read matrices by TMA, in panels of 64 columns; and maps that were made before.
+"""Describes the boxes in which kernels read matrices by TMA, in panels of 64 columns; keeps maps made before.
 
 Shape legend: N rows and K columns of a contiguous bfloat16 matrix.
 """

@@ -48,11 +48,11 @@ class Turn:
         fields[count:size] = (0, padding_len, 0, 0)
 
     def write_in_place(self, size: int) -> None:
-        """The inputs of `size` rows are in their places."""
+        """Notes that the inputs of `size` rows are in their places."""
         self._requests[:size, 0] = _IN_PLACE
 
     def record(self) -> None:
-        """All that uses this part is queued now."""
+        """Notes that all that uses this part is queued now."""
         self._event.record()
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class Turn:
 
 
 class DecodeLoop:
-    """See the module's header. Used by one thread."""
+    """The decode loop of one thread; see the module's header."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class DecodeLoop:
         )
 
     def end(self, logits: torch.Tensor) -> torch.Tensor:
-        """The last kernels, of logits [S, V]. Returns the tokens [S] int64."""
+        """Runs the last kernels, of logits [S, V]. Returns the tokens [S] int64."""
         size, inputs = logits.shape[0], self._inputs
         rows, seq_lens = inputs.req_pool_indices[:size], inputs.seq_lens[:size]
         arguments = [logits, *self._slot_state.sampling.tables, rows, seq_lens]
@@ -126,7 +126,7 @@ class DecodeLoop:
         return self._pieces.end(arguments)[0]
 
     def captured(self) -> None:
-        """All captures are over; what ran ahead of them counts as no turn."""
+        """Ends the captures; what ran ahead of them counts as no turn."""
         self._turns_of_device.zero_()
 
     # Before and after a replay ----------------------------------------------------------------------------------------
@@ -138,6 +138,6 @@ class DecodeLoop:
         return turn
 
     def replayed(self) -> None:
-        """The replay of this turn is queued."""
+        """Notes that the replay of this turn is queued."""
         self._turns[self._turn].record()
         self._turn = (self._turn + 1) % NUM_TURNS

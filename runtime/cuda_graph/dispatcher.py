@@ -1,4 +1,4 @@
-"""From a batch's shape to the graph that it runs in. Pure Python: no torch, no device.
+"""Maps a batch's shape to the graph that it runs in. Pure Python: no torch, no device.
 
 Preference: FULL of a uniform decode (next captured number of requests), then FULL of any step (next captured number of
 tokens, any number of requests), PIECEWISE (likewise), NONE (above the largest size, or nothing captured).

@@ -189,7 +189,7 @@ class GraphRunner:
         return self.decode_loop is not None and num_requests <= self._max_requests
 
     def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
-        """A step of decodes in one launch; their newest tokens are where the last step left them.
+        """Runs a step of decodes in one launch; their newest tokens are where the last step left them.
 
         Args:
             rows, seq_lens, slots: [R] of any integers: each request's row, its tokens with the new one, and the slot of
@@ -210,7 +210,7 @@ class GraphRunner:
         )
 
     def _replay(self, descriptor: BatchDescriptor) -> _DecodeGraph:
-        """A captured decode whose inputs are ready, or written down for this turn."""
+        """Replays a captured decode whose inputs are ready, or written down for this turn."""
         entry, times = self._decode_graphs[descriptor], self._runner.forward_times
         with nullcontext() if times is None else times.measure(descriptor.num_tokens):
             entry.graph.replay()
@@ -231,7 +231,7 @@ class GraphRunner:
         return logits if batch.logits_indices is None else logits.index_select(0, batch.logits_indices)
 
     def _prepare_decode(self, batch: ForwardBatch, size: int) -> None:
-        """Inputs in their places, padding behind them, attention ready for them."""
+        """Puts inputs in their places, padding behind them, and readies attention for them."""
         inputs = self.inputs
         inputs.take_tokens(batch, size)
         inputs.take_requests(batch, size)

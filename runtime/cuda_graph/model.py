@@ -17,7 +17,7 @@ from mllm_compile.runtime.sampling.slot_state import SlotState
 
 
 class CapturableModel(Protocol):
-    """A loaded model with its memory and attention; what the methods do is said at ModelRunner's."""
+    """A loaded model with its memory and attention; ModelRunner's methods are documented there."""
 
     config: RunnerConfig
     device: torch.device

@@ -1,4 +1,4 @@
-"""PIECEWISE: each piece call is a graph per padded token count; attention runs between them as it is."""
+"""PIECEWISE: replays a graph per padded token count for each piece call; attention runs between them as it is."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _SOFT = 1  # omp_pause_soft: the next parallel region makes a new team (OpenMP 5
 
 
 def end_idle_threads() -> None:
-    """Ends those of the calling thread; does nothing where torch's OpenMP has no such call."""
+    """Ends the calling thread's; does nothing where torch's OpenMP has no such call."""
     linked = ctypes.CDLL(torch._C.__file__)  # what it is linked with is looked through too
     pause = getattr(linked, "omp_pause_resource_all", None)
     if pause is not None:

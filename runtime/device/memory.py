@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it the KV pages get.
+"""Measures a device's memory, and decides how much of it the KV pages get.
 
 On CUDA the budget is what mem_fraction_static leaves after the weights, what the libraries hold, and the peak of a real
 run of the largest batch. On a CPU it is a share of the free memory, and no more than all requests together can use.
@@ -63,7 +63,7 @@ def _host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def check_weights_fit(weight_bytes: int, config: RunnerConfig, device: torch.device) -> None:
-    """Say so before loading rather than fail amid it.
+    """Refuses weights that do not fit before loading them, rather than fail amid it.
 
     Raises:
         DeviceMemoryError: the weights need more than the device has free, or than mem_fraction_static allows.
@@ -127,7 +127,7 @@ class KVBudget:
 
 
 def cpu_kv_budget() -> KVBudget:
-    """CPU_KV_SHARE of what is available."""
+    """The budget on a CPU: CPU_KV_SHARE of what is available."""
     available, _ = _host_memory_bytes()
     return KVBudget(int(available * CPU_KV_SHARE), f"{CPU_KV_SHARE:.0%} of {_gib(available)} available memory")
 

@@ -49,7 +49,7 @@ class FieldLayout:
 
 
 def layout_of(fields: Mapping[str, np.ndarray], start: int = 0) -> FieldLayout:
-    """One that these arrays just fit."""
+    """The layout that these arrays just fit."""
     return FieldLayout({name: array.size for name, array in fields.items()}, start)
 
 

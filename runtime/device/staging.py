@@ -18,7 +18,7 @@ _MIN_BYTES = 4096
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """Memory of a copy that is being made, or was.
+    """Memory of a copy that is or was being made.
 
     Attributes:
         memory: uint8, pinned where the device is a GPU.
@@ -34,7 +34,7 @@ class StagingBuffer:
         return self.memory.numpy()
 
     def record(self) -> None:
-        """All that uses the buffer is queued now."""
+        """Notes that all that uses the buffer is queued now."""
         if self.event is not None:
             self.event.record()
 

@@ -99,7 +99,7 @@ def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
 
 
 def _attention_rotates(context: ForwardContext, batch: ForwardBatch, layer: AttentionLayer) -> bool:
-    """Not in PIECEWISE: the pieces' graphs are those of any batch of so many tokens."""
+    """True if attention is to rotate; not in PIECEWISE, where a piece's graph serves any batch of so many tokens."""
     is_piecewise = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
     return not is_piecewise and batch.attn_backend.rotates(layer)
 

@@ -46,7 +46,7 @@ def _begin_kernel(
     PAGES_AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program a request."""
+    """Runs one program a request."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -100,7 +100,7 @@ def begin_decode(
     page_table: torch.Tensor,
     page_size: int,
 ) -> None:
-    """The inputs of a decode step, from what the host wrote for this turn; where it wrote a row < 0, they are there.
+    """Reads a decode step's inputs as the host wrote them for this turn; where it wrote a row < 0, they are in place.
 
     Args:
         turns: [2] int64, the first of which is this turn's number.
@@ -198,7 +198,7 @@ def _end_kernel(
     IS_GREEDY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A row's block, and the token in it: as ops/greedy.py and ops/draw.py choose them."""
+    """Chooses a row's block, and the token in it, as ops/greedy.py and ops/draw.py do."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()

@@ -26,7 +26,7 @@ def starts_early() -> bool:
 
 @triton.jit
 def start_dependents():
-    """The next kernel may take what room this one leaves on the SMs."""
+    """Lets the next kernel take the room that this one leaves on the SMs."""
     gdc_launch_dependents()
 
 

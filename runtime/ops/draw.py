@@ -83,7 +83,7 @@ def draw_block(sums, blocks, seed, position):
 
 @triton.jit
 def draw_within(scores, within, seed, position, B: tl.constexpr):
-    """The place in a block, whose scores these are, likewise."""
+    """Draws the place in a block of these scores likewise."""
     return tl.argmax(scores - _negative_gumbel(seed, position, within.to(tl.int64) + B + 1), 0)
 
 

@@ -1,4 +1,4 @@
-"""Linears of a step of few tokens: still reads of weights, but with tensor-core products.
+"""Computes linears of a step of few tokens: still reads of weights, but with tensor-core products.
 
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernels into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor these ops.
@@ -172,7 +172,7 @@ def _launch(x, weight, num_rows, squares=None, eps=0.0, residual=None, norm_weig
 def few_linear(
     x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float, gated: bool
 ) -> torch.Tensor:
-    """x · weightᵀ, of a norm and gated if so asked.
+    """Returns x · weightᵀ, of a norm and gated if so asked.
 
     Args:
         x: […, K], contiguous: right for any number of tokens, fast up to MAX_FEW_TOKENS.

@@ -56,6 +56,6 @@ def is_taken(rows: int, columns: int) -> bool:
 
 
 def num_norm_blocks(rows: int, columns: int) -> int | None:
-    """How many sums of squares a linear leaves for the norm of its outputs; None where they are too many."""
+    """Sums of squares that a linear leaves for the norm of its outputs; None where they are too many."""
     count = rows // choose_few_token_blocks(rows, columns).rows
     return count if count <= _MAX_NORM_BLOCKS else None

@@ -32,7 +32,7 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _slots_of(table_ptr, offsets, valid, PAGE: tl.constexpr):
-    """Where in the cache the keys at `offsets` of a request are."""
+    """The places in the cache of a request's keys at `offsets`."""
     pages = tl.load(table_ptr + offsets // PAGE, mask=valid, other=0).to(tl.int64)
     return pages * PAGE + offsets % PAGE
 
@@ -68,7 +68,7 @@ def _combine(
     MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
 ):
-    """Adds up what the blocks of one kv head left: not from this SM's own cache (.cg), they may be of other SMs."""
+    """Adds up what the blocks of one kv head left, past this SM's own cache (.cg): they may be of other SMs."""
     members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, D)
     is_member = members < GROUP

@@ -21,7 +21,7 @@ _SHIFTS = (30, 27, 31)
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """The scores of a row of a draw: a multiple of BLOCK."""
+    """Scores in a row of a draw: a multiple of BLOCK."""
     return -(-vocab_size // BLOCK) * BLOCK
 
 

@@ -122,7 +122,7 @@ def _unknown(name: str, known: Sequence[str]) -> RequestError:
 @_tells_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, when it ends, and what is returned of it. Immutable; safe to share.
+    """The parameters of one request: how its tokens are chosen, when it ends, and what is returned. Immutable.
 
     Order of the logits' way: logit_bias, penalties, what is forbidden (min_tokens, allowed_token_ids, bad_words), then
     the greedy choice, or temperature, top_k, top_p, min_p (Transformers' order) and the draw.

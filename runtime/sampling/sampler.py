@@ -246,5 +246,5 @@ def _draw(
 
 
 def _is_finite(values: torch.Tensor) -> torch.Tensor:
-    """Neither NaN nor infinite, in two kernels where isfinite takes four."""
+    """True where neither NaN nor infinite, in two kernels where isfinite takes four."""
     return values.abs() < torch.inf

@@ -8,7 +8,7 @@ from mllm_compile.runtime.sampling.state import SamplingState
 
 
 class SlotState:
-    """See the module's header. Always the same tensors: captured graphs read and write them.
+    """The tensors of the table's rows, always the same: captured graphs read and write them.
 
     Attributes:
         last_tokens: [rows] int64, the newest token of each.

@@ -63,17 +63,17 @@ class SamplingFlags:
 
     @property
     def needs_filters(self) -> bool:
-        """Some row draws from a part of the vocabulary."""
+        """True if some row draws from a part of the vocabulary."""
         return self.needs_top_k or self.needs_top_p or self.needs_min_p
 
     @property
     def chooses_plainly(self) -> bool:
-        """Every row takes the most probable token or draws by a temperature alone: a captured decode chooses those."""
+        """True if every row takes the most probable token or draws by a temperature alone, as captured decodes do."""
         return not (self.needs_filters or self.changes_logits)
 
     @property
     def changes_logits(self) -> bool:
-        """Some row's largest logit may become another one."""
+        """True if some row's largest logit may become another one."""
         is_restricted = self.needs_min_tokens or self.needs_allowed or self.needs_bad_words
         return self.needs_bias or self.needs_penalties or is_restricted
 
@@ -189,7 +189,7 @@ class SamplingState:
             self.phrases.set(slot, bad_phrases, output_token_ids)
 
     def clear(self, slot: int) -> None:
-        """The slot's request is over or preempted. A step of it that still runs, or is still queued, is harmless."""
+        """Clears a slot whose request is over or preempted. A step of it that still runs or is queued is harmless."""
         self._release(slot)
         self._changed()
 

@@ -173,7 +173,7 @@ def _check_part(part: WeightPart, place: torch.Tensor, folder: Path) -> None:
 
 
 def _check_sums(specs: Iterable[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Compare what packed weights are, where they lie now, with the sums that their specs remember."""
+    """Compare packed weights in their place with the sums that their specs remember."""
     known = {spec.name: spec for spec in specs if spec.byte_sum is not None}
     for name, byte_sum in weight_sums({name: weights[name] for name in known}).items():
         if byte_sum != known[name].byte_sum:

@@ -38,7 +38,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: bytes [begin, end) of its file."""
+    """The place of one tensor: bytes [begin, end) of its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

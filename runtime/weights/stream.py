@@ -52,11 +52,11 @@ class TensorRead:
 
     @property
     def is_direct(self) -> bool:
-        """The bytes of the file are the bytes of the place."""
+        """True if the file's bytes are the bytes of the place."""
         return self.view is None and self.place.is_contiguous() and self.place.dtype == self.entry.dtype
 
     def landing(self) -> torch.Tensor:
-        """[bytes] uint8 on the device: the place itself, or what is converted into it at the end."""
+        """The landing place, [bytes] uint8 on the device: the place itself, or what is converted into it at the end."""
         if self._landing is None:
             if self.is_direct:
                 self._landing = self.place.reshape(-1).view(torch.uint8)
@@ -127,7 +127,7 @@ class _Chunks:
             return chunk
 
     def stop(self) -> None:
-        """A reader has failed: the others need not go on."""
+        """Stops the other readers after one has failed."""
         self._is_stopped = True
 
     @staticmethod
@@ -144,7 +144,7 @@ def _read_chunks(
     stream: torch.cuda.Stream | None,
     advance: Callable[[int], None],
 ) -> None:
-    """One reader's work."""
+    """Does one reader's work."""
     with torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
         try:
             bring = _read_exactly if stream is None else _PinnedRing(stream, chunks.num_bytes).bring

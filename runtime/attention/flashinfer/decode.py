@@ -46,7 +46,7 @@ class GroupDecode(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Load the kernel, or build it: no request waits for that."""
+        """Load the kernel, or build it, so that no request waits for that."""
 
     @abstractmethod
     def plan(self, decodes: DecodeRows) -> Any:
@@ -173,5 +173,5 @@ class PlannedGroup(GroupDecode):
 
 
 def _dummy_pages(bs: int, indices: torch.Tensor) -> PagedView:
-    """Every row has one token on the dummy page."""
+    """Plans rows of one token on the dummy page."""
     return PagedView(torch.arange(bs + 1, dtype=torch.int32), indices, torch.ones(bs, dtype=torch.int32))

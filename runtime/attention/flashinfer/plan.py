@@ -107,7 +107,7 @@ class PlanSpace:
 
     @contextmanager
     def planning(self, wrapper: Any) -> Iterator[None]:
-        """Around `wrapper.plan(…)`: its pinned bytes are not the ones of a copy that is still queued."""
+        """Encloses `wrapper.plan(…)`: gives it pinned bytes that no queued copy reads."""
         self._turn = (self._turn + 1) % _NUM_HOST_BUFFERS
         copied = self._copied[self._turn]
         copied.synchronize()  # at once when never recorded

@@ -137,7 +137,7 @@ class GroupPrefill:
         self._wrappers: dict[tuple[str, bool], Any] = {}
 
     def load(self) -> None:
-        """Plan one token of one page with each kernel: no request waits for one to be loaded, or compiled."""
+        """Plan one token of one page with each kernel, so that no request waits for one to be loaded or compiled."""
         start, one = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         page = PagedView(start, torch.zeros(1, dtype=torch.int32, device=self._device), one)
         token = PrefillRows(start, one.numpy(), one.numpy() - 1, use_ragged=False, pages_of=lambda window_left: page)
@@ -152,7 +152,7 @@ class GroupPrefill:
         return self._plan(kernel, prefills)
 
     def capture_obstacle(self, flashinfer_version: str) -> str | None:
-        """Why `capture` may not be called; None: it may."""
+        """The reason why `capture` may not be called; None: it may."""
         return prefill_capture_obstacle(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
 
     def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
@@ -160,7 +160,7 @@ class GroupPrefill:
         return runs_well_captured(self._group, self._kv_cache_dtype, query_lens, prefix_lens, self._num_sms)
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:
-        """For steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""
+        """Capture steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""
         num_rows, num_pages = page_table.shape
         sizes, ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device), page_table.flatten()
         buffers = {

@@ -70,7 +70,7 @@ class PrefillLoad:
         return 64 if mean > 16 else 16
 
     def _block_keys(self, queries: float) -> tuple[float, int]:
-        """Keys that the blocks of one head read in all, of `queries` each, and those that the longest request has."""
+        """Keys that one head's blocks of `queries` each read in all, and those of the longest request."""
         blocks = np.ceil(self.query_lens / queries)
         keys = blocks * self.prefix_lens + queries * blocks * (blocks + 1) / 2
         return float(keys.sum()), int((self.prefix_lens + self.query_lens).max())

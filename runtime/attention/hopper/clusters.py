@@ -48,7 +48,7 @@ class ClusterKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """The ring and what its alignment may cost; sums of warps and of the block; barriers."""
+        """Bytes of the ring and its alignment, sums of warps and of the block, and barriers."""
         ring = _RING_TILES * TILE * HEAD_DIM * 2 * 2
         sums = (_WARPS + 1) * self.group * (HEAD_DIM + 2) * 4
         return ring + 1024 + sums + 2 * _RING_TILES * 8
@@ -73,5 +73,5 @@ def fewest_sequences() -> int:
 
 
 def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:
-    """Blocks of each sequence's cluster: of so many requests x KV heads, of these splits."""
+    """Chooses the blocks of each sequence's cluster among `splits`, for so many requests x KV heads."""
     return max((split for split in splits if split * num_sequences <= _BLOCKS), default=min(splits))

@@ -61,7 +61,7 @@ class Rotation:
 
 
 def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] with a token's heads in one row, which they are in what a projection gives."""
+    """Makes [T, H, D] have a token's heads in one row, as a projection's output has them."""
     has_rows = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 2 == 0
     return x if has_rows else x.contiguous()
 

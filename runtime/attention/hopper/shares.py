@@ -25,7 +25,7 @@ _READY = 2  # requests, or parts of them, that are ready at a time
 
 @dataclass(frozen=True)
 class ShareKernel(DecodeKernel):
-    """The one that serves any batch of a layer."""
+    """The kernel that serves any batch of a layer."""
 
     headers: ClassVar[tuple[str, ...]] = (
         *DecodeKernel.headers,
@@ -49,8 +49,8 @@ class ShareKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """The slots and what their alignment may cost; barriers; what warps have counted; each request's length and
-        first tile; requests that are ready."""
+        """Bytes of the slots and their alignment; barriers; what warps have counted; each request's length and first
+        tile; requests that are ready."""
         ring = _SLOTS * TILE * HEADS * HEAD_DIM * 2
         barriers = 2 * (_SLOTS + _READY) * 8
         counts = HEADS + 2 * MOST_REQUESTS + 1

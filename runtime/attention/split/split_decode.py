@@ -46,7 +46,7 @@ Decoders = Sequence[Decoder]  # of a layer: the smallest batches' first, the las
 
 
 def choose_decoder(decoders: Decoders, num_sequences: int) -> Decoder:
-    """The first that serves a batch of so many requests x KV heads."""
+    """The first decoder that serves a batch of so many requests x KV heads."""
     return next(one for one in decoders if one.most_sequences is None or num_sequences <= one.most_sequences)
 
 
@@ -100,7 +100,7 @@ class SplitDecodeSpace:
         table.div_(self._page_size, rounding_mode="floor")
 
     def prepare(self, group: PlanGroup, decoders: Decoders, seq_lens: torch.Tensor) -> SplitDecode:
-        """Decodes of the first len(seq_lens) listed requests.
+        """Prepare the decodes of the first len(seq_lens) listed requests.
 
         Args:
             seq_lens: [R] int32, read by the kernel when it runs: at each replay anew if it is captured.

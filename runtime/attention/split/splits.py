@@ -1,4 +1,4 @@
-"""Among how many blocks decodes by ops/split_decode.py split a request's keys; free of torch."""
+"""Chooses the number of blocks that decodes by ops/split_decode.py split a request's keys among; free of torch."""
 
 from __future__ import annotations
 

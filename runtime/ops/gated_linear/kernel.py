@@ -1,4 +1,4 @@
-"""gated.cu: how the products of a gated linear are divided among the multiprocessors.
+"""Divides the products of a gated linear among the multiprocessors, for gated.cu.
 
 Shape legend: N rows (gates, then ups) and K columns of the weight.
 """
@@ -111,7 +111,7 @@ class GatedKernel(CudaKernel):
 
     @property
     def _num_clusters(self) -> int:
-        """That run at the same time."""
+        """Clusters that run at the same time."""
         return MULTIPROCESSORS // self.share
 
 
@@ -130,7 +130,7 @@ class Division:
 
 @cache  # asked three times a launch, of some thousands of numbers
 def divided(num_tokens: int) -> Division:
-    """Among as few tiles as there can be, as evenly as can be."""
+    """Divides the tokens among as few tiles as there can be, as evenly as can be."""
     all_units = math.ceil(num_tokens / UNIT_TOKENS)
     tiles = math.ceil(all_units / TILE_UNITS)
     return Division(tiles, *divmod(all_units, tiles))
@@ -143,5 +143,5 @@ def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
 
 
 def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:
-    """The fastest of a weight's for so many tokens."""
+    """Chooses a weight's fastest kernel for so many tokens."""
     return min(kernels, key=lambda kernel: kernel.cost(num_tokens))

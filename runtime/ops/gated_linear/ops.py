@@ -44,7 +44,7 @@ class _Loaded:
 
 
 class _Weight:
-    """The kernels of weights of one shape, which differ in their tiles."""
+    """The kernels of one shape of weights, which differ in their tiles."""
 
     def __init__(self) -> None:
         self.loaded: dict[GatedKernel, _Loaded] = {}

@@ -54,7 +54,7 @@ class LaneTiling(LinearTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
-        """The weight, and factors."""
+        """Bytes of the weight, and of factors."""
         parts = 2 if self.kind.gated else 1
         return self.tiles * parts * self.steps * self.num_threads * 16 + MAX_TOKENS * 4
 

@@ -1,4 +1,4 @@
-"""The linears that kernels for few tokens on Hopper compute, and what every way of dividing one says; free of torch.
+"""The linears that kernels for few tokens on Hopper compute, and the interface of their divisions; free of torch.
 
 Shape legend: N rows and K columns of the weight; of a gated one N counts gate and up rows.
 """
@@ -60,7 +60,7 @@ class Boxes(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearTiling(CudaKernel):
-    """How one kernel divides a linear.
+    """The way in which one kernel divides a linear.
 
     Attributes:
         kind: the linear.
@@ -86,7 +86,7 @@ class LinearTiling(CudaKernel):
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Raises ValueError for more than MAX_STREAMED_TOKENS."""
+    """The bucket of a number of tokens. Raises ValueError for more than MAX_STREAMED_TOKENS."""
     for tokens in TOKEN_BUCKETS:
         if num_tokens <= tokens:
             return tokens

@@ -50,7 +50,7 @@ class _Loaded:
         self._kernel.launch(self.tiling.num_blocks, self.tiling.num_threads, arguments)
 
     def _read(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[Argument, Argument]:
-        """Where the kernel finds weight and x."""
+        """Tells where the kernel finds weight and x."""
         tiling = self.tiling
         boxes = tiling.boxes(len(x))
         if boxes is None:
@@ -114,7 +114,7 @@ def stream_linear(
     gated: bool,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias, of a norm and gated if so asked.
+    """Returns x · weightᵀ + bias, of a norm and gated if so asked.
 
     Args:
         x: […, K] bfloat16, as many as the linear is streamed for (shapes.is_streamed).

@@ -24,7 +24,7 @@ _MOST_PIECES, _MOST_STAGES = 8, 8  # of a block's columns; of a ring
 
 
 class _Division(NamedTuple):
-    """How weights of up to `most_columns` are divided; the fields are RowTiling's."""
+    """The division of weights of up to `most_columns`; the fields are RowTiling's."""
 
     most_columns: int
     split: int
@@ -77,7 +77,7 @@ class RowTiling(LinearTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
-        """The ring; sums of warps and of the cluster's blocks, factors and barriers."""
+        """Bytes of the ring; sums of warps and of the cluster's blocks, factors and barriers."""
         groups = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
         finished = math.ceil(groups / self.split)
         sums = self.warps * MAX_TOKENS * (NORM_ROWS + 4) + finished * self.split * MAX_TOKENS * NORM_ROWS

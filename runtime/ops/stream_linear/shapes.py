@@ -61,7 +61,7 @@ def _is_large(rows: int, columns: int) -> bool:
 
 
 def num_streamed_norm_blocks(rows: int, columns: int) -> int:
-    """How many sums of squares a linear leaves for the norm of its outputs, whichever kernel computes it."""
+    """Sums of squares that a linear leaves for the norm of its outputs, whichever kernel computes it."""
     return rows // (by_lanes.TILE_ROWS if is_held(rows, columns) else NORM_ROWS)
 
 

@@ -1,4 +1,4 @@
-"""tiles.cu: how a linear of up to 128 tokens is divided among the multiprocessors.
+"""Divides a linear of up to 128 tokens among the multiprocessors, for tiles.cu.
 
 Shape legend: as linear.py.
 """
@@ -60,7 +60,7 @@ class TileTiling(LinearTiling):
 
     @cached_property
     def num_blocks(self) -> int:
-        """Undivided tiles are taken in turns by as many blocks as there are multiprocessors."""
+        """Number of blocks; undivided tiles are taken in turns, by as many blocks as there are multiprocessors."""
         tiles = math.ceil(self.kind.rows / self.rows)
         return tiles * self.split if self.split > 1 else min(tiles, MULTIPROCESSORS)
 
@@ -146,7 +146,7 @@ def _stage_bytes(rows: int, panels: int, tokens: int) -> int:
 
 
 def _all_tokens(tokens: int) -> int:
-    """That are multiplied."""
+    """Tokens that are multiplied, those of padding included."""
     return math.ceil(tokens / _M_TOKENS) * _M_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""wide.cu: how a linear of 129 to 256 tokens is divided among the multiprocessors.
+"""Divides a linear of 129 to 256 tokens among the multiprocessors, for wide.cu.
 
 Shape legend: as linear.py.
 """
@@ -63,7 +63,7 @@ class WideTiling(LinearTiling):
 
     @cached_property
     def tile_tokens(self) -> int:
-        """That a tile has room for."""
+        """Tokens that a tile has room for."""
         return self.box_tokens(self.tokens)
 
     def boxes(self, num_tokens: int) -> Boxes:
@@ -86,7 +86,7 @@ class WideTiling(LinearTiling):
 
     @cached_property
     def num_blocks(self) -> int:
-        """Undivided tiles are taken in turns by as many blocks as there are multiprocessors."""
+        """Number of blocks; undivided tiles are taken in turns, by as many blocks as there are multiprocessors."""
         return self.num_tiles * self.split if self.split > 1 else min(self.num_tiles, MULTIPROCESSORS)
 
     @property
@@ -112,7 +112,7 @@ class WideTiling(LinearTiling):
 
     @property
     def _steps(self) -> int:
-        """Stages of a tile, a block's."""
+        """Stages of a block's tile."""
         return self.kind.columns // _PANEL // self.split
 
     @property
