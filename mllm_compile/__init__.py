@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from mllm_compile.version import __version__
+
 if TYPE_CHECKING:
     from mllm_compile.config.schema import EngineConfig
     from mllm_compile.engine.async_engine import AsyncEngine
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from mllm_compile.errors import ConfigError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
     from mllm_compile.runtime.sampling.params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "AsyncEngine",
     "CompletionOutput",

@@ -19,7 +19,6 @@ import torch
 from mllm_compile.check.kernels import check_written_pieces, relative_error
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
-from mllm_compile.model.hf_model import ModelSizes
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
 from mllm_compile.passes.base import PackedPart
@@ -32,12 +31,12 @@ from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.pieces import load_piece
-from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.store.artifact import CUBINS, PIECES
 from mllm_compile.store.source import current_device
 
 if TYPE_CHECKING:
-    from mllm_compile.compiler.lowering import Lowered
+    from mllm_compile.compiler.lowered import Lowered
 
 _Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
 

@@ -16,7 +16,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mllm_compile import __version__
 from mllm_compile.cli.bench import make_bench_app
 from mllm_compile.cli.cache import make_cache_app
 from mllm_compile.cli.compile import compile_command
@@ -27,6 +26,7 @@ from mllm_compile.errors import MllmError
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import kept_interruptions
 from mllm_compile.runtime.disk_space import is_full
+from mllm_compile.version import __version__
 
 PROGRAM = "mllm-compile"
 EXIT_MISTAKE = 2

@@ -19,7 +19,8 @@ from mllm_compile.check.program import self_check
 from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
-from mllm_compile.compiler.lowering import Lowered, build_model, lower, plan_lowered_weights, write_pieces
+from mllm_compile.compiler.lowered import Lowered
+from mllm_compile.compiler.lowering import build_model, lower, plan_lowered_weights, write_pieces
 from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder

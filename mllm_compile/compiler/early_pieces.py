@@ -23,7 +23,8 @@ import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
-from mllm_compile.inductor.workers import PieceJob, PieceWorkers
+from mllm_compile.inductor.job import PieceJob
+from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.process.no_gc import uncollected
 from mllm_compile.process.progress import Reporter
 from mllm_compile.store.key import max_traced_tokens

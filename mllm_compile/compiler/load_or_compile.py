@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from mllm_compile.compiler.target import Target, find_target
@@ -22,43 +21,11 @@ from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.store.artifact import MANIFEST, Artifact, open_artifact
 from mllm_compile.store.key import MACHINE_FACTORS, machine_factors
+from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.publish import check_replaceable, compile_lock, mark_used, sweep
 from mllm_compile.store.rebind import serves, serving, verified
 
 _NO_OPTIONS = CompileOptions()
-
-
-@dataclass(frozen=True)
-class CompiledRuntime:
-    """A runtime that is ready to be loaded, and its origin.
-
-    Attributes:
-        artifact: the opened folder.
-        config: the config with no `auto` left.
-        weights_root: the folder that weights are read from; where it is the runtime, by its handle.
-        was_cached: nothing had to be compiled.
-        serves_same: the folder, opened by itself, serves with this very config and checkpoint.
-        stages: (name, seconds), in order.
-    """
-
-    artifact: Artifact
-    config: ResolvedConfig
-    weights_root: Path
-    was_cached: bool
-    serves_same: bool
-    stages: list[tuple[str, float]] = field(default_factory=list)
-
-    @property
-    def folder(self) -> Path:
-        return self.artifact.folder
-
-    @property
-    def num_pieces(self) -> int:
-        return sum(hasattr(step, "piece") for step in self.artifact.program.steps)
-
-    @property
-    def num_distinct_pieces(self) -> int:
-        return len(self.artifact.program.step_pieces())
 
 
 def load_or_compile(

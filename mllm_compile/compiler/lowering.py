@@ -5,36 +5,32 @@ Each stage's own work is in the module that it calls; transformers is imported h
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mllm_compile.compiler.graph_text import GraphDumper
+from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.cuda import can_compile_kernels, gated_linears, streamed_linears
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
-from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import uncollected
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
-from mllm_compile.runtime.program.spec import Program
 from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
-    from torch import fx
-
-    from mllm_compile.inductor.workers import PieceJob
+    from mllm_compile.inductor.job import PieceJob
     from mllm_compile.model.hf_model import HFModel
     from mllm_compile.model.trace import Trace
-    from mllm_compile.passes.base import PackedPart
-    from mllm_compile.passes.pipeline import Observer, PassReport
+    from mllm_compile.passes.pipeline import Observer
     from mllm_compile.runtime.weights.loader import WeightSpec
 
 # Passes that put kernels of ours into pieces.
@@ -46,36 +42,6 @@ KERNEL_PASSES = (
     "fuse_gated_linear",
     "fuse_silu_mul",
 )
-
-_GRAPH_TEXT = re.compile(r"\d{2,}_(\w+)\.txt")  # a stage's graph, as _GraphDumper names it
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A model after the passes.
-
-    Attributes:
-        hf_model: the model that was traced.
-        graph: the parent graph; its children are the pieces.
-        program: the same as steps.
-        reports: one a pass.
-        symbols: the graph's size symbols → T, S, P, L.
-        written_pieces: those of the program that are no part of the graph: attention of decodes, the choice of tokens,
-            and the decode loop.
-    """
-
-    hf_model: HFModel
-    graph: fx.GraphModule
-    program: Program
-    reports: list[PassReport]
-    symbols: dict[str, str]
-    written_pieces: tuple[WrittenPiece, ...]
-
-    @property
-    def packed(self) -> dict[str, tuple[PackedPart, ...]]:
-        from mllm_compile.passes.base import PACKED_WEIGHTS
-
-        return self.graph.meta.get(PACKED_WEIGHTS, {})
 
 
 def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> HFModel:
@@ -118,7 +84,7 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
     with reporter.stage("trace"), uncollected():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)
-    dump = _GraphDumper(dump_dir)
+    dump = GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
     with reporter.stage("passes"), uncollected(), rewriting:
@@ -161,7 +127,7 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
     """Writes the source of every distinct piece; returns what is to be compiled, beside the sources."""
     from mllm_compile.compiler.piece_source import piece_source
     from mllm_compile.compiler.program_builder import piece_inputs
-    from mllm_compile.inductor.workers import PieceJob
+    from mllm_compile.inductor.job import PieceJob
 
     program = lowered.program
     forms = {form.piece: form for form in program.all_small_forms()}
@@ -215,45 +181,3 @@ def plan_lowered_weights(
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
     shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}
     return constants, tuple(plan_weights(shapes, lowered.packed, table))
-
-
-def remove_graph_texts(folder: Path) -> None:
-    """Removes the text files that an earlier `lower` wrote, which another pipeline would not all write over.
-
-    Nothing else goes, not even a user's own `01_notes.txt`: the first line says whose file it is.
-    """
-    for path in folder.iterdir():
-        name = _GRAPH_TEXT.fullmatch(path.name)
-        if name and path.is_file() and path.read_bytes().startswith(_first_line(name[1]).encode()):
-            path.unlink()
-
-
-# No annotation of fx's own has a comma.
-_SIGNATURE = re.compile(r"^(def forward)\((.*)\)((?: -> .*)?:)", re.MULTILINE)
-
-
-def _first_line(name: str, remark: str = "") -> str:
-    return f"# {name}: {remark}"
-
-
-def _readable(code: str) -> str:
-    """Puts each parameter of a function on its own line; fx puts a thousand of them on one."""
-    return _SIGNATURE.sub(
-        lambda match: f"{match[1]}(\n    {match[2].replace(', ', f',{chr(10)}    ')},\n){match[3]}", code
-    )
-
-
-class _GraphDumper:
-    """Writes numbered files, one a stage: `02_pack_projections.txt`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
-
-    def __call__(self, name: str, gm: fx.GraphModule, remark: str) -> None:
-        # As it is now: passes change this graph and leave compiling it to the end, but each piece that they change.
-        text = [_first_line(name, remark), _readable(gm.graph.python_code("self").src.strip())]
-        children: Any = gm.named_children()
-        text += [f"# {child}\n{_readable(piece.code.strip())}" for child, piece in children if hasattr(piece, "code")]
-        path = self._folder / f"{self._count:02d}_{name}.txt"
-        path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
-        self._count += 1

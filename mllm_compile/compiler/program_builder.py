@@ -10,7 +10,7 @@ from torch import fx
 
 from mllm_compile.compiler.piece_source import size_of
 from mllm_compile.errors import CompileError
-from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.inductor.job import PieceInput
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
 from mllm_compile.passes.match.nodes import is_attention_with_output, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec

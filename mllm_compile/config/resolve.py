@@ -21,10 +21,10 @@ from mllm_compile.config.resolved import (
     ResolvedModel,
     ResolvedRuntime,
 )
+from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
-from mllm_compile.model.hold_rope import rope_limit
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from mllm_compile.compiler.load_or_compile import CompiledRuntime, load_or_compile, open_runtime
+from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineSource, config_or_runtime
-from mllm_compile.engine.engine import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
+from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
@@ -34,6 +34,7 @@ from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
 from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
+from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.source import ArtifactSource
 from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer

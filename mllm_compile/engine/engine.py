@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import build_answer
-from mllm_compile.engine.loop import EngineCore, StepRunner
+from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
+from mllm_compile.engine.parts import EngineParts
 from mllm_compile.engine.requests import (
     Message,
     Prompt,
     Prompts,
-    PromptTokenizer,
     RequestBuilder,
     as_request_ids,
     is_single_prompt,
     warn_of_refused,
 )
 from mllm_compile.engine.sequences import Submission
-from mllm_compile.engine.stats import EngineStats, ForwardTimesSource
+from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
 from mllm_compile.process.no_gc import uncollected
@@ -36,41 +35,11 @@ from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.config.schema import EngineSource
-    from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
 _BAR_INTERVAL_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineParts:
-    """The parts of an engine; `assemble` makes them from a config, tests from fakes.
-
-    Attributes:
-        scheduler, step_runner: used by the engine's thread alone from now on.
-        tokenizer: None when the model has none.
-        vocab_size: rows of the model's embedding.
-        eos_token_ids: ids that end a completion.
-        default_params: for requests without SamplingParams.
-        check_device: raises when the device cannot be used any more.
-        shutdown: gives the device's memory back; called once, after the last step.
-        config: what the engine runs with, every `auto` resolved.
-        forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
-    """
-
-    scheduler: Scheduler
-    step_runner: StepRunner
-    tokenizer: PromptTokenizer | None
-    vocab_size: int
-    eos_token_ids: frozenset[int] = frozenset()
-    default_params: SamplingParams = field(default_factory=SamplingParams)
-    check_device: Callable[[], None] = lambda: None
-    shutdown: Callable[[], None] = lambda: None
-    config: ResolvedConfig | None = None
-    forward_times: ForwardTimesSource = tuple
 
 
 class Engine:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mllm_compile import __version__
 from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.version import __version__
 
 # What may be free more or less than before: the driver and other processes' contexts. The share of memory that
 # mem_fraction_static leaves alone is several times that.

@@ -52,7 +52,7 @@ def compile_as_a_package(source: Path, device: str, **kind: Any) -> None:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import invalid_vec_isa
 
-    from mllm_compile.inductor.compile_piece import WRAPPER_OPTIONS, system_compiler
+    from mllm_compile.inductor.toolchain import WRAPPER_OPTIONS, system_compiler
 
     with torch._inductor.config.patch(WRAPPER_OPTIONS), system_compiler():
         options = CppTorchDeviceOptions(

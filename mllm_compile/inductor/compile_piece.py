@@ -9,70 +9,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mllm_compile.inductor.job import EXAMPLE_SIZES, PieceInput
 from mllm_compile.inductor.patches.precompiled_header import is_shared, pays, share_header
 from mllm_compile.inductor.patches.shared_host_code import share_interface
 from mllm_compile.inductor.patches.unloadable import mark_nothing_unique
+from mllm_compile.inductor.toolchain import WRAPPER_OPTIONS, system_compiler
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.program.pieces import piece_class
 
-SYSTEM_CXX = "/usr/bin/g++"
-
-# The dynamic sizes of all pieces, and what the example inputs have there. Distinct and not special (0, 1, multiples of
-# 8), so that the exporter does not take one for another or for a constant. T tokens (of decode attention: requests), S
-# rows of logits, L KV slots to write, P slots of the KV cache; in decode attention N splits of a request's keys and W
-# pages of a request; in the decode loop M rows of the largest captured decode, R rows and C columns of the table of
-# slots.
-EXAMPLE_SIZES = {"T": 37, "S": 5, "P": 1013, "N": 3, "W": 19, "L": 29, "M": 41, "R": 43, "C": 307}
 _MAY_BE_ZERO = "L"  # slots to write: none where attention writes them
-
-
-@dataclass(frozen=True)
-class PieceInput:
-    """One input of a piece: sizes are numbers, or names of EXAMPLE_SIZES for the dynamic ones."""
-
-    shape: tuple[int | str, ...]
-    stride: tuple[int | str, ...]
-    dtype: str
-
-    @classmethod
-    def contiguous(cls, shape: tuple[int | str, ...], dtype: str) -> PieceInput:
-        strides: list[int | str] = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, _product(size, strides[0]))
-        return cls(shape, tuple(strides), dtype)
-
-    def of_one(self, name: str) -> PieceInput:
-        """The same input where the size `name` is 1."""
-
-        def fixed(size: int | str) -> int | str:
-            if not isinstance(size, str) or name not in size.split("*"):
-                return size
-            return math.prod(int(factor) for factor in size.replace(name, "1").split("*"))
-
-        return PieceInput(tuple(fixed(n) for n in self.shape), tuple(fixed(n) for n in self.stride), self.dtype)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "stride": list(self.stride), "dtype": self.dtype}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> PieceInput:
-        return cls(tuple(data["shape"]), tuple(data["stride"]), data["dtype"])
-
-
-def _product(first: int | str, second: int | str) -> int | str:
-    if isinstance(first, int) and isinstance(second, int):
-        return first * second
-    return "*".join(str(factor) for factor in (first, second) if factor != 1)
 
 
 # Imported by Inductor at its first compile: once before the forks, not once in each fork.
@@ -89,11 +40,6 @@ _IMPORTED_LATE = (
     "torch.export._unlift",
     "torch.utils.cpp_extension",
 )
-
-
-# The wrapper around the kernels is compiled without optimisation: it only calls them, and its compile time is most of a
-# package's (CPU, one decoder layer: 31 s → 11 s, same time a call).
-WRAPPER_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 def inductor_options(device: str) -> dict[str, Any]:
@@ -242,21 +188,3 @@ def _dynamic_shapes(inputs: list[PieceInput], max_sizes: dict[str, int]) -> tupl
     }
     shapes = ({dim: dims[size] for dim, size in enumerate(spec.shape) if isinstance(size, str)} for spec in inputs)
     return tuple(shape or None for shape in shapes)
-
-
-@contextmanager
-def system_compiler() -> Iterator[None]:
-    """Inductor's host code is built with the system's g++: a wrapped CXX may link libstdc++ into the package, which
-    then crashes in the loader (seen with an image whose CXX does so)."""
-    before = {name: os.environ.get(name) for name in ("CXX", "CC")}
-    for name, path in (("CXX", SYSTEM_CXX), ("CC", "/usr/bin/gcc")):
-        if os.path.exists(path):
-            os.environ[name] = path
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -182,7 +182,8 @@ def _what_was_said(error: BaseException) -> str:
 
 
 def _compile(scratch: Path, request: Request) -> None:
-    from mllm_compile.inductor.compile_piece import PieceInput, compile_piece, prepare_device
+    from mllm_compile.inductor.compile_piece import compile_piece, prepare_device
+    from mllm_compile.inductor.job import PieceInput
 
     if request.get("prepare"):
         prepare_device(request["device"])

@@ -16,13 +16,13 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import CompileError
 from mllm_compile.files.cache_folders import make_private
-from mllm_compile.inductor.compile_piece import SYSTEM_CXX, PieceInput
+from mllm_compile.inductor.job import PieceJob
+from mllm_compile.inductor.toolchain import SYSTEM_CXX
 from mllm_compile.process import bytecode
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.runtime.disk_space import full_disk_said
@@ -30,16 +30,6 @@ from mllm_compile.runtime.disk_space import full_disk_said
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
 _COMMAND = (sys.executable, "-m", "mllm_compile.inductor.server")
 _END_S = 5.0  # between a process's last word and its end
-
-
-@dataclass(frozen=True)
-class PieceJob:
-    """One piece to compile: its source, its inputs, and where the package goes."""
-
-    piece: str
-    source_path: Path
-    inputs: tuple[PieceInput, ...]
-    package_path: Path
 
 
 class PieceWorkers:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mllm_compile.config.resolved import ResolvedConfig, ResolvedRuntime
-from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.runtime.attention.flashinfer.kernels import HEAD_DIMS

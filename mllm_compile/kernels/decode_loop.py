@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.program.spec import DecodeLoopForms, Program

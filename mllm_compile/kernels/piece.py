@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.inductor.job import PieceInput
 
 
 @dataclass(frozen=True)

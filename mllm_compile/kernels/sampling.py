@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.inductor.compile_piece import PieceInput
+from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.runtime.program.spec import Program, SamplingForms
 from mllm_compile.runtime.sampling.counter_rng import padded_vocab_size

@@ -16,6 +16,7 @@ import torch
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hold_rope import hold_rope
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.runtime.program.spec import ModelSizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,19 +28,6 @@ if TYPE_CHECKING:
 
 
 NO_LIMIT = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The figures that the runtime wants to know of a model; layers' own shapes are in the traced graph."""
-
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    context_len: int
 
 
 @dataclass(frozen=True)

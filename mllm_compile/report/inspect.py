@@ -38,7 +38,8 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
     Raises:
         ConfigError: the folder cannot be made; and as find_target.
     """
-    from mllm_compile.compiler.lowering import build_model, lower, remove_graph_texts
+    from mllm_compile.compiler.graph_text import remove_graph_texts
+    from mllm_compile.compiler.lowering import build_model, lower
     from mllm_compile.compiler.program_builder import weight_shapes
 
     timeline = timeline_of(reporter)

@@ -35,10 +35,9 @@ from mllm_compile.errors import ArtifactError, NewFormatError, OldFormatError
 from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.files.sealed_json import unseal, write_sealed
 from mllm_compile.files.trusted_folder import FileFacts, TrustedFolder
-from mllm_compile.model.hf_model import ModelSizes
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.program.pieces import PieceSuffix
-from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.regular_file import read_regular
 from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.weights.loader import WeightSpec

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-import mllm_compile
 from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
@@ -26,6 +25,7 @@ from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.text.tokenizer import tokenizer_files
+from mllm_compile.version import __version__
 
 # Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
 # are launched (threads, shared memory, arguments).
@@ -47,6 +47,8 @@ _SHAPING_SOURCES = (
     "checkpoint/planned_tensor.py",
     "compiler/piece_source.py",
     "inductor/compile_piece.py",
+    "inductor/job.py",
+    "inductor/toolchain.py",
     "inductor/patches/unloadable.py",
     "inductor/patches/early_launch.py",
     "kernels/cuda.py",
@@ -141,7 +143,7 @@ def machine_factors(config: ResolvedConfig) -> dict[str, str]:
     is_cuda = config.runtime.device.startswith("cuda")
     uses_flashinfer = config.runtime.attention_backend == "flashinfer"
     return {
-        "mllm_compile": mllm_compile.__version__,
+        "mllm_compile": __version__,
         "torch": torch.__version__,
         "triton": _version("triton") if is_cuda else "unused",
         "flashinfer": _version("flashinfer-python") if uses_flashinfer else "unused",

@@ -31,7 +31,7 @@ from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, l
 from mllm_compile.store.artifact import CONSTANTS, Artifact
 
 if TYPE_CHECKING:
-    from mllm_compile.compiler.load_or_compile import CompiledRuntime
+    from mllm_compile.store.opened import CompiledRuntime
 
 
 class ArtifactSource:

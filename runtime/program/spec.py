@@ -241,3 +241,16 @@ def _step_from_json(data: Mapping[str, Any]) -> Step:
     if kind is None:
         raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
     return from_json(kind, {name: value for name, value in data.items() if name != "op"})
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The figures that the runtime wants to know of a model; layers' own shapes are in the traced graph."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    context_len: int

@@ -15,7 +15,8 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.compiler.lowering import build_model, lower, write_pieces
 from mllm_compile.compiler.target import find_target
 from mllm_compile.errors import CompileError
-from mllm_compile.inductor.workers import PieceJob, PieceWorkers
+from mllm_compile.inductor.job import PieceJob
+from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cuda import KernelCompiler
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.inductor.workers import PieceJob, PieceWorkers
+from mllm_compile.inductor.job import PieceJob
+from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.model.refusals import refusing
 from mllm_compile.runtime.disk_space import full_disk_said
 from tests.tiny_model import TINY

@@ -13,10 +13,11 @@ import typer
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.cli.cache import verify_command
-from mllm_compile.compiler.load_or_compile import CompiledRuntime, load_or_compile, open_runtime
+from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, DamagedWeightsError
 from mllm_compile.store.artifact import open_artifact, read_manifest, write_manifest
+from mllm_compile.store.opened import CompiledRuntime
 from tests.tiny_model import TINY, tiny_config
 
 EAGER = {"backend": "eager"}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from mllm_compile.inductor.compile_piece import PieceInput, compile_piece
+from mllm_compile.inductor.compile_piece import compile_piece
+from mllm_compile.inductor.job import PieceInput
 from mllm_compile.runtime.program.pieces import load_piece
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

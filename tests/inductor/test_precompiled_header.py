@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_compile.inductor.compile_piece import SYSTEM_CXX, WRAPPER_OPTIONS
-from mllm_compile.inductor.compile_piece import system_compiler as with_system_compiler
 from mllm_compile.inductor.patches import precompiled_header
+from mllm_compile.inductor.toolchain import SYSTEM_CXX, WRAPPER_OPTIONS
+from mllm_compile.inductor.toolchain import system_compiler as with_system_compiler
 from tests.hang_guard import HANG_S
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's headers")]

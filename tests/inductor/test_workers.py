@@ -16,8 +16,8 @@ import pytest
 
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.inductor import workers as piece_workers
-from mllm_compile.inductor.compile_piece import PieceInput
-from mllm_compile.inductor.workers import PieceJob, PieceWorkers
+from mllm_compile.inductor.job import PieceInput, PieceJob
+from mllm_compile.inductor.workers import PieceWorkers
 from tests.hang_guard import HANG_S, until
 
 SIZES = {"T": 8192, "S": 8192}

@@ -11,10 +11,11 @@ import torch
 
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.rope_limit import RopeLimit, rope_limit
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError, UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta
-from mllm_compile.model.hold_rope import RopeLimit, check_rope_limit, rope_limit
+from mllm_compile.model.hold_rope import check_rope_limit
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 
 LONGROPE = {

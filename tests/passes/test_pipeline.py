@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.compiler.lowering import _GraphDumper, _readable
+from mllm_compile.compiler.graph_text import GraphDumper, readable
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import PassResult
 from mllm_compile.passes.canonicalise import Canonicalise
@@ -81,14 +81,14 @@ def test_the_observer_sees_the_graph_after_each_pass():
 
 def test_what_is_written_of_a_stage_is_the_graph_and_the_pieces_as_they_are_then(tmp_path):
     """Passes leave compiling the parent graph to the end, and compile each piece that they change."""
-    dump = _GraphDumper(tmp_path)
+    dump = GraphDumper(tmp_path)
     stages = []
 
     def observe(report, gm) -> None:
         dump(report.name, gm, "")
         text = (tmp_path / f"{len(stages):02d}_{report.name}.txt").read_text()
         graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-        assert all(_readable(graph.python_code("self").src.strip()) in text for graph in graphs)
+        assert all(readable(graph.python_code("self").src.strip()) in text for graph in graphs)
         stages.append(len(graphs))
 
     builder, logits = model_of_layers(2)

@@ -14,13 +14,14 @@ from mllm_compile import Engine
 from mllm_compile.bench.limits.model_figures import model_figures
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.cli import run
-from mllm_compile.compiler.load_or_compile import CompiledRuntime, load_or_compile
+from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.report import html_parts
 from mllm_compile.report.figures import format_seconds
 from mllm_compile.report.page import write_page
 from mllm_compile.report.speed import decode_step, loads
 from mllm_compile.store.artifact import open_artifact
 from mllm_compile.store.measurements import device_key, read_measured
+from mllm_compile.store.opened import CompiledRuntime
 from tests.report.chromium import Chromium, find_chromium
 from tests.tiny_model import TINY, tiny_config
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from mllm_compile import Engine, SamplingParams, __version__
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
+from mllm_compile.engine.engine import Engine
 from mllm_compile.process.progress import reporter_for
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.version import __version__
 
 
 class MllmEngine:

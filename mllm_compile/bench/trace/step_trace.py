@@ -25,7 +25,7 @@ from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import StepWork, random_prompts
 from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
 from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.engine import EngineParts
+from mllm_compile.engine.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Step

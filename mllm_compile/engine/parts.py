@@ -1,0 +1,41 @@
+"""What an engine is made of, between assemble.py, which makes it, and engine.py, which owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.engine.loop import StepRunner
+from mllm_compile.engine.requests import PromptTokenizer
+from mllm_compile.engine.stats import ForwardTimesSource
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """The parts of an engine; `assemble` makes them from a config, tests from fakes.
+
+    Attributes:
+        scheduler, step_runner: used by the engine's thread alone from now on.
+        tokenizer: None when the model has none.
+        vocab_size: rows of the model's embedding.
+        eos_token_ids: ids that end a completion.
+        default_params: for requests without SamplingParams.
+        check_device: raises when the device cannot be used any more.
+        shutdown: gives the device's memory back; called once, after the last step.
+        config: what the engine runs with, every `auto` resolved.
+        forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
+    """
+
+    scheduler: Scheduler
+    step_runner: StepRunner
+    tokenizer: PromptTokenizer | None
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    check_device: Callable[[], None] = lambda: None
+    shutdown: Callable[[], None] = lambda: None
+    config: ResolvedConfig | None = None
+    forward_times: ForwardTimesSource = tuple
