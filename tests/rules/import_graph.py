@@ -22,12 +22,14 @@ MOST_MODULES = 15  # in a folder, beside its __init__.py
 # Folders, and single files that stand on a floor of their own.
 FLOORS = (
     "mllm_compile/__main__",
+    "mllm_compile/__init__",
     "mllm_compile/cli",
     "mllm_compile/report",
     "mllm_compile/bench",
     "mllm_compile/engine",
     "mllm_compile/compiler",
     "mllm_compile/check",
+    "mllm_compile/compiler/lowered",
     "mllm_compile/kernels",
     "mllm_compile/inductor",
     "mllm_compile/store",
@@ -38,7 +40,7 @@ FLOORS = (
     "mllm_compile/process",
     "mllm_compile/files",
     "mllm_compile/errors",
-    "mllm_compile/__init__",
+    "mllm_compile/version",
     "passes",
     "runtime/step",
     "runtime/model_runner",
@@ -107,12 +109,12 @@ def _imported(node: ast.AST, at_once: bool = True) -> Iterator[tuple[list[str], 
             yield [alias.name for alias in child.names], child.lineno, at_once
         elif isinstance(child, ast.ImportFrom) and child.level == 0:
             yield [f"{child.module}.{alias.name}" for alias in child.names], child.lineno, at_once
-        elif isinstance(child, ast.Constant) and re.fullmatch(r"mllm_compile(\.\w+)+", str(child.value)):
+        elif isinstance(child, ast.Constant) and "." in str(child.value) and _resolved(str(child.value), exactly=True):
             yield [child.value], child.lineno, False  # for import_module, or python -m
         yield from _imported(child, inside)
 
 
-def _resolved(dotted: str) -> str | None:
+def _resolved(dotted: str, exactly: bool = False) -> str | None:
     """The module that a full name is, or lies in; None if it is not ours."""
     if not re.match(r"mllm_compile(\.|$)", dotted):
         return None
@@ -122,7 +124,7 @@ def _resolved(dotted: str) -> str | None:
         for module in (path, f"{path}/__init__"):
             if module in modules():
                 return module
-        path = path.rpartition("/")[0]
+        path = "" if exactly else path.rpartition("/")[0]
     return None
 
 
