@@ -1,4 +1,4 @@
-"""What an engine is made of, between assemble.py, which makes it, and engine.py, which owns it."""
+"""The parts of an engine: assemble.py makes them, engine.py owns them."""
 
 from __future__ import annotations
 

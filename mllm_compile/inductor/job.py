@@ -1,4 +1,4 @@
-"""What is compiled: a piece, its inputs, and where the package goes."""
+"""One compile: a piece, its inputs, and where the package goes."""
 
 from __future__ import annotations
 

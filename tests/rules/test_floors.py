@@ -15,7 +15,7 @@ from mllm_compile.runtime.ops import OPS as OPS_BY_NAME
 from tests.rules import import_graph
 from tests.rules.import_graph import MOST_MODULES, ROOT, modules
 
-# What the runtime leaves to whom compiles. pydantic: of the config, which the runtime never sees.
+# Left to the compiler by the runtime. pydantic: of the config, which the runtime never sees.
 NOT_IN_RUNTIME = ("transformers", "torch._dynamo", "torch._inductor", "pydantic")
 # Folders whose every module can be imported without these.
 WITHOUT = {
@@ -23,8 +23,8 @@ WITHOUT = {
     "runtime/schedule": ("torch",),
     "mllm_compile/config": ("torch", "transformers"),
 }
-# What passes know of the runtime: the ops, and which shapes the kernels of attention take.
-OPS = re.compile(r"runtime/(ops/.*|attention/hopper/shapes)")
+# What passes know of the runtime: the ops, what an attention is, and which shapes its kernels take.
+OPS = re.compile(r"runtime/(ops/.*|attention/(layer|hopper/shapes))")
 # Folders with more than MOST_MODULES modules, and why.
 LARGER = {"passes": "one pass a file, whose public name is mllm_compile.passes.<pass>"}
 RUNTIME = [path for name, path in modules().items() if name.startswith("runtime/")]
