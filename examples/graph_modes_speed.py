@@ -38,7 +38,7 @@ WARM_UP_STEPS, STEPS, REPEATS = 5, 40, 5
 
 def make_decode_batch(runner: ModelRunner, num_requests: int, num_tokens: int) -> ForwardBatch:
     """Requests of `num_tokens` tokens, their pages one after another."""
-    page_size = runner.config.page_size
+    page_size = runner.config.runtime.page_size
     pages_each = -(-num_tokens // page_size)
     pages = torch.arange(1, 1 + num_requests * pages_each, device=runner.device)
     rows = torch.arange(1, num_requests + 1, device=runner.device)

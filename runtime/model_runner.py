@@ -59,7 +59,7 @@ class ModelRunner:
 
     def __init__(self, config: RunnerConfig, source: ModelSource) -> None:
         self.config = config
-        self.max_running_requests = config.max_running_requests
+        self.max_running_requests = config.runtime.max_running_requests
         self.kv_cache_dtype = config.kv_cache_dtype
         self.forward_pass_id = 0
         self.graph_runner: GraphRunner | None = None
@@ -79,7 +79,7 @@ class ModelRunner:
             ConfigError, UnsupportedModelError: the attention backend cannot do what is asked.
         """
         with stage("open device"):
-            self.device = open_device(self.config.device)
+            self.device = open_device(self.config.runtime.device)
         if self.device.type == "cuda":
             prefer_cublaslt()
         with self.on_device():
@@ -97,7 +97,7 @@ class ModelRunner:
 
     def load_model(self) -> None:
         """Load program and weights; sets the model's sizes."""
-        check_weights_fit(self._source.weight_bytes, self.config, self.device)
+        check_weights_fit(self._source.weight_bytes, self.config.runtime, self.device)
         try:
             model = self._source.load(self.device)
         except torch.OutOfMemoryError as error:
@@ -113,22 +113,22 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.context_len = model.context_len
         self.layers = {layer.name: layer for layer in model.layers}
-        spec = KVCacheSpec(model.layers, self.config.page_size)
+        spec = KVCacheSpec(model.layers, self.config.runtime.page_size)
         self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
         interval_s = self.config.forward_times_interval_s
         self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
 
     def init_memory_pool(self) -> None:
         """Allocate the table of slots and as many KV pages as fit; config.num_pages overrules the measurement."""
-        config = self.config
-        max_context_len = -(-config.max_model_len // config.page_size) * config.page_size
-        num_rows = config.max_running_requests + 1
-        check_table_fits(num_rows * max_context_len * torch.int32.itemsize, config, self.device)
-        self.req_to_token_pool = ReqToTokenPool(config.max_running_requests, max_context_len, self.device)
+        runtime, num_pages = self.config.runtime, self.config.num_pages
+        max_context_len = -(-runtime.max_model_len // runtime.page_size) * runtime.page_size
+        num_rows = runtime.max_running_requests + 1
+        check_table_fits(num_rows * max_context_len * torch.int32.itemsize, runtime, self.device)
+        self.req_to_token_pool = ReqToTokenPool(runtime.max_running_requests, max_context_len, self.device)
         self.slot_state = SlotState(num_rows, self.vocab_size, self.device)
-        num_pages = self._measure_num_pages() if config.num_pages is None else config.num_pages
+        num_pages = self._measure_num_pages() if num_pages is None else num_pages
         self.token_to_kv_pool = self._make_kv_pool(num_pages)
-        self.max_total_num_tokens = (num_pages - 1) * config.page_size
+        self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
 
     def init_attention_backend(self) -> None:
         """Make the backend that batches are planned with."""
@@ -146,13 +146,13 @@ class ModelRunner:
 
     @property
     def _captures_graphs(self) -> bool:
-        return self.device.type == "cuda" and self.config.cudagraph_mode != "none" and self.is_generation
+        return self.device.type == "cuda" and self.config.cudagraph.mode != "none" and self.is_generation
 
     def _dispatcher(self) -> GraphDispatcher:
-        config = self.config
-        mode, mixed_tokens = CUDAGraphMode.from_name(config.cudagraph_mode), config.mixed_tokens
+        graphs = self.config.cudagraph
+        mode, mixed_tokens = CUDAGraphMode.from_name(graphs.mode), graphs.mixed_tokens
         obstacle = self.attn_backend.mixed_obstacle if mixed_tokens else None
-        if obstacle and config.mixed_tokens_asked:
+        if obstacle and graphs.mixed_tokens_asked:
             raise ConfigError(
                 f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but steps with prompts cannot be captured whole: "
                 f"{obstacle}. Set it to auto or []."
@@ -160,7 +160,7 @@ class ModelRunner:
         if obstacle:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
-        return GraphDispatcher(mode, config.piecewise_tokens, config.decode_requests, mixed_tokens)
+        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens)
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -396,7 +396,7 @@ class ModelRunner:
             num_tokens=tokens.input_ids.shape[0],
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
-            skip_compiled=self.config.skip_compiled,
+            skip_compiled=self.config.runtime.skip_compiled,
             # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         )
@@ -408,7 +408,7 @@ class ModelRunner:
         Raises:
             ConfigError: the eager model is asked for, and the source loaded none.
         """
-        if not self.config.skip_compiled:
+        if not self.config.runtime.skip_compiled:
             return self.model.executor
         if self.model.eager is None:
             raise ConfigError("runtime.skip_compiled is set, but the model's source has no eager model to run")
@@ -422,7 +422,7 @@ class ModelRunner:
 
     def _make_kv_pool(self, num_pages: int) -> KVPool:
         config = self.config
-        return KVPool(num_pages, config.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
+        return KVPool(num_pages, config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
 
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
         return [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.model.layers]
@@ -430,14 +430,14 @@ class ModelRunner:
     def _measure_num_pages(self) -> int:
         config = self.config
         if self.device.type == "cuda":
-            budget = cuda_kv_budget(config, self.device, self._run_largest_batch)
+            budget = cuda_kv_budget(config.runtime, self.device, self._run_largest_batch)
             if self._captures_graphs:
                 budget = budget.without(self._estimate_graph_bytes(), "CUDA graphs (by a trial capture)")
         else:
             budget = cpu_kv_budget()
-        bytes_per_page = KVPool.bytes_per_page(config.page_size, self._kv_shapes(), config.kv_cache_dtype)
-        num_pages = budget.num_pages(bytes_per_page, config)
-        logger.info("%d KV pages of %d tokens: %s", num_pages, config.page_size, budget.explanation)
+        bytes_per_page = KVPool.bytes_per_page(config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype)
+        num_pages = budget.num_pages(bytes_per_page, config.runtime)
+        logger.info("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)
         return num_pages
 
     def _estimate_graph_bytes(self) -> int:
@@ -460,7 +460,7 @@ class ModelRunner:
         """
         config, device = self.config, self.device
         num_requests = config.max_rows
-        num_tokens = min(config.max_num_batched_tokens, num_requests * config.max_model_len)
+        num_tokens = min(config.runtime.max_num_batched_tokens, num_requests * config.runtime.max_model_len)
         new_cpu = torch.full((num_requests,), num_tokens // num_requests, dtype=torch.int32)
         new_cpu[: num_tokens % num_requests] += 1
         new = new_cpu.to(device)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 import mllm_compile.model
+from mllm_compile import Engine
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.process.timeline import Timeline
 
 TINY = Path(mllm_compile.model.__file__).parent / "tiny"
 
@@ -24,6 +26,13 @@ def tiny_config(cache: Path, **sections: dict[str, Any]) -> EngineConfig:
     for name, keys in sections.items():
         config[name] = config.get(name, {}) | keys
     return EngineConfig.from_dict(config)
+
+
+def engine_of_pages(config: EngineConfig, num_pages: int | None) -> Engine:
+    """An engine with `num_pages` in its KV cache, the dummy page included; None: as many as fit."""
+    from mllm_compile.engine.assemble import assemble
+
+    return Engine.from_parts(assemble(config, Timeline(), num_pages=num_pages))
 
 
 class Reference:

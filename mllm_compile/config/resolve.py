@@ -13,18 +13,16 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolved import (
     AutoChoices,
-    BackendName,
-    KVDtypeName,
     ResolvedCache,
     ResolvedCompile,
     ResolvedConfig,
     ResolvedModel,
-    ResolvedRuntime,
 )
 from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
+from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, RuntimeSection
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -136,24 +134,22 @@ def _require_flashinfer(dtype: str, device: DeviceInfo) -> None:
 
 def _runtime(
     asked: RuntimeConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: AutoChoices
-) -> ResolvedRuntime:
+) -> RuntimeSection:
     kind = "cuda" if device.is_cuda else "cpu"
     choices.settle("runtime.device", asked.device, lambda: (device.device, device.name))
     requests, tokens = _batch_limits(asked, kind, model, choices)
-    return ResolvedRuntime(
-        device=device.device,
-        attention_backend=backend,
-        page_size=choices.settle("runtime.page_size", asked.page_size, lambda: (PAGE_SIZE[backend], f"for {backend}")),
-        kv_cache_dtype=_kv_cache_dtype(asked, dtype, choices),
-        mem_fraction_static=asked.mem_fraction_static,
-        max_model_len=_max_model_len(asked, kind, model, choices),
-        max_running_requests=requests,
-        max_num_batched_tokens=tokens,
-        enable_prefix_cache=asked.enable_prefix_cache,
-        deterministic=asked.deterministic,
-        skip_compiled=asked.skip_compiled,
-        seed=asked.seed,
-    )
+    settled = {
+        "device": device.device,
+        "attention_backend": backend,
+        "page_size": choices.settle(
+            "runtime.page_size", asked.page_size, lambda: (PAGE_SIZE[backend], f"for {backend}")
+        ),
+        "kv_cache_dtype": _kv_cache_dtype(asked, dtype, choices),
+        "max_model_len": _max_model_len(asked, kind, model, choices),
+        "max_running_requests": requests,
+        "max_num_batched_tokens": tokens,
+    }
+    return RuntimeSection(**asked.model_dump() | settled)  # the other keys have no `auto`
 
 
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:
@@ -168,7 +164,7 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> K
     return kv_dtype
 
 
-def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, choices: AutoChoices) -> bool:
+def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, choices: AutoChoices) -> bool:
     """True if the kernel that is compiled with the model (decode_attention.py) computes decodes."""
     obstacle = None
     if runtime.attention_backend != "flashinfer":
@@ -187,7 +183,7 @@ def _split_decode(asked: CompileConfig, runtime: ResolvedRuntime, dtype: str, ch
 
 
 def _hopper_decode(
-    asked: CompileConfig, split_decode: bool, runtime: ResolvedRuntime, dtype: str, device: DeviceInfo
+    asked: CompileConfig, split_decode: bool, runtime: RuntimeSection, dtype: str, device: DeviceInfo
 ) -> bool:
     """True if runtime/attention/hopper/ may compute decodes."""
     obstacle = None

@@ -10,9 +10,10 @@ from typing import Any
 
 from mllm_compile.config.device import DeviceInfo
 from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.resolved import AutoChoices, ResolvedCudaGraph, ResolvedRuntime
-from mllm_compile.config.schema import CudaGraphConfig, GraphMode
+from mllm_compile.config.resolved import AutoChoices
+from mllm_compile.config.schema import CudaGraphConfig
 from mllm_compile.errors import CaptureSizeError, ConfigError
+from mllm_compile.runtime.config_sections import CudaGraphSection, GraphMode, RuntimeSection
 
 # A captured size costs a start 10 to 35 ms. Up to 64 tokens a step takes about as long with twice as many.
 PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
@@ -35,12 +36,12 @@ _MIXED_MODES = ("full", "full_and_piecewise")
 
 def resolve_graphs(
     asked: CudaGraphConfig,
-    runtime: ResolvedRuntime,
+    runtime: RuntimeSection,
     split_decode: bool,
     device: DeviceInfo,
     model: ModelFolder,
     choices: AutoChoices,
-) -> ResolvedCudaGraph:
+) -> CudaGraphSection:
     """Does resolve()'s work for the section `cudagraph`; the same errors.
 
     Args:
@@ -48,10 +49,10 @@ def resolve_graphs(
     """
     mode = _graph_mode(asked, runtime, device, choices)
     if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here
-        return ResolvedCudaGraph(mode=mode, piecewise_tokens=(), decode_requests=())
+        return CudaGraphSection(mode=mode, piecewise_tokens=(), decode_requests=())
     if runtime.deterministic:
         return _deterministic_cudagraph(asked, mode, runtime.max_num_batched_tokens)
-    return ResolvedCudaGraph(
+    return CudaGraphSection(
         mode=mode,
         piecewise_tokens=_graph_sizes(
             "piecewise_tokens",
@@ -79,7 +80,7 @@ def resolve_graphs(
 def _mixed_tokens(
     asked: CudaGraphConfig,
     mode: GraphMode,
-    runtime: ResolvedRuntime,
+    runtime: RuntimeSection,
     split_decode: bool,
     device: DeviceInfo,
     model: ModelFolder,
@@ -110,7 +111,7 @@ def _width(model: ModelFolder) -> int:
     return width if isinstance(width, int) and width > 0 else 0
 
 
-def _piecewise_tokens(model: ModelFolder, runtime: ResolvedRuntime) -> tuple[int, ...]:
+def _piecewise_tokens(model: ModelFolder, runtime: RuntimeSection) -> tuple[int, ...]:
     width = _width(model)
     if runtime.attention_backend != "flashinfer" or not width:
         return PIECEWISE_TOKENS  # a capture runs attention of its prompts, which by torch takes their square in memory
@@ -118,7 +119,7 @@ def _piecewise_tokens(model: ModelFolder, runtime: ResolvedRuntime) -> tuple[int
     return (*PIECEWISE_TOKENS, *(tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens <= largest))
 
 
-def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> ResolvedCudaGraph:
+def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> CudaGraphSection:
     """Every step is a decode of `num_tokens` rows, so there is one shape to capture."""
     if mode not in ("none", "piecewise", "full_decode_only"):
         raise ConfigError(
@@ -140,12 +141,10 @@ def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens
                 f"cudagraph.{key} is {list(given)}, but with runtime.deterministic every step has {num_tokens} tokens "
                 f"(runtime.max_num_batched_tokens). Set it to auto."
             )
-    return ResolvedCudaGraph(mode=mode, piecewise_tokens=piecewise_tokens, decode_requests=decode_requests)
+    return CudaGraphSection(mode=mode, piecewise_tokens=piecewise_tokens, decode_requests=decode_requests)
 
 
-def _graph_mode(
-    asked: CudaGraphConfig, runtime: ResolvedRuntime, device: DeviceInfo, choices: AutoChoices
-) -> GraphMode:
+def _graph_mode(asked: CudaGraphConfig, runtime: RuntimeSection, device: DeviceInfo, choices: AutoChoices) -> GraphMode:
     def choose() -> tuple[str, str]:
         if not device.is_cuda:
             return "none", "a CPU has no CUDA graphs"

@@ -7,12 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mllm_compile.config.schema import DtypeName, EngineConfig, GraphMode
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.process.progress import Reporter
-
-BackendName = Literal["flashinfer", "torch"]
-# In torch's names.
-KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
+from mllm_compile.runtime.config_sections import CudaGraphSection, DtypeName, RuntimeSection
 
 
 class AutoChoice(NamedTuple):
@@ -45,37 +42,6 @@ class ResolvedCompile(_Resolved):
     hopper_decode: bool
 
 
-class ResolvedCudaGraph(_Resolved):
-    """Sizes ascend; they are empty where the mode captures none of that kind.
-
-    `mixed_tokens` that were not asked for are left out where a model's attention cannot be captured with prompts.
-    """
-
-    mode: GraphMode
-    piecewise_tokens: tuple[int, ...]
-    decode_requests: tuple[int, ...]
-    mixed_tokens: tuple[int, ...] = ()
-    mixed_tokens_asked: bool = False
-    sample_in_graph: bool = False
-
-
-class ResolvedRuntime(_Resolved):
-    """`device` is `cpu` or `cuda:N`."""
-
-    device: str
-    attention_backend: BackendName
-    page_size: int
-    kv_cache_dtype: KVDtypeName
-    mem_fraction_static: float
-    max_model_len: int
-    max_running_requests: int
-    max_num_batched_tokens: int
-    enable_prefix_cache: bool
-    deterministic: bool
-    skip_compiled: bool
-    seed: int
-
-
 class ResolvedCache(_Resolved):
     """`dir` is absolute."""
 
@@ -87,8 +53,8 @@ class ResolvedConfig(_Resolved):
 
     model: ResolvedModel
     compile: ResolvedCompile
-    cudagraph: ResolvedCudaGraph
-    runtime: ResolvedRuntime
+    cudagraph: CudaGraphSection
+    runtime: RuntimeSection
     cache: ResolvedCache
     choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
     without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores

@@ -17,6 +17,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from mllm_compile.errors import ConfigError
+from mllm_compile.runtime.config_sections import DtypeName, GraphMode
 
 MAX_PAGE_SIZE = 256
 _MAX_CONFIG_CHARACTERS = 1 << 20
@@ -38,8 +39,6 @@ def _checked_path(text: str) -> str:
 
 
 Auto = Literal["auto"]
-DtypeName = Literal["float32", "float16", "bfloat16"]
-GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 PositiveInt = Annotated[int, Field(ge=1)]
 PathText = Annotated[
     str,

@@ -42,11 +42,14 @@ from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 _LOG_FORWARD_TIMES_S = 10.0
 
 
-def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = False) -> EngineParts:
+def assemble(
+    config: EngineSource, reporter: Reporter, *, forward_times: bool = False, num_pages: int | None = None
+) -> EngineParts:
     """Loads a runtime's folder as it is; for a config the cached runtime that fits, or one that is compiled first.
 
     Args:
         forward_times: measure every forward.
+        num_pages: of the KV cache, the dummy page included; None: as many as fit.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
@@ -54,26 +57,28 @@ def assemble(config: EngineSource, reporter: Reporter, *, forward_times: bool = 
     timeline = timeline_of(reporter)
     source = config_or_runtime(config)
     if isinstance(source, Path):
-        return _load(open_runtime(source, timeline), timeline, forward_times)
+        return _load(open_runtime(source, timeline), timeline, forward_times, num_pages)
     compiled = load_or_compile(source, timeline)
     try:
-        return _load(compiled, timeline, forward_times)
+        return _load(compiled, timeline, forward_times, num_pages)
     except DamagedWeightsError as error:  # seen only when they are on the device
         timeline.note(f"the cached runtime is not used: {error}")
         remove_runtime(compiled.folder)
-    return _load(load_or_compile(source, timeline), timeline, forward_times)
+    return _load(load_or_compile(source, timeline), timeline, forward_times, num_pages)
 
 
-def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool) -> EngineParts:
-    settings = runner_config(compiled.config)
-    if forward_times:
-        settings = replace(settings, forward_times_interval_s=_LOG_FORWARD_TIMES_S)
+def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, num_pages: int | None) -> EngineParts:
+    settings = replace(
+        runner_config(compiled.config),
+        num_pages=num_pages,
+        forward_times_interval_s=_LOG_FORWARD_TIMES_S if forward_times else 0.0,
+    )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(_load_text_parts, compiled, timeline)
         runner, plan = _start_runner(settings, compiled, timeline)
         try:
             tokenizer, defaults, default_params = loading.result()
-            scheduler = Scheduler(_scheduler_config(compiled.config, runner))
+            scheduler = Scheduler(SchedulerConfig.of(compiled.config.runtime, runner.token_to_kv_pool.num_pages))
             step_runner = StepRunner(runner, Sampler(runner.model.sampling))
             _remember(compiled, runner, plan, timeline)
         except BaseException:  # also Ctrl-C
@@ -112,7 +117,7 @@ def _start_runner(
     source = _source(compiled, timeline)
     with timeline.stage("memory plan"):
         now = situation(settings)
-        measured = read_measured(compiled.artifact.measured_folder, device_key(settings.device))
+        measured = read_measured(compiled.artifact.measured_folder, device_key(settings.runtime.device))
         num_pages = (
             now.pages_from(start_with(measured, compiled.config).get("plan")) if settings.num_pages is None else None
         )
@@ -130,40 +135,7 @@ def _start_runner(
 
 def runner_config(config: ResolvedConfig) -> RunnerConfig:
     """The runner's part of a config."""
-    runtime, graphs = config.runtime, config.cudagraph
-    return RunnerConfig(
-        device=runtime.device,
-        dtype=getattr(torch, config.model.dtype),
-        attention_backend=runtime.attention_backend,
-        page_size=runtime.page_size,
-        kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
-        mem_fraction_static=runtime.mem_fraction_static,
-        max_model_len=runtime.max_model_len,
-        max_running_requests=runtime.max_running_requests,
-        max_num_batched_tokens=runtime.max_num_batched_tokens,
-        enable_prefix_cache=runtime.enable_prefix_cache,
-        deterministic=runtime.deterministic,
-        skip_compiled=runtime.skip_compiled,
-        seed=runtime.seed,
-        cudagraph_mode=graphs.mode,
-        piecewise_tokens=graphs.piecewise_tokens,
-        decode_requests=graphs.decode_requests,
-        mixed_tokens=graphs.mixed_tokens,
-        mixed_tokens_asked=graphs.mixed_tokens_asked,
-        sample_in_graph=graphs.sample_in_graph,
-    )
-
-
-def _scheduler_config(config: ResolvedConfig, runner: ModelRunner) -> SchedulerConfig:
-    runtime = config.runtime
-    return SchedulerConfig(
-        max_running_requests=runtime.max_running_requests,
-        max_num_batched_tokens=runtime.max_num_batched_tokens,
-        max_model_len=runtime.max_model_len,
-        page_size=runtime.page_size,
-        num_pages=runner.max_total_num_tokens // runtime.page_size + 1,  # and the dummy page
-        enable_prefix_cache=runtime.enable_prefix_cache,
-    )
+    return RunnerConfig(dtype=getattr(torch, config.model.dtype), runtime=config.runtime, cudagraph=config.cudagraph)
 
 
 def _load_text_parts(

@@ -61,7 +61,7 @@ class MemoryPlan:
 
 def situation(config: RunnerConfig) -> MemoryPlan:
     """The inputs of a plan: settings, and memory as it is now."""
-    device = torch.device(config.device)
+    device = torch.device(config.runtime.device)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     settings = {field.name: str(getattr(config, field.name)) for field in fields(config) if field.name != "num_pages"}
     return MemoryPlan(settings | {"version": __version__}, free, total)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mllm_compile.config.resolved import ResolvedConfig, ResolvedRuntime
+from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece
@@ -27,6 +27,7 @@ from mllm_compile.runtime.attention.hopper.shapes import are_served
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel, takes
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import DecodeForm, Program
 
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
@@ -98,7 +99,7 @@ def _forms(
 
 
 def _hopper_forms(
-    runtime: ResolvedRuntime, layer: LayerSpec, few: DecodeForm, many: DecodeForm
+    runtime: RuntimeSection, layer: LayerSpec, few: DecodeForm, many: DecodeForm
 ) -> tuple[DecodeForm, ...]:
     """Clusters for few requests, shares for many; of the pieces what these leave to them."""
     kv_heads = layer.num_kv_heads

@@ -40,16 +40,17 @@ class AttendingModel(Protocol):
 def make_attention_backend(
     config: RunnerConfig, model: AttendingModel, req_to_token_pool: ReqToTokenPool, device: torch.device
 ) -> AttentionBackend:
-    """The backend that config.attention_backend names.
+    """The backend that config.runtime.attention_backend names.
 
     Raises:
         ConfigError: there is none of that name, or it cannot compute in the model's dtype.
         DeviceError: its library or its device is missing.
         UnsupportedModelError: the model has a layer that it cannot do.
     """
-    if config.attention_backend == "torch":
-        return TorchAttnBackend(deterministic=config.deterministic)
-    if config.attention_backend == "flashinfer":
+    runtime = config.runtime
+    if runtime.attention_backend == "torch":
+        return TorchAttnBackend(deterministic=runtime.deterministic)
+    if runtime.attention_backend == "flashinfer":
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 
         return FlashInferAttnBackend(
@@ -62,9 +63,9 @@ def make_attention_backend(
             req_to_token_pool.req_to_token,
             device,
             config.max_rows,
-            page_size=config.page_size,
+            page_size=runtime.page_size,
             layers=model.layers,
-            deterministic=config.deterministic,
+            deterministic=runtime.deterministic,
             decoders=model.decoders,
         )
-    raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {config.attention_backend!r}")
+    raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

@@ -114,7 +114,8 @@ class GraphRunner:
     def _make_decode_loop(self) -> DecodeLoop | None:
         """The decode loop; None if it is disabled or the program's kernels cannot do all that a decode needs."""
         runner, pieces, page_table = self._runner, self._runner.model.decode_loop, self._runner.attn_backend.page_table
-        if not (runner.config.sample_in_graph and self.dispatcher.decode_requests) or runner.config.deterministic:
+        is_asked = runner.config.cudagraph.sample_in_graph and not runner.config.runtime.deterministic
+        if not (is_asked and self.dispatcher.decode_requests):
             return None
         if pieces is None or page_table is None:
             what = "choose tokens" if pieces is None else "attend in every layer"
@@ -305,7 +306,7 @@ class GraphRunner:
     def _padding_prompts(self, size: int) -> ForwardBatch:
         """Prompts of `size` padding tokens over the persistent inputs."""
         runner, tokens = self._runner, self._tokens(size)
-        lengths = torch.tensor(_lengths(size, runner.config.max_model_len), dtype=torch.int32)
+        lengths = torch.tensor(_lengths(size, runner.config.runtime.max_model_len), dtype=torch.int32)
         new, none = lengths.to(runner.device), torch.zeros_like(lengths)
         return runner.prepare_forward_batch_extend(
             tokens.input_ids,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.errors import DeviceMemoryError
-from mllm_compile.runtime.runner_config import RunnerConfig
 
 GIB = 1 << 30
 # The rest is for weights of other processes, the page cache that weights are read through, and activations.
@@ -62,24 +62,24 @@ def _host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     return min(available, max(0, limit - used)), min(total, limit)
 
 
-def check_weights_fit(weight_bytes: int, config: RunnerConfig, device: torch.device) -> None:
+def check_weights_fit(weight_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:
     """Refuses weights that do not fit before loading them, rather than fail amid it.
 
     Raises:
         DeviceMemoryError: the weights need more than the device has free, or than mem_fraction_static allows.
     """
     free, total = _memory_bytes(device.type, device.index or 0)
-    share = total * config.mem_fraction_static if device.type == "cuda" else total
+    share = total * runtime.mem_fraction_static if device.type == "cuda" else total
     allowed = min(free, share)
     if weight_bytes > allowed:
         raise DeviceMemoryError(
             f"the weights need {_gib(weight_bytes)}; {device} has {_gib(free)} free of {_gib(total)}, of which "
             f"{_gib(allowed)} may be used. Free memory on it, raise runtime.mem_fraction_static "
-            f"(now {config.mem_fraction_static}), or take a smaller model or dtype."
+            f"(now {runtime.mem_fraction_static}), or take a smaller model or dtype."
         )
 
 
-def check_table_fits(num_bytes: int, config: RunnerConfig, device: torch.device) -> None:
+def check_table_fits(num_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:
     """Like check_weights_fit, for the table of slots.
 
     Raises:
@@ -89,7 +89,7 @@ def check_table_fits(num_bytes: int, config: RunnerConfig, device: torch.device)
     if num_bytes > free:
         raise DeviceMemoryError(
             f"the table of KV slots needs {_gib(num_bytes)} for runtime.max_running_requests: "
-            f"{config.max_running_requests} of runtime.max_model_len: {config.max_model_len}; {device} has "
+            f"{runtime.max_running_requests} of runtime.max_model_len: {runtime.max_model_len}; {device} has "
             f"{_gib(free)} free. Lower one of them."
         )
 
@@ -105,23 +105,23 @@ class KVBudget:
         """The budget when `what` takes `num_bytes` of it."""
         return KVBudget(self.kv_bytes - num_bytes, f"{self.explanation}, {what} {_gib(num_bytes)}")
 
-    def num_pages(self, bytes_per_page: int, config: RunnerConfig) -> int:
+    def num_pages(self, bytes_per_page: int, runtime: RuntimeSection) -> int:
         """Pages with the dummy page: what fits, at most what all requests can use together.
 
         Raises:
             DeviceMemoryError: not even one request of max_model_len tokens fits.
         """
-        pages_per_request = -(-config.max_model_len // config.page_size)
-        useful = 1 + config.max_running_requests * pages_per_request
+        pages_per_request = -(-runtime.max_model_len // runtime.page_size)
+        useful = 1 + runtime.max_running_requests * pages_per_request
         fitting = self.kv_bytes // bytes_per_page
         if fitting < 1 + pages_per_request:
             raise DeviceMemoryError(
-                f"the KV cache of one request of {config.max_model_len} tokens needs "
+                f"the KV cache of one request of {runtime.max_model_len} tokens needs "
                 f"{_gib((1 + pages_per_request) * bytes_per_page)}, but {_gib(max(0, self.kv_bytes))} are left for it: "
                 f"{self.explanation}. Lower runtime.max_model_len, runtime.max_num_batched_tokens "
-                f"(now {config.max_num_batched_tokens}) or runtime.max_running_requests "
-                f"(now {config.max_running_requests}), or raise runtime.mem_fraction_static "
-                f"(now {config.mem_fraction_static})."
+                f"(now {runtime.max_num_batched_tokens}) or runtime.max_running_requests "
+                f"(now {runtime.max_running_requests}), or raise runtime.mem_fraction_static "
+                f"(now {runtime.mem_fraction_static})."
             )
         return min(fitting, useful)
 
@@ -132,7 +132,7 @@ def cpu_kv_budget() -> KVBudget:
     return KVBudget(int(available * CPU_KV_SHARE), f"{CPU_KV_SHARE:.0%} of {_gib(available)} available memory")
 
 
-def cuda_kv_budget(config: RunnerConfig, device: torch.device, run_largest_batch: Callable[[], None]) -> KVBudget:
+def cuda_kv_budget(runtime: RuntimeSection, device: torch.device, run_largest_batch: Callable[[], None]) -> KVBudget:
     """The rest of the static share after a real run of the largest batch.
 
     Args:
@@ -149,8 +149,8 @@ def cuda_kv_budget(config: RunnerConfig, device: torch.device, run_largest_batch
     except torch.OutOfMemoryError as error:
         free, total = _memory_bytes("cuda", device.index)
         raise DeviceMemoryError(
-            f"a step of {config.max_num_batched_tokens} tokens and {config.max_running_requests} requests does not fit "
-            f"into what the weights leave of {_gib(total)} ({_gib(free)} are free now). Lower "
+            f"a step of {runtime.max_num_batched_tokens} tokens and {runtime.max_running_requests} requests does not "
+            f"fit into what the weights leave of {_gib(total)} ({_gib(free)} are free now). Lower "
             "runtime.max_num_batched_tokens or runtime.max_running_requests."
         ) from error
     peak_reserved = torch.cuda.max_memory_reserved(device)
@@ -158,11 +158,11 @@ def cuda_kv_budget(config: RunnerConfig, device: torch.device, run_largest_batch
     # Reserved, not allocated: what fragmentation costs is in it.
     transient = peak_reserved - torch.cuda.memory_reserved(device)
     free, total = _memory_bytes("cuda", device.index)
-    share = int(total * config.mem_fraction_static)
+    share = int(total * runtime.mem_fraction_static)
     resident = total - free
     return KVBudget(
         share - resident - transient,
-        f"{config.mem_fraction_static:.0%} of {_gib(total)} is {_gib(share)}, of which weights, libraries and other "
+        f"{runtime.mem_fraction_static:.0%} of {_gib(total)} is {_gib(share)}, of which weights, libraries and other "
         f"processes hold {_gib(resident)} and the largest step takes {_gib(transient)}",
     )
 

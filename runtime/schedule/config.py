@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.errors import ConfigError, RequestError
 
 
@@ -27,6 +28,12 @@ class SchedulerConfig:
     num_pages: int
     """Pages of the KV pool with the dummy page 0, which is never handed out."""
     enable_prefix_cache: bool = True
+
+    @classmethod
+    def of(cls, runtime: RuntimeSection, num_pages: int) -> SchedulerConfig:
+        """The limits that `runtime` names, with `num_pages`, the dummy page included."""
+        names = {field.name for field in fields(cls)} - {"num_pages"}
+        return cls(num_pages=num_pages, **{name: getattr(runtime, name) for name in names})
 
     def __post_init__(self) -> None:
         least = {"max_model_len": 2, "num_pages": 2}

@@ -86,7 +86,7 @@ class StepRunner:
         self._last_tokens = runner.slot_state.last_tokens
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
-        self._pages = HostPageTable(num_rows, runner.config.max_model_len, runner.config.page_size)
+        self._pages = HostPageTable(num_rows, runner.config.runtime.max_model_len, runner.config.runtime.page_size)
         self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         # Of the last batch: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
@@ -152,8 +152,8 @@ class StepRunner:
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
         config = self._runner.config
-        if config.deterministic:
-            return plan_fixed_rows(batch, self._pages, config.max_num_batched_tokens)
+        if config.runtime.deterministic:
+            return plan_fixed_rows(batch, self._pages, config.runtime.max_num_batched_tokens)
         return plan_step(batch, self._pages)
 
     def _upload(self, plan: StepPlan, page_writes: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -262,7 +262,7 @@ class StepRunner:
                 request.slot,
                 request.params,
                 request.prompt_token_ids,
-                derive_seed(self._runner.config.seed, request.sequence),
+                derive_seed(self._runner.config.runtime.seed, request.sequence),
                 output_token_ids=request.output_token_ids,
                 stop_ids=request.stop_ids,
                 bad_phrases=request.bad_phrases,

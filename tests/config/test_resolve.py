@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from mllm_compile.config.device import DeviceInfo, detect_device
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve import resolve
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
-from mllm_compile.config.resolved import ResolvedConfig, ResolvedCudaGraph
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import CudaGraphConfig, EngineConfig, RuntimeConfig
+from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter
+from mllm_compile.runtime.config_sections import CudaGraphSection, RuntimeSection
 
 CPU = DeviceInfo("cpu", "x86_64")
 H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)
@@ -35,7 +39,7 @@ def test_auto_on_a_cpu_is_float32_torch_and_no_graphs():
     assert (config.runtime.device, config.runtime.attention_backend) == ("cpu", "torch")
     assert (config.runtime.page_size, config.runtime.max_model_len) == (16, 8192)
     assert (config.runtime.max_running_requests, config.runtime.max_num_batched_tokens) == (64, 2048)
-    assert config.cudagraph == ResolvedCudaGraph(mode="none", piecewise_tokens=(), decode_requests=())
+    assert config.cudagraph == CudaGraphSection(mode="none", piecewise_tokens=(), decode_requests=())
     assert config.model.load_format == "safetensors"
 
 
@@ -141,6 +145,34 @@ def test_no_auto_is_left_and_json_keeps_everything():
     config = resolved(H200)
     assert "auto" not in str(config)
     assert ResolvedConfig.model_validate(config.model_dump(mode="json")) == config.model_copy(update={"choices": ()})
+
+
+@pytest.mark.parametrize(
+    ("asked", "section", "derived"),
+    [(RuntimeConfig, RuntimeSection, set()), (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked"})],
+)
+def test_the_runner_is_told_every_key_of_its_sections(asked, section, derived):
+    """A new key is a field here and there: what the runner reads is the section itself."""
+    assert {field.name for field in fields(section)} == set(asked.model_fields) | derived
+    config = resolved(H200)
+    told = runner_config(config)
+    assert (told.runtime, told.cudagraph) == (config.runtime, config.cudagraph)
+
+
+def test_a_key_without_auto_becomes_what_was_asked_for():
+    keys = {"mem_fraction_static": 0.5, "enable_prefix_cache": False, "skip_compiled": True, "seed": 7}
+    without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
+    assert without_auto == {*keys, "deterministic"}
+    runtime = resolved(runtime=keys).runtime
+    assert {name: getattr(runtime, name) for name in keys} == keys
+    assert resolved(runtime={"deterministic": True}).runtime.deterministic
+
+
+def test_a_stored_section_with_an_unknown_key_or_a_wrong_value_is_refused():
+    stored = resolved(H200).model_dump(mode="json")
+    for key, value in (("pages", 3), ("page_size", "many"), ("attention_backend", "flash")):
+        with pytest.raises(ValidationError, match=rf"runtime\.{key}"):
+            ResolvedConfig.model_validate({**stored, "runtime": {**stored["runtime"], key: value}})
 
 
 def test_what_was_asked_for_is_kept_and_only_the_rest_is_reported():
@@ -266,7 +298,7 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
     if device is CPU:
         assert config.cudagraph.mode == "none"
     else:
-        graphs = ResolvedCudaGraph(mode="full_decode_only", piecewise_tokens=(), decode_requests=(tokens,))
+        graphs = CudaGraphSection(mode="full_decode_only", piecewise_tokens=(), decode_requests=(tokens,))
         assert config.cudagraph == graphs
 
 

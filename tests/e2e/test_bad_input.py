@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.cli import run
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.engine import assemble
 from mllm_compile.errors import (
     CheckpointError,
     ConfigError,
@@ -36,7 +34,7 @@ from mllm_compile.errors import (
 )
 from mllm_compile.runtime.device import memory
 from tests.fakes import all_pages_are_back
-from tests.tiny_model import TINY, tiny_config
+from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
 WEIGHTS = "model.safetensors"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -283,16 +281,12 @@ def test_too_little_memory_for_one_request_says_what_to_lower(monkeypatch, eager
 @pytest.fixture(scope="module")
 def engine(eager_cache: Path) -> Iterator[Engine]:
     """Room for MAX_MODEL_LEN tokens by the model, for fewer by the pages."""
-    plain = assemble.runner_config
     config = tiny_config(
         eager_cache,
         compile={"backend": "eager"},
         runtime={"max_model_len": MAX_MODEL_LEN, "page_size": PAGE_SIZE},
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=NUM_PAGES))
-        engine = Engine(config)
-    with engine:
+    with engine_of_pages(config, NUM_PAGES) as engine:
         yield engine
         assert all_pages_are_back(engine)
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from mllm_compile import Engine, RequestOutput, SamplingParams
-from mllm_compile.engine import assemble
-from tests.tiny_model import tiny_config
+from tests.tiny_model import engine_of_pages, tiny_config
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=5)
 PROMPT = "If the file cannot be opened, an OSError is raised.\n" * 4
@@ -28,11 +27,9 @@ def make_engine(eager_cache: Path) -> Iterator[EngineMaker]:
     made = []
 
     def make(num_pages: int | None = None, **runtime: Any) -> Engine:
-        plain = assemble.runner_config
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=num_pages))
-            settings = {"deterministic": True, "enable_prefix_cache": False} | runtime
-            made.append(Engine(tiny_config(eager_cache, compile={"backend": "eager"}, runtime=settings)))
+        settings = {"deterministic": True, "enable_prefix_cache": False} | runtime
+        config = tiny_config(eager_cache, compile={"backend": "eager"}, runtime=settings)
+        made.append(engine_of_pages(config, num_pages))
         return made[-1]
 
     yield make

@@ -19,11 +19,10 @@ import yaml
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.engine import assemble
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, load_piece
 from mllm_compile.store.artifact import PIECES
 from tests.fakes import all_pages_are_back
-from tests.tiny_model import Reference, tiny_config
+from tests.tiny_model import Reference, engine_of_pages, tiny_config
 
 MAX_TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -81,15 +80,12 @@ def engine(inductor_cache: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def make_engine(inductor_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineMaker]:
+def make_engine(inductor_cache: Path) -> Iterator[EngineMaker]:
     """Engines with other runtime settings, which give all their pages back in the end."""
     made = []
 
     def make(num_pages: int | None = None, **runtime: Any) -> Engine:
-        plain = assemble.runner_config
-        with monkeypatch.context() as patch:
-            patch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=num_pages))
-            made.append(Engine(tiny_config(inductor_cache, runtime=runtime)))
+        made.append(engine_of_pages(tiny_config(inductor_cache, runtime=runtime), num_pages))
         return made[-1]
 
     yield make

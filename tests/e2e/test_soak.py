@@ -1,25 +1,18 @@
 """Two thousand requests through the embedded model on a CPU; tests/gpu/test_soak.py has five thousand on a GPU."""
 
-from dataclasses import replace
-
 import pytest
 
-from mllm_compile import Engine
-from mllm_compile.engine import assemble
 from tests.soak import run_soak
-from tests.tiny_model import tiny_config
+from tests.tiny_model import engine_of_pages, tiny_config
 
 NUM_PAGES = 161  # 640 tokens, where 32 requests of 52 tokens on average want 1,664
 
 
 @pytest.mark.parametrize("num_requests", [60, pytest.param(2000, marks=pytest.mark.slow)])
-def test_requests_that_come_go_and_are_preempted_all_end_and_leave_nothing_behind(
-    eager_cache, monkeypatch, num_requests
-):
-    plain = assemble.runner_config
-    monkeypatch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=NUM_PAGES))
+def test_requests_that_come_go_and_are_preempted_all_end_and_leave_nothing_behind(eager_cache, num_requests):
     runtime = {"max_running_requests": 32, "max_num_batched_tokens": 256, "max_model_len": 128, "page_size": 4}
-    with Engine(tiny_config(eager_cache, compile={"backend": "eager"}, runtime=runtime)) as engine:
+    config = tiny_config(eager_cache, compile={"backend": "eager"}, runtime=runtime)
+    with engine_of_pages(config, NUM_PAGES) as engine:
         result = run_soak(engine, num_requests, 3072, max_prompt=24, max_output=80, in_flight=64)
     print(result)
     assert result.preemptions > 0

@@ -9,6 +9,7 @@ import torch
 
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.runtime.runner_config import RunnerConfig
+from tests.runtime.runner_cases import DEFAULTS
 
 GIB = 1 << 30
 NOW = MemoryPlan({"page_size": "16"}, free_bytes=130 * GIB, total_bytes=140 * GIB)
@@ -35,20 +36,9 @@ def test_what_was_never_stored_is_measured(stored):
 
 
 def test_every_setting_but_the_pages_is_in_a_plan_and_a_cpu_has_none():
-    config = RunnerConfig(
-        device="cpu",
-        dtype=torch.float32,
-        attention_backend="torch",
-        page_size=16,
-        kv_cache_dtype=torch.float32,
-        mem_fraction_static=0.9,
-        max_model_len=64,
-        max_running_requests=2,
-        max_num_batched_tokens=64,
-        num_pages=7,
-    )
+    config = RunnerConfig(dtype=torch.float32, runtime=replace(DEFAULTS, max_running_requests=2), num_pages=7)
     plan = situation(config)
-    assert plan.settings["max_running_requests"] == "2"
+    assert "max_running_requests=2" in plan.settings["runtime"]
     assert "num_pages" not in plan.settings
     assert plan.free_bytes == 0
     assert plan.pages_from(replace(plan, num_pages=7).to_json()) is None

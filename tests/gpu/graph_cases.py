@@ -37,7 +37,7 @@ def make_gpu_runner(
     **changes,
 ) -> ModelRunner:
     """The embedded model, or another; graphs of DECODE_REQUESTS, PIECEWISE_TOKENS and `mixed_tokens` captured, unless
-    `changes` say otherwise."""
+    `changes`, of the section `cudagraph`, say otherwise."""
     config = tiny_config(
         cache,
         model={"dtype": "bfloat16"} | (model or {}),
@@ -55,7 +55,8 @@ def make_gpu_runner(
         },
     )
     compiled = load_or_compile(config, NullReporter())
-    settings = replace(runner_config(compiled.config), num_pages=num_pages(page_size), **changes)
+    settings = runner_config(compiled.config)
+    settings = replace(settings, num_pages=num_pages(page_size), cudagraph=replace(settings.cudagraph, **changes))
     runner = ModelRunner(settings, ArtifactSource(compiled, NullReporter()))
     runner.initialize()
     return runner
@@ -90,8 +91,8 @@ class Requests:
 def place_requests(runner: ModelRunner, seq_lens: list[int], seed: int) -> Requests:
     """Gives random rows random pages for so many tokens; whoever had them before has them no more."""
     rng = np.random.default_rng(seed)
-    page_size = runner.config.page_size
-    rows = rng.permutation(runner.config.max_running_requests)[: len(seq_lens)] + 1
+    page_size = runner.config.runtime.page_size
+    rows = rng.permutation(runner.config.runtime.max_running_requests)[: len(seq_lens)] + 1
     counts = [-(-length // page_size) for length in seq_lens]
     pages = rng.permutation(num_pages(page_size) - 1)[: sum(counts)] + 1
     of_each = np.split(pages, np.cumsum(counts)[:-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -266,8 +265,8 @@ def test_a_closed_runner_gives_all_device_memory_back(cache):
 
 
 def test_without_graphs_the_same_runner_has_none(cache):
-    runner = make_gpu_runner(cache, cudagraph_mode="none")
+    runner = make_gpu_runner(cache, mode="none")
     assert runner.graph_runner is None
-    assert replace(runner.config, num_pages=None).cudagraph_mode == "none"
+    assert runner.config.cudagraph.mode == "none"
     assert runner.max_total_num_tokens == (num_pages(64) - 1) * 64
     runner.shutdown()

@@ -142,7 +142,7 @@ def test_a_row_that_becomes_no_number_in_a_captured_decode_ends_alone(runners, l
         in_flight = None
         for step in range(40):
             if is_broken and step == 9:
-                slot = int(loop.scheduler.pages.table[requests[1].slot, 0]) * runner.config.page_size
+                slot = int(loop.scheduler.pages.table[requests[1].slot, 0]) * runner.config.runtime.page_size
                 for layer in range(len(runner.model.layers)):
                     runner.token_to_kv_pool.get_kv_buffer(layer)[1][slot] = torch.nan
             in_flight = loop._turn(in_flight, overlap=True)

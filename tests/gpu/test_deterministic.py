@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
-from mllm_compile.engine import assemble
-from tests.tiny_model import TINY
+from tests.tiny_model import TINY, engine_of_pages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,10 +45,7 @@ def make_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             "runtime": {"device": "cuda", "deterministic": True, "enable_prefix_cache": False} | runtime,
             "cache": {"dir": str(cache)},
         }
-        plain = assemble.runner_config
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=num_pages))
-            made.append(Engine(EngineConfig.from_dict(sections)))
+        made.append(engine_of_pages(EngineConfig.from_dict(sections), num_pages))
         return made[-1]
 
     yield make

@@ -2,16 +2,14 @@
 YAML to run them on instead of the embedded model (its limits are replaced)."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from mllm_compile import Engine, EngineConfig
-from mllm_compile.engine import assemble
+from mllm_compile import EngineConfig
 from tests.soak import run_soak
-from tests.tiny_model import TINY
+from tests.tiny_model import TINY, engine_of_pages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,10 +38,8 @@ def soak_config(cache: Path, page_size: int) -> EngineConfig:
 # 25,600 tokens, where 128 requests of 400 on average want 51,200. A request is let in when there is a page to spare for
 # each that runs: with pages of 64 none is preempted.
 @pytest.mark.parametrize(("page_size", "num_pages"), [(16, 1600), (64, 400)])
-def test_five_thousand_requests_all_end_and_leave_nothing_behind(tmp_path, monkeypatch, page_size, num_pages):
-    plain = assemble.runner_config
-    monkeypatch.setattr(assemble, "runner_config", lambda config: replace(plain(config), num_pages=num_pages))
-    with Engine(soak_config(tmp_path, page_size)) as engine:
+def test_five_thousand_requests_all_end_and_leave_nothing_behind(tmp_path, page_size, num_pages):
+    with engine_of_pages(soak_config(tmp_path, page_size), num_pages) as engine:
         vocab_size = engine.builder._vocab_size
         result = run_soak(engine, 5000, vocab_size, max_prompt=300, max_output=500, in_flight=256)
     print(result)

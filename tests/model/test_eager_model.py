@@ -53,10 +53,10 @@ def test_one_runner_can_run_either_model(eager_cache):
         length,
         length,
         torch.zeros_like(length),
-        torch.arange(runner.config.page_size, runner.config.page_size + 5),
+        torch.arange(runner.config.runtime.page_size, runner.config.runtime.page_size + 5),
     )
     eager = runner.forward(batch).next_token_logits
-    runner.config = replace(runner.config, skip_compiled=False)
+    runner.config = replace(runner.config, runtime=replace(runner.config.runtime, skip_compiled=False))
     torch.testing.assert_close(runner.forward(batch).next_token_logits, eager, rtol=1e-4, atol=1e-4)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.attention import attention_with_output
 from mllm_compile.runtime.ops.trace import attention_reference
@@ -99,22 +100,32 @@ class TinyModel:
         return x
 
 
-DEFAULT_CONFIG = RunnerConfig(
+DEFAULTS = RuntimeSection(
     device="cpu",
-    dtype=torch.float32,
     attention_backend="torch",
     page_size=4,
-    kv_cache_dtype=torch.float32,
+    kv_cache_dtype="float32",
     mem_fraction_static=0.9,
     max_model_len=CONTEXT,
     max_running_requests=8,
     max_num_batched_tokens=64,
-    num_pages=100,
+    enable_prefix_cache=True,
+    deterministic=False,
+    skip_compiled=False,
+    seed=0,
 )
 
 
-def make_runner(model: TinyModel | None = None, **changes) -> ModelRunner:
-    runner = ModelRunner(replace(DEFAULT_CONFIG, **changes), model or TinyModel())
+def make_runner(
+    model: TinyModel | None = None, num_pages: int | None = 100, forward_times_interval_s: float = 0.0, **runtime
+) -> ModelRunner:
+    config = RunnerConfig(
+        dtype=torch.float32,
+        runtime=replace(DEFAULTS, **runtime),
+        num_pages=num_pages,
+        forward_times_interval_s=forward_times_interval_s,
+    )
+    runner = ModelRunner(config, model or TinyModel())
     runner.initialize()
     return runner
 
@@ -123,17 +134,8 @@ class Loop:
     """Scheduler and StepRunner, with or without a step launched ahead; checks nothing."""
 
     def __init__(self, runner: ModelRunner, enable_prefix_cache: bool = False) -> None:
-        config = runner.config
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_running_requests=config.max_running_requests,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-                page_size=config.page_size,
-                num_pages=runner.max_total_num_tokens // config.page_size + 1,
-                enable_prefix_cache=enable_prefix_cache,
-            )
-        )
+        runtime = replace(runner.config.runtime, enable_prefix_cache=enable_prefix_cache)
+        self.scheduler = Scheduler(SchedulerConfig.of(runtime, runner.token_to_kv_pool.num_pages))
         self.steps = StepRunner(runner, Sampler())
         self.batches: list[ScheduledBatch] = []
         self._ids = itertools.count()

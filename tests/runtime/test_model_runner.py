@@ -5,19 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mllm_compile.runtime.config_sections import CudaGraphSection
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardMode
 from mllm_compile.runtime.model_runner import ModelRunner
-from tests.runtime.runner_cases import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, VOCAB, TinyModel, make_runner
+from mllm_compile.runtime.runner_config import RunnerConfig
+from tests.runtime.runner_cases import CONTEXT, DEFAULTS, HEAD_DIM, HEADS, KV_HEADS, VOCAB, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 9]
 
 
 def place(runner, row: int, length: int, first_page: int) -> torch.Tensor:
     """Give `row` pages for `length` tokens; its slots."""
-    page_size = runner.config.page_size
+    page_size = runner.config.runtime.page_size
     count = -(-length // page_size)
     pages = torch.arange(first_page, first_page + count)
     runner.req_to_token_pool.write_pages(torch.full((count,), row), torch.arange(count), pages, page_size)
@@ -59,13 +61,8 @@ def with_prompts_placed():
 def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(obstacle):
     def dispatcher(is_asked: bool) -> GraphDispatcher:
         runner = ModelRunner.__new__(ModelRunner)
-        runner.config = SimpleNamespace(
-            cudagraph_mode="full",
-            piecewise_tokens=(),
-            decode_requests=(1,),
-            mixed_tokens=(8, 64),
-            mixed_tokens_asked=is_asked,
-        )
+        graphs = CudaGraphSection(mode="full", decode_requests=(1,), mixed_tokens=(8, 64), mixed_tokens_asked=is_asked)
+        runner.config = RunnerConfig(dtype=torch.float32, runtime=DEFAULTS, cudagraph=graphs)
         runner.attn_backend = SimpleNamespace(mixed_obstacle=obstacle)
         return runner._dispatcher()
 

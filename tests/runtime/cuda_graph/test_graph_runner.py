@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.config_sections import CudaGraphSection
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner, _lengths
+from mllm_compile.runtime.runner_config import RunnerConfig
+from tests.runtime.runner_cases import DEFAULTS
 
 
 @given(num_tokens=st.integers(1, 5000), longest=st.integers(1, 5000))
@@ -36,7 +41,11 @@ def test_decodes_choose_no_tokens_where_they_are_not_to_or_kernels_lack(
     graphs = object.__new__(GraphRunner)
     graphs.dispatcher = SimpleNamespace(decode_requests=sizes)
     graphs._runner = SimpleNamespace(
-        config=SimpleNamespace(sample_in_graph=asked, deterministic=deterministic),
+        config=RunnerConfig(
+            dtype=torch.float32,
+            runtime=replace(DEFAULTS, deterministic=deterministic),
+            cudagraph=CudaGraphSection(mode="full", sample_in_graph=asked),
+        ),
         model=SimpleNamespace(decode_loop=pieces),
         attn_backend=SimpleNamespace(page_table=None),
     )

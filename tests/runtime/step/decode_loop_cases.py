@@ -81,9 +81,10 @@ class LoopedRunner:
         input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
         lengths, turns = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
         req_to_token, state = runner.req_to_token_pool.req_to_token, runner.slot_state
-        table = torch.zeros(count, req_to_token.shape[1] // runner.config.page_size, dtype=torch.int32)
+        page_size = runner.config.runtime.page_size
+        table = torch.zeros(count, req_to_token.shape[1] // page_size, dtype=torch.int32)
         places = [input_ids, positions, out_cache_loc, row_places, lengths]
-        begin_decode([turns, requests, state.last_tokens, req_to_token, *places, table], runner.config.page_size)
+        begin_decode([turns, requests, state.last_tokens, req_to_token, *places, table], page_size)
         batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc)
         logits = runner.forward(batch).next_token_logits
         chosen = torch.zeros(NUM_TURNS, count, dtype=torch.int64)

@@ -1,0 +1,48 @@
+"""The sections of a config that the runtime reads, with every `auto` resolved. Imports no torch.
+
+A field has the name of its key in the YAML; what it means stands there (mllm_compile/config/schema.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BackendName = Literal["flashinfer", "torch"]
+# In torch's names.
+DtypeName = Literal["float32", "float16", "bfloat16"]
+KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
+GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphSection:
+    """`cudagraph`. Sizes ascend; they are empty where the mode captures none of that kind.
+
+    `mixed_tokens` that were not asked for are left out where a model's attention cannot be captured with prompts.
+    """
+
+    mode: GraphMode
+    piecewise_tokens: tuple[int, ...] = ()
+    decode_requests: tuple[int, ...] = ()
+    mixed_tokens: tuple[int, ...] = ()
+    mixed_tokens_asked: bool = False
+    sample_in_graph: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSection:
+    """`runtime`. `device` is `cpu` or `cuda:N`."""
+
+    device: str
+    attention_backend: BackendName
+    page_size: int
+    kv_cache_dtype: KVDtypeName
+    mem_fraction_static: float
+    max_model_len: int
+    max_running_requests: int
+    max_num_batched_tokens: int
+    enable_prefix_cache: bool
+    deterministic: bool
+    skip_compiled: bool
+    seed: int
