@@ -11,7 +11,7 @@ import typer
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
 from mllm_compile.cli.output_paths import check_output_folder
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.schema import config_or_runtime
+from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead
 from mllm_compile.process.console import print_table

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mllm_compile.cli.arguments import ModelArgument
-from mllm_compile.config.schema import config_or_runtime
+from mllm_compile.config.sources import config_or_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,7 +14,8 @@ import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
 from mllm_compile.config.model_folder import CONFIG_FILE
-from mllm_compile.config.schema import EngineConfig, config_or_runtime
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import RequestError
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
 from mllm_compile.text.tokenizer import has_tokenizer

@@ -10,7 +10,8 @@ import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
 from mllm_compile.cli.output_paths import check_output_file, check_output_folder
-from mllm_compile.config.schema import config_or_runtime, source_name
+from mllm_compile.config.names import source_name
+from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 

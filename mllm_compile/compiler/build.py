@@ -52,7 +52,8 @@ from mllm_compile.store.artifact import (
 )
 from mllm_compile.store.explain import miss_note, nearest_runtime
 from mllm_compile.store.key import max_traced_tokens
-from mllm_compile.store.publish import new_artifact_folder, using_compiler_cache
+from mllm_compile.store.locks import using_compiler_cache
+from mllm_compile.store.publish import new_artifact_folder
 from mllm_compile.text.generation_defaults import default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import export_tokenizer, load_tokenizer
 

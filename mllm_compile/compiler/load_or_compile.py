@@ -21,8 +21,9 @@ from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.store.artifact import MANIFEST, Artifact, open_artifact
 from mllm_compile.store.key import MACHINE_FACTORS, machine_factors
+from mllm_compile.store.locks import compile_lock
 from mllm_compile.store.opened import CompiledRuntime
-from mllm_compile.store.publish import check_replaceable, compile_lock, mark_used, sweep
+from mllm_compile.store.publish import check_replaceable, mark_used, sweep
 from mllm_compile.store.rebind import serves, serving, verified
 
 _NO_OPTIONS = CompileOptions()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.schema import ModelConfig, is_hub_id, nearest_path
+from mllm_compile.config.names import is_hub_id, nearest_path
+from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.shown import shown

@@ -6,30 +6,20 @@ folder and the device are known. Nothing here imports torch, so that a mistake i
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
-from reprlib import Repr
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from mllm_compile.config.mistakes import describe_mistakes, show
+from mllm_compile.config.names import is_local_path
+from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode
 
 MAX_PAGE_SIZE = 256
-_MAX_CONFIG_CHARACTERS = 1 << 20
-
-# By these a folder is known. The modules that own the names, artifact.py and model_folder.py, are
-# above this one.
-_RUNTIME_FILES = ("manifest.json", "program.json")
-_MODEL_FILE = "config.json"
-YAML_SUFFIXES = (".yaml", ".yml")
-_EXPECTED = (
-    "Expected a hub id such as Qwen/Qwen3-0.6B, a model's folder, a YAML config, or the folder of a compiled runtime."
-)
 
 
 def _checked_path(text: str) -> str:
@@ -208,7 +198,7 @@ class EngineConfig(Section):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise ConfigError("; ".join(_describe_mistakes(error))) from None
+            raise ConfigError("; ".join(describe_mistakes(error, type(self)))) from None
 
     @classmethod
     def from_dict(cls, sections: Any, *, base_folder: Path | None = None) -> Self:
@@ -222,7 +212,7 @@ class EngineConfig(Section):
             ConfigError: naming every key that is wrong, what it got and what it takes.
         """
         if not isinstance(sections, dict):
-            raise ConfigError(f"the top level is {_show(sections)}; expected sections: {', '.join(cls.model_fields)}")
+            raise ConfigError(f"the top level is {show(sections)}; expected sections: {', '.join(cls.model_fields)}")
         if not_text := [key for key in sections if not isinstance(key, str)]:
             raise ConfigError(f"{not_text[0]!r} is not a known section; known: {', '.join(cls.model_fields)}")
         config = cls(**sections)
@@ -241,7 +231,7 @@ class EngineConfig(Section):
         """
         path = Path(path)
         try:
-            return cls.from_dict(_read_yaml(path), base_folder=path.absolute().parent)
+            return cls.from_dict(read_yaml(path), base_folder=path.absolute().parent)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -251,66 +241,6 @@ class EngineConfig(Section):
         if cache.dir != "auto":
             cache = cache.model_copy(update={"dir": os.path.normpath(folder / Path(cache.dir).expanduser())})
         return self.model_copy(update={"model": model, "cache": cache})
-
-
-EngineSource = str | os.PathLike[str] | EngineConfig | dict[str, Any]
-
-
-def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
-    """An engine's source: a config, validated, or the folder of a compiled runtime as it is.
-
-    Args:
-        source: a hub id, a model's folder, a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML
-            would hold. The first two mean a config that sets `model.path` alone. Relative paths are taken from the
-            current folder, but in a YAML from its own.
-
-    Raises:
-        ConfigError: it is none of these, or the config is wrong.
-    """
-    if isinstance(source, EngineConfig):
-        return source
-    if isinstance(source, dict):
-        return EngineConfig.from_dict(source)
-    if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(
-            f"the model is {_show(source)}; expected a hub id, a model's folder, a YAML file, a runtime's folder, an "
-            "EngineConfig, or a dict such as {'model': {'path': …}}"
-        )
-    text = os.fspath(source)
-    path = Path(text).expanduser()
-    if os.path.isdir(path):
-        return _model_or_runtime(path)
-    if os.path.exists(path) or path.suffix in YAML_SUFFIXES:
-        return EngineConfig.from_yaml(path)
-    if is_hub_id(text):
-        return EngineConfig(model={"path": text})
-    raise ConfigError(f"{text}: there is no such file or folder{nearest_path(text)}. {_EXPECTED}")
-
-
-def source_name(source: str) -> str:
-    """A short name of what config_or_runtime takes as text: `Qwen3-0.6B` of a hub id or folder, `tiny` of a YAML."""
-    path = Path(os.path.abspath(source))
-    return path.stem if path.suffix in YAML_SUFFIXES else path.name
-
-
-def is_hub_id(text: str) -> bool:
-    """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
-    return not is_local_path(text) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
-
-
-def nearest_path(text: str) -> str:
-    """` (the nearest is …)` with what is there under the most similar name, else nothing."""
-    path = Path(text).expanduser()
-    try:
-        near = _closest(path.name, os.listdir(path.parent))
-    except (OSError, ValueError):
-        return ""
-    return f" (the nearest is {path.parent / near})" if near else ""
-
-
-def is_local_path(text: str) -> bool:
-    """True when `model.path` can only mean a folder: absolute, or starting with `.`, `..` or `~`."""
-    return os.path.isabs(text) or text.split("/", 1)[0] in (".", "..", "~")
 
 
 def _anchored_model_path(text: str, folder: Path) -> str:
@@ -323,139 +253,3 @@ def _without_repeats(items: tuple[Any, ...]) -> tuple[Any, ...]:
         if items.count(item) > 1:
             raise ValueError(f"each entry once, but {item!r} is there {items.count(item)} times")
     return items
-
-
-class _OneKeyOnceLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, of which YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"line {line}: a key is a list or a mapping; expected the name of a key")
-            if key in seen:
-                raise ConfigError(f"line {line}: the key {key!r} is there twice; keep one")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        with open(path, encoding="utf-8") as file:  # a named pipe too, as a shell makes of <(…)
-            text = file.read(_MAX_CONFIG_CHARACTERS + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no such file{nearest_path(str(path))}; expected a YAML config") from None
-    except IsADirectoryError:
-        raise ConfigError("this is a folder; expected a YAML config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read as a text file: {error}") from None
-    if len(text) > _MAX_CONFIG_CHARACTERS:
-        raise ConfigError(f"has more than {_MAX_CONFIG_CHARACTERS:,} characters; expected a YAML config")
-    try:
-        # _OneKeyOnceLoader is a SafeLoader: it builds plain data only.
-        content = yaml.load(text, Loader=_OneKeyOnceLoader)
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a number or a date that is none
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        raise ConfigError("the file is empty; it needs at least 'model: {path: …}'")
-    return content
-
-
-def _is_runtime(folder: Path) -> bool:
-    """True also of a runtime that lost its manifest: opening it tells what it lacks."""
-    return any(os.path.isfile(folder / name) for name in _RUNTIME_FILES)
-
-
-def _model_or_runtime(folder: Path) -> EngineConfig | Path:
-    # One that this user may not enter could be a runtime: opening it says so.
-    if not os.access(folder, os.X_OK) or any(os.path.isfile(folder / name) for name in _RUNTIME_FILES):
-        return folder  # also one that lost its manifest: opening it says what it lacks
-    if os.path.isfile(folder / _MODEL_FILE):
-        return EngineConfig(model={"path": str(folder)})
-    raise ConfigError(
-        f"{folder}: this is a folder, but no model's (it holds no {_MODEL_FILE}) and no runtime's (no "
-        f"{_RUNTIME_FILES[0]}). {_EXPECTED}"
-    )
-
-
-def _describe_mistakes(error: ValidationError) -> list[str]:
-    """One sentence for each wrong key; the members of a union (`auto` or a number) are joined into one."""
-    by_key: dict[tuple[str, ...], list[Any]] = {}
-    for item in error.errors():
-        by_key.setdefault(tuple(str(part) for part in item["loc"][:2]), []).append(item)
-    return [_describe_mistake(key, items) for key, items in by_key.items()]
-
-
-def _describe_mistake(key: tuple[str, ...], items: list[Any]) -> str:
-    name = ".".join(key)
-    kind = items[0]["type"]
-    if kind == "extra_forbidden":
-        return _describe_unknown_key(key)
-    if kind == "missing":  # model, or its path: nothing else is without a default
-        return "model.path is missing; give a hub id (Qwen/Qwen3-0.6B) or a local folder"
-    if kind in ("model_type", "model_attributes_type"):
-        if name == "model" and isinstance(items[0]["input"], str):
-            return f"model is {_show(items[0]['input'])}; expected model: {{path: {items[0]['input']}}}"
-        section = EngineConfig.model_fields[key[0]].annotation
-        return f"{name} is {_show(items[0]['input'])}; expected keys: {', '.join(section.model_fields)}"  # type: ignore[union-attr]
-    # A union reports every member that did not fit; the one that came furthest (an entry of a list, a range) has the
-    # value that is really wrong.
-    wrong = max(items, key=lambda item: len(item["loc"]))["input"]
-    expected = " or ".join(dict.fromkeys(_expectation(item["msg"]) for item in items))
-    return f"{name} is {_show(wrong)}; expected {expected}"
-
-
-# What vLLM and SGLang call it, where no likeness leads from one name to the other.
-_NAMES_ELSEWHERE = {
-    "gpu_memory_utilization": "runtime.mem_fraction_static",
-    "max_num_seqs": "runtime.max_running_requests",
-    "context_length": "runtime.max_model_len",
-    "max_seq_len": "runtime.max_model_len",
-    "block_size": "runtime.page_size",
-    "chunked_prefill_size": "runtime.max_num_batched_tokens",
-    "enforce_eager": "cudagraph.mode: none",
-    "disable_cuda_graph": "cudagraph.mode: none",
-    "cudagraph_capture_sizes": "cudagraph.decode_requests",
-    "cuda_graph_bs": "cudagraph.decode_requests",
-}
-
-
-def _describe_unknown_key(key: tuple[str, ...]) -> str:
-    sections = {name: field.annotation.model_fields for name, field in EngineConfig.model_fields.items()}  # type: ignore[union-attr]
-    if len(key) == 1:
-        # A key that was written without its section, such as `device: cpu` at the top level, is found in its section.
-        closest = _closest(key[0], list(sections)) or next(
-            (f"{section}.{near}" for section, fields in sections.items() if (near := _closest(key[0], list(fields)))),
-            None,
-        )
-        listed = f"known sections: {', '.join(sections)}"
-    else:
-        near = _closest(key[1], list(sections[key[0]]))
-        closest = f"{key[0]}.{near}" if near else None
-        listed = f"known: {', '.join(sections[key[0]])}"
-    closest = _NAMES_ELSEWHERE.get(key[-1], closest)
-    hint = f"; did you mean {closest}?" if closest else ""
-    return f"{'.'.join(key)} is not a known key{hint} ({listed})"
-
-
-def _closest(name: str, known: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
-
-
-def _expectation(message: str) -> str:
-    """Pydantic's message as the rest of 'expected …'."""
-    for start in ("Value error, ", "Input should be ", "Input should "):
-        message = message.removeprefix(start)
-    return message.replace("a valid tuple", "a list")
-
-
-def _show(value: Any) -> str:
-    text = _SHORT.repr(value)  # a few aliases of a YAML may stand for more than memory holds
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = 100

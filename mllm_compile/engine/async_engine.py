@@ -17,7 +17,7 @@ from mllm_compile.engine.streams import AsyncReader, LoopWaker
 from mllm_compile.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from mllm_compile.config.schema import EngineSource
+    from mllm_compile.config.sources import EngineSource
 
 
 class AsyncEngine:

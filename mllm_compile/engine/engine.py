@@ -35,7 +35,7 @@ from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from mllm_compile.config.schema import EngineSource
+    from mllm_compile.config.sources import EngineSource
 
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0

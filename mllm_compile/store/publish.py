@@ -3,9 +3,6 @@
 A compile writes into a scratch folder beside the final place, which it keeps locked; the kernel gives the lock back
 however the process ends. So an unlocked scratch folder is what a killed compile left, and the next one removes it.
 Where the file system has no locks, two compiles of one key both do the work, and one wins.
-
-What compilers keep between compiles lies beside the runtimes. All compiles that use it share a lock; removing it
-takes that lock alone.
 """
 
 from __future__ import annotations
@@ -15,85 +12,19 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mllm_compile.errors import ConfigError
-from mllm_compile.files.cache_folders import RUNTIMES, compiler_cache
-from mllm_compile.files.writable_place import Place, cache_place, make_folder, place_of
+from mllm_compile.files.cache_folders import RUNTIMES
+from mllm_compile.files.writable_place import cache_place, make_folder, place_of
 from mllm_compile.store.artifact import is_runtime, read_manifest, set_modes
-
-
-@contextmanager
-def using_compiler_cache(cache_dir: str | Path) -> Iterator[Path]:
-    """Gives the folder that compilers keep files in to their caller; `prune` leaves it alone meanwhile.
-
-    Raises:
-        ConfigError: `cache_dir` cannot be written.
-    """
-    folder = compiler_cache(cache_dir)
-    with cache_place(folder.parent).writing():
-        make_folder(folder.parent)
-        handle = _open_lock(_compiler_lock(folder))
-    try:
-        with contextlib.suppress(OSError):  # no locks on this file system: then `prune` removes nothing
-            fcntl.flock(handle, fcntl.LOCK_SH)  # waits for a `prune` that is removing it: seconds
-        yield folder
-    finally:
-        os.close(handle)
-
-
-def _compiler_lock(folder: Path) -> Path:
-    """The lock beside the folder, which outlives it; it is never removed, or two could hold locks of one name."""
-    return folder.with_name(f".{folder.name}.lock")
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+from mllm_compile.store.locks import compiler_lock, is_free, open_lock
 
 
 def runtimes_folder(cache_dir: str | Path) -> Path:
     return Path(cache_dir) / RUNTIMES
-
-
-@contextmanager
-def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the right to compile into `final`, which lies in a cache; `waiting` is called once when another has it.
-
-    Raises:
-        ConfigError: the cache cannot be written.
-    """
-    path = final.parent / f".{final.name}.lock"
-    place = place_of(final, is_output=False)
-    with place.writing():
-        make_folder(final.parent)
-    handle = _lock_file(path, place, waiting)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # while it is locked: who waits for it sees that it is gone, and makes another
-        os.close(handle)
-
-
-def _lock_file(path: Path, place: Place, waiting: Callable[[], None]) -> int:
-    has_told = False
-    while True:
-        with place.writing():
-            handle = _open_lock(path)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not has_told:
-                waiting()
-                has_told = True
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            return handle  # no locks on this file system
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                return handle
-        os.close(handle)
 
 
 @contextmanager
@@ -194,18 +125,9 @@ def _is_abandoned(scratch: Path) -> bool:
     except OSError:
         return False
     try:
-        return _is_free(handle)
+        return is_free(handle)
     finally:
         os.close(handle)
-
-
-def _is_free(handle: int) -> bool:
-    """Takes the lock if it is free. A file system without locks cannot tell: then it is not free."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def remove_folder(folder: Path) -> int:
@@ -233,11 +155,11 @@ def folder_bytes(folder: Path) -> int:
 
 def remove_compiler_cache(folder: Path) -> int | None:
     """Returns what that freed, None where a compile may be using it. Without the lock of a compile it is not ours."""
-    if not (folder.is_dir() and _compiler_lock(folder).is_file()):
+    if not (folder.is_dir() and compiler_lock(folder).is_file()):
         return 0
     with cache_place(folder.parent).writing():
-        handle = _open_lock(_compiler_lock(folder))
+        handle = open_lock(compiler_lock(folder))
     try:
-        return remove_folder(folder) if _is_free(handle) else None
+        return remove_folder(folder) if is_free(handle) else None
     finally:
         os.close(handle)

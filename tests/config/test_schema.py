@@ -12,7 +12,9 @@ from pydantic import ValidationError
 
 from mllm_compile.config import schema as config_module
 from mllm_compile.config.model_folder import CONFIG_FILE
-from mllm_compile.config.schema import EngineConfig, RuntimeConfig, config_or_runtime, source_name
+from mllm_compile.config.names import source_name
+from mllm_compile.config.schema import EngineConfig, RuntimeConfig
+from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 from mllm_compile.store.artifact import PROGRAM
 

@@ -19,7 +19,8 @@ from mllm_compile.process import console
 from mllm_compile.process.console import fitted
 from mllm_compile.store.contents import Pruned, prune, stored_runtimes
 from mllm_compile.store.key import FORMAT_VERSION
-from mllm_compile.store.publish import runtimes_folder, using_compiler_cache
+from mllm_compile.store.locks import using_compiler_cache
+from mllm_compile.store.publish import runtimes_folder
 
 
 def names(cache: Path) -> set[str]:

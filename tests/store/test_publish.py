@@ -22,17 +22,12 @@ from mllm_compile.compiler.build import _workers
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError
+from mllm_compile.files.cache_folders import compiler_cache
 from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.store import publish
 from mllm_compile.store.contents import Pruned, prune, remove_runtime
-from mllm_compile.store.publish import (
-    compile_lock,
-    compiler_cache,
-    new_artifact_folder,
-    runtimes_folder,
-    sweep,
-    using_compiler_cache,
-)
+from mllm_compile.store.locks import compile_lock, using_compiler_cache
+from mllm_compile.store.publish import new_artifact_folder, runtimes_folder, sweep
 from tests.hang_guard import HANG_S
 from tests.tiny_model import tiny_config
 

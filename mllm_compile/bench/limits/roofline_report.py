@@ -25,7 +25,7 @@ from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.workloads import StepWork
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
-from mllm_compile.config.schema import source_name
+from mllm_compile.config.names import source_name
 from mllm_compile.process.console import print_table
 
 # Together with the figures they fill 120 columns.

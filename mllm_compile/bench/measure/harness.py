@@ -20,7 +20,7 @@ from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun,
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
-from mllm_compile.config.schema import source_name
+from mllm_compile.config.names import source_name
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
 
 WORKER = "mllm_compile.bench.measure.worker"

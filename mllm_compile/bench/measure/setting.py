@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from mllm_compile.bench.measure.workloads import MAX_MODEL_LEN
-from mllm_compile.config.schema import EngineConfig, config_or_runtime
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 
 Changes = dict[str, dict[str, Any]]

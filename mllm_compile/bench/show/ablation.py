@@ -18,7 +18,7 @@ from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measureme
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import LatencyWork
 from mllm_compile.bench.show.report import Table, markdown_row, provenance, show_figure, work_name
-from mllm_compile.config.schema import source_name
+from mllm_compile.config.names import source_name
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 

@@ -1,0 +1,95 @@
+"""A mistake in a config as one sentence: the key, its value, and what was expected."""
+
+from __future__ import annotations
+
+import difflib
+from reprlib import Repr
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+
+def describe_mistakes(error: ValidationError, config: type[BaseModel]) -> list[str]:
+    """One sentence for each wrong key; the members of a union (`auto` or a number) are joined into one.
+
+    Args:
+        config: the model that was validated; it has a section a field.
+    """
+    by_key: dict[tuple[str, ...], list[Any]] = {}
+    for item in error.errors():
+        by_key.setdefault(tuple(str(part) for part in item["loc"][:2]), []).append(item)
+    return [_describe_mistake(key, items, config) for key, items in by_key.items()]
+
+
+def _describe_mistake(key: tuple[str, ...], items: list[Any], config: type[BaseModel]) -> str:
+    name = ".".join(key)
+    kind = items[0]["type"]
+    if kind == "extra_forbidden":
+        return _describe_unknown_key(key, config)
+    if kind == "missing":  # model, or its path: nothing else is without a default
+        return "model.path is missing; give a hub id (Qwen/Qwen3-0.6B) or a local folder"
+    if kind in ("model_type", "model_attributes_type"):
+        if name == "model" and isinstance(items[0]["input"], str):
+            return f"model is {show(items[0]['input'])}; expected model: {{path: {items[0]['input']}}}"
+        section = config.model_fields[key[0]].annotation
+        return f"{name} is {show(items[0]['input'])}; expected keys: {', '.join(section.model_fields)}"  # type: ignore[union-attr]
+    # A union reports every member that did not fit; the one that came furthest (an entry of a list, a range) has the
+    # value that is really wrong.
+    wrong = max(items, key=lambda item: len(item["loc"]))["input"]
+    expected = " or ".join(dict.fromkeys(_expectation(item["msg"]) for item in items))
+    return f"{name} is {show(wrong)}; expected {expected}"
+
+
+# What vLLM and SGLang call it, where no likeness leads from one name to the other.
+_NAMES_ELSEWHERE = {
+    "gpu_memory_utilization": "runtime.mem_fraction_static",
+    "max_num_seqs": "runtime.max_running_requests",
+    "context_length": "runtime.max_model_len",
+    "max_seq_len": "runtime.max_model_len",
+    "block_size": "runtime.page_size",
+    "chunked_prefill_size": "runtime.max_num_batched_tokens",
+    "enforce_eager": "cudagraph.mode: none",
+    "disable_cuda_graph": "cudagraph.mode: none",
+    "cudagraph_capture_sizes": "cudagraph.decode_requests",
+    "cuda_graph_bs": "cudagraph.decode_requests",
+}
+
+
+def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
+    sections = {name: field.annotation.model_fields for name, field in config.model_fields.items()}  # type: ignore[union-attr]
+    if len(key) == 1:
+        # A key that was written without its section, such as `device: cpu` at the top level, is found in its section.
+        meant = closest(key[0], list(sections)) or next(
+            (f"{section}.{near}" for section, fields in sections.items() if (near := closest(key[0], list(fields)))),
+            None,
+        )
+        listed = f"known sections: {', '.join(sections)}"
+    else:
+        near = closest(key[1], list(sections[key[0]]))
+        meant = f"{key[0]}.{near}" if near else None
+        listed = f"known: {', '.join(sections[key[0]])}"
+    meant = _NAMES_ELSEWHERE.get(key[-1], meant)
+    hint = f"; did you mean {meant}?" if meant else ""
+    return f"{'.'.join(key)} is not a known key{hint} ({listed})"
+
+
+def closest(name: str, known: list[str]) -> str | None:
+    """Returns the most similar of the `known` names, or None."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def _expectation(message: str) -> str:
+    """Pydantic's message as the rest of 'expected …'."""
+    for start in ("Value error, ", "Input should be ", "Input should "):
+        message = message.removeprefix(start)
+    return message.replace("a valid tuple", "a list")
+
+
+def show(value: Any) -> str:
+    """Returns a value's repr, cut where it is long."""
+    text = _SHORT.repr(value)  # a few aliases of a YAML may stand for more than memory holds
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 100

@@ -1,0 +1,37 @@
+"""Texts that name a model or a config: a hub id, a folder, a YAML file."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mllm_compile.config.mistakes import closest
+
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def source_name(source: str) -> str:
+    """A short name of what config_or_runtime takes as text: `Qwen3-0.6B` of a hub id or folder, `tiny` of a YAML."""
+    path = Path(os.path.abspath(source))
+    return path.stem if path.suffix in YAML_SUFFIXES else path.name
+
+
+def is_hub_id(text: str) -> bool:
+    """True if `text` can name a repository on the hub: `Qwen/Qwen3-0.6B`, or `gpt2` for a few old ones."""
+    return not is_local_path(text) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text, re.ASCII) is not None
+
+
+def nearest_path(text: str) -> str:
+    """` (the nearest is …)` with what is there under the most similar name, else nothing."""
+    path = Path(text).expanduser()
+    try:
+        near = closest(path.name, os.listdir(path.parent))
+    except (OSError, ValueError):
+        return ""
+    return f" (the nearest is {path.parent / near})" if near else ""
+
+
+def is_local_path(text: str) -> bool:
+    """True when `model.path` can only mean a folder: absolute, or starting with `.`, `..` or `~`."""
+    return os.path.isabs(text) or text.split("/", 1)[0] in (".", "..", "~")

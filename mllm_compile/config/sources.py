@@ -1,0 +1,63 @@
+"""An engine's source: a config in any of its forms, or the folder of a compiled runtime."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.config.mistakes import show
+from mllm_compile.config.model_folder import CONFIG_FILE
+from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import ConfigError
+
+# Files by which a folder is known; store/artifact.py, which writes a runtime's, is above this module.
+_RUNTIME_FILES = ("manifest.json", "program.json")
+_EXPECTED = (
+    "Expected a hub id such as Qwen/Qwen3-0.6B, a model's folder, a YAML config, or the folder of a compiled runtime."
+)
+EngineSource = str | os.PathLike[str] | EngineConfig | dict[str, Any]
+
+
+def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
+    """An engine's source: a config, validated, or the folder of a compiled runtime as it is.
+
+    Args:
+        source: a hub id, a model's folder, a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML
+            would hold. The first two mean a config that sets `model.path` alone. Relative paths are taken from the
+            current folder, but in a YAML from its own.
+
+    Raises:
+        ConfigError: it is none of these, or the config is wrong.
+    """
+    if isinstance(source, EngineConfig):
+        return source
+    if isinstance(source, dict):
+        return EngineConfig.from_dict(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            f"the model is {show(source)}; expected a hub id, a model's folder, a YAML file, a runtime's folder, an "
+            "EngineConfig, or a dict such as {'model': {'path': …}}"
+        )
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if os.path.isdir(path):
+        return _model_or_runtime(path)
+    if os.path.exists(path) or path.suffix in YAML_SUFFIXES:
+        return EngineConfig.from_yaml(path)
+    if is_hub_id(text):
+        return EngineConfig(model={"path": text})
+    raise ConfigError(f"{text}: there is no such file or folder{nearest_path(text)}. {_EXPECTED}")
+
+
+def _model_or_runtime(folder: Path) -> EngineConfig | Path:
+    # One that this user may not enter could be a runtime: opening it says so.
+    if not os.access(folder, os.X_OK) or any(os.path.isfile(folder / name) for name in _RUNTIME_FILES):
+        return folder  # also one that lost its manifest: opening it says what it lacks
+    if os.path.isfile(folder / CONFIG_FILE):
+        return EngineConfig(model={"path": str(folder)})
+    raise ConfigError(
+        f"{folder}: this is a folder, but no model's (it holds no {CONFIG_FILE}) and no runtime's (no "
+        f"{_RUNTIME_FILES[0]}). {_EXPECTED}"
+    )
