@@ -1,4 +1,4 @@
-"""Runs the kernels around a captured decode on a small step, against what torch's operations make of it.
+"""Compares the kernels around a captured decode with torch's operations, on a small step.
 
 Shape legend: S rows of the step, V vocab.
 """

@@ -235,7 +235,7 @@ def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
 
 
 def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], logits: torch.Tensor) -> None:
-    """Each row with a temperature, seed and position of its own."""
+    """Checks rows with a temperature, seed and position of their own."""
     generator = torch.Generator().manual_seed(0)
     logits = logits[torch.arange(_NUM_DRAWS, device=logits.device) % logits.shape[0]]
     temperatures = torch.linspace(0.5, 1.5, _NUM_DRAWS, device=logits.device)
@@ -259,7 +259,7 @@ def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], l
 
 
 def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -> None:
-    """Each with as few tokens as it is taken for, and uneven tiles, against bfloat16: float32 would take a second."""
+    """Checks each with its fewest tokens, and uneven tiles, against bfloat16: float32 would take a second."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> torch.Tensor:

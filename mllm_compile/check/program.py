@@ -150,7 +150,7 @@ def _num_different(requests: _Requests) -> int:
 def _logits_of_transformers(
     model: Any, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Each request is run once, and `known` from then on, by how many there are."""
+    """Runs each request once, and takes `known` from then on, by how many there are."""
     count = _num_different(ids)
     if count not in known:
         known[count] = _run_transformers(model, ids[:count], positions[:count])
@@ -158,7 +158,7 @@ def _logits_of_transformers(
 
 
 def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
-    """Each request alone, with the model's own attention and masks.
+    """Runs each request alone, with the model's own attention and masks.
 
     Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
     Transformers 5.17. A request that begins at 0 is not told its positions: some models count them from elsewhere.
@@ -253,7 +253,7 @@ class _PackedRequests:
 
 
 def _some_rows(tokens: int, device: str) -> torch.Tensor:
-    """Every second, the last one first: a pass may have moved their gather to where it does not belong."""
+    """Picks every second row, the last one first: a pass may have moved their gather to where it does not belong."""
     return torch.arange(tokens - 1, -1, -2, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The files that weights are read from: what a runtime remembers of them, and how it finds out that they have changed.
+"""The files that weights are read from: the facts that a runtime stores, and how changes are found.
 
 A header (names, dtypes, shapes, places) is compared at every start. The data, gigabytes of it, is hashed when weights
 are packed, and later when a user asks for it with --verify-weights or `cache verify`.

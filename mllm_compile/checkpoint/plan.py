@@ -128,7 +128,7 @@ def _check_dtypes(table: dict[str, PlannedTensor], dtypes: dict[str, torch.dtype
 
 
 def _account(table: dict[str, PlannedTensor], model: PreTrainedModel) -> None:
-    """Every tensor has a place and every place a tensor of its shape; a tied weight may have any of its names."""
+    """Checks that every tensor has a place, and every place a tensor of its shape under any of its names."""
     state = model.state_dict(keep_vars=True)
     _drop_leftovers(table, state, model)
     for key, planned in table.items():

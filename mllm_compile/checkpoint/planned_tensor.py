@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint that is described instead of read: which parts of which files it is put together from.
+"""A tensor of a checkpoint as a description: the parts of files that it is put together from.
 
 Transformers' own conversion operations (stack experts, join gate and up, split a fused qkv, transpose) run on these;
 what comes out says where each byte of a weight will come from, and the weight loader does it when the weights are
@@ -43,7 +43,7 @@ class Block:
 
 
 class PlannedTensor:
-    """Behaves as a tensor for what rearranges values, and for nothing else."""
+    """Supports the tensor operations that rearrange values, and no others."""
 
     def __init__(self, shape: Sequence[int], blocks: tuple[Block, ...]) -> None:
         self.shape = torch.Size(shape)
@@ -51,7 +51,7 @@ class PlannedTensor:
 
     @classmethod
     def of_file(cls, tensor: str, file: str, shape: tuple[int, ...]) -> PlannedTensor:
-        """A tensor as it stands in a file."""
+        """A tensor as it is in a file."""
         return cls(shape, (Block(tensor, file, shape, (), (0,) * len(shape)),))
 
     @classmethod

@@ -103,7 +103,7 @@ def remove_command(
 
 
 def _named(name: str, runtimes: Sequence[StoredRuntime], folder: Path) -> StoredRuntime:
-    """The runtime of this name, or the only one whose name begins so."""
+    """The runtime of this name, or the only one whose name begins with it."""
     exact = [runtime for runtime in runtimes if runtime.folder.name == name]
     found = exact or [runtime for runtime in runtimes if name and runtime.folder.name.startswith(name)]
     if len(found) != 1:

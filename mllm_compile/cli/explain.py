@@ -82,7 +82,7 @@ def _of_runtime(folder: Path) -> _Explained:
 
 
 def _problem(target: Target, model: str, is_known: bool) -> str | None:
-    """Why the target's folder cannot be served from; None: it can.
+    """The reason why the target's folder cannot be served from; None: it can.
 
     Args:
         model: as it was given.

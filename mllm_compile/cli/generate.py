@@ -104,7 +104,7 @@ def generate_command(
 
 
 def _surely_has_no_tokenizer(config: EngineConfig) -> bool:
-    """Known before anything is compiled where the model is a local folder; nothing is downloaded to find out."""
+    """True if a local folder has no tokenizer, so that this is known before a compile; downloads nothing."""
     folder = Path(config.model.path).expanduser()
     return (folder / CONFIG_FILE).is_file() and not has_tokenizer(folder)
 
@@ -126,7 +126,7 @@ def _timed(outputs: Iterable[RequestOutput], timeline: Timeline) -> Iterator[Req
 
 
 def _print_prompt(text: str) -> None:
-    """Dimmed on a terminal, so that what the model says stands out."""
+    """Prints the prompt dimmed on a terminal, so that the model's text stands out."""
     print(typer.style(text, dim=True) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text, end="")
 
 

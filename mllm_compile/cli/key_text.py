@@ -14,7 +14,7 @@ _UNUSED = "unused"
 
 
 def print_key(stream: TextIO, factors: Mapping[str, str], whole: bool) -> None:
-    """Prints the factors by what they are of.
+    """Prints the factors by group.
 
     Args:
         whole: every value as it is, and those that mean nothing here too.
@@ -32,7 +32,7 @@ def print_key(stream: TextIO, factors: Mapping[str, str], whole: bool) -> None:
 
 
 def print_changes(stream: TextIO, changes: Sequence[Change], whole: bool) -> None:
-    """Prints what differs from the nearest runtime, a line or more a factor.
+    """Prints the changes since the nearest runtime, a line or more a factor.
 
     Args:
         whole: every part that differs with its hash, not the names of some.

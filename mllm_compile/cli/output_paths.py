@@ -1,4 +1,4 @@
-"""Paths that a command will write to, tried before its work: a mistyped folder must not cost a whole run."""
+"""Checks paths that a command will write to before its work: a mistyped folder must not cost a whole run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mllm_compile.errors import ConfigError
 
 
 def check_output_file(option: str, path: Path | None) -> None:
-    """Nothing is made or changed; None, an option that was not given, is fine.
+    """Refuses a path that cannot be written. Makes and changes nothing; None, an option not given, is fine.
 
     Raises:
         ConfigError: no file can be written there.

@@ -79,7 +79,7 @@ def closest(name: str, known: list[str]) -> str | None:
 
 
 def _expectation(message: str) -> str:
-    """Pydantic's message as the rest of 'expected …'."""
+    """Turns Pydantic's message into the rest of 'expected …'."""
     for start in ("Value error, ", "Input should be ", "Input should "):
         message = message.removeprefix(start)
     return message.replace("a valid tuple", "a list")

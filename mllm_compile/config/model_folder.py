@@ -1,4 +1,4 @@
-"""From `model.path` to a local folder whose files can be served: config.json, weights, no quantisation.
+"""Resolves `model.path` to a local folder whose files can be served: config.json, weights, no quantisation.
 
 Hub ids are fetched with huggingface_hub. config.json is read as plain JSON; what it means is the tracer's business.
 Transformers is imported only by `check_remote_code`, for the few folders that bring Python code.
@@ -49,7 +49,7 @@ class ModelFolder:
 
     @property
     def weight_names(self) -> list[str]:
-        """The weight files as the folder has them: their paths in it."""
+        """The paths of the weight files in the folder."""
         return [path.relative_to(self.path).as_posix() for path in self.weight_files]
 
     def text_config_value(self, *names: str) -> Any:
@@ -201,7 +201,7 @@ def _download_bars_on_terminals_only() -> Iterator[None]:
 
 
 def _refuse_endless(folder: Path, config: Mapping[str, Any]) -> None:
-    """Transformers would build whatever number of layers it is told, for hours or until memory ends."""
+    """Refuses too many layers: Transformers would build any number of them, for hours or until memory ends."""
     nested = [section for section in config.values() if isinstance(section, dict)]
     for section in (config, *nested):
         for name, value in section.items():

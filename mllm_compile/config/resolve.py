@@ -1,4 +1,4 @@
-"""`auto` becomes a value, once: the config, the model's folder and the device make a ResolvedConfig.
+"""Makes a ResolvedConfig from the config, the model's folder and the device: every `auto` becomes a value, once.
 
 Nothing changes a value after this, and everything below reads this and never an `auto`. Each choice is kept with its
 reason, to be printed. The numbers behind `auto` are the tables at the top.
@@ -258,7 +258,7 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
 
 
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:
-    """Keys that say something else than their defaults and that a CPU does nothing with."""
+    """Keys without an effect on a CPU that differ from their defaults."""
     sections = {name: getattr(config, name) for name in _KEYS_OF_GPUS}
     return tuple(
         f"{name}.{key}"

@@ -86,7 +86,7 @@ def _mixed_tokens(
     model: ModelFolder,
     choices: AutoChoices,
 ) -> tuple[int, ...]:
-    """Sizes; whether the model's layers allow it is known when it is loaded."""
+    """The sizes; whether the model's layers allow them is known when it is loaded."""
     obstacle = None
     if not device.is_hopper:
         obstacle = f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
@@ -120,7 +120,7 @@ def _piecewise_tokens(model: ModelFolder, runtime: RuntimeSection) -> tuple[int,
 
 
 def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> CudaGraphSection:
-    """Every step is a decode of `num_tokens` rows, so there is one shape to capture."""
+    """The graphs of deterministic mode: every step is a decode of `num_tokens` rows, so there is one shape."""
     if mode not in ("none", "piecewise", "full_decode_only"):
         raise ConfigError(
             f"cudagraph.mode is {mode}, but with runtime.deterministic every step has the shape of one decode. Set it "
@@ -181,7 +181,7 @@ def _graph_sizes(
     mode: str | None,
     choices: AutoChoices,
 ) -> tuple[int, ...]:
-    """Sizes to capture; `limit` is (its key, the largest batch there can be), `mode` None where none are captured."""
+    """Sizes to capture; `limit` is (its key, the largest batch there can be), `mode` None if none are captured."""
     limit_key, largest = limit
     if mode is None:
         if asked != "auto":

@@ -70,7 +70,7 @@ class ResolvedConfig(_Resolved):
         return EngineConfig.from_dict(sections)
 
     def report(self, reporter: Reporter) -> None:
-        """Shows what every `auto` became, and what was asked for and means nothing here."""
+        """Shows the value of every `auto`, and keys that have no effect here."""
         if self.choices:
             reporter.table("auto values", ("key", "value", "why"), self.choices)
         if self.without_effect:
@@ -84,7 +84,7 @@ class AutoChoices:
         self.made: list[AutoChoice] = []
 
     def settle(self, key: str, asked: Any, choose: Callable[[], tuple[Any, str]]) -> Any:
-        """`asked`, or when that is auto what `choose() -> (value, why)` says."""
+        """Returns `asked`, or if that is auto the value of `choose() -> (value, why)`."""
         if asked != "auto":
             return asked
         value, why = choose()

@@ -1,4 +1,4 @@
-"""RoPE that follows the longest text of a batch (`dynamic`, `longrope`): up to which length it is constant."""
+"""The length up to which RoPE that follows the longest text of a batch (`dynamic`, `longrope`) is constant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RopeLimit:
-    """A rope_type that follows the longest text, and up to how many positions it is constant nevertheless."""
+    """A rope_type that follows the longest text, and the number of positions up to which it is constant."""
 
     rope_type: str
     max_positions: int

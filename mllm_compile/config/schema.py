@@ -160,7 +160,7 @@ class RuntimeConfig(Section):
     preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""
 
     skip_compiled: bool = False
-    """Run Transformers' own model in place of the compiled one, to find out whose a wrong answer is."""
+    """Run Transformers' own model in place of the compiled one, to find which of them gives a wrong answer."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of requests that bring none, and of dummy weights."""

@@ -1,1 +1,1 @@
-"""How files are read and written safely. Knows no model."""
+"""Safe reading and writing of files. Knows no model."""

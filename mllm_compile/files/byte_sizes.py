@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Reads and writes sizes in bytes as people write them."""
 
 from __future__ import annotations
 

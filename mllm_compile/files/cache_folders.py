@@ -1,4 +1,4 @@
-"""Where a cache lies and what its folders are for; imports nothing heavy."""
+"""The place of a cache and the purpose of its folders; imports nothing heavy."""
 
 from __future__ import annotations
 

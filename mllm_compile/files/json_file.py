@@ -17,7 +17,7 @@ MAX_TEXT_BYTES = 256 << 20  # of a tokenizer.json; the largest known has 35 MiB
 MAX_JSON_BYTES = 64 << 20
 
 FileReader = Callable[[str], bytes | None]
-"""Gives a folder's file by its name, None where the folder has none of that name."""
+"""Returns a folder's file by its name, None if the folder has none of that name."""
 
 
 def read_file(path: Path, error_class: type[MllmError], max_bytes: int = MAX_TEXT_BYTES) -> bytes | None:
@@ -50,7 +50,7 @@ def json_object(data: bytes, path: Path, error_class: type[MllmError]) -> dict[s
 
 
 def read_json_object(path: Path, error_class: type[MllmError]) -> dict[str, Any] | None:
-    """The object in a JSON file, None when there is no such file.
+    """The object in a JSON file, None if there is no such file.
 
     Raises:
         error_class: as read_file and json_object.

@@ -61,7 +61,7 @@ class TrustedFolder:
 
     @contextmanager
     def naming_itself(self) -> Iterator[None]:
-        """Errors of the body, which reads by `pinned_path`, name the folder by its name."""
+        """Makes errors of the body, which reads by `pinned_path`, name the folder by its name."""
         try:
             yield
         except (ArtifactError, CheckpointError) as error:

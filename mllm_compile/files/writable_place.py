@@ -1,4 +1,4 @@
-"""Where runtimes are written: what a user calls that place, and what to do when the system refuses to write there."""
+"""The places where runtimes are written: their names for users, and advice if the system refuses to write there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAKE_ROOM = "make room (mllm-compile cache prune removes what is not needed)"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a user had something written, for the errors of doing so.
+    """A place that a user had something written to, for the errors of doing so.
 
     Attributes:
         name: what the user calls it.
@@ -32,7 +32,7 @@ class Place:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Whatever the system refuses in the body is a ConfigError."""
+        """Turns errors of the system in the body into a ConfigError."""
         try:
             yield
         except OSError as error:
@@ -40,7 +40,7 @@ class Place:
 
     @contextmanager
     def filling(self, folder: Path) -> Iterator[None]:
-        """Only a full disk is: the body, which writes into `folder`, reads and writes elsewhere too."""
+        """Turns only a full disk into one: the body, which writes into `folder`, reads and writes elsewhere too."""
         try:
             yield
         except OSError as error:
@@ -81,7 +81,7 @@ def cache_place(folder: Path) -> Place:
 
 
 def make_folder(folder: Path) -> None:
-    """With its parents, where it is not there yet.
+    """Makes `folder` and its parents, if it is not there yet.
 
     Raises:
         OSError: it cannot be made; NotADirectoryError where a file is in the way.

@@ -44,7 +44,7 @@ class _Fork:
     log: IO[bytes]
 
     def give(self, request: Request) -> None:
-        """Its job."""
+        """Gives the fork its job."""
         with contextlib.suppress(BrokenPipeError), os.fdopen(self.request, "w") as pipe:  # it has ended, and says why
             print(json.dumps(request), file=pipe, flush=True)
 
@@ -144,7 +144,7 @@ def _start(work: Work, answers: IO[str], waiting: Sequence[_Fork]) -> _Fork:
 
 
 def _work(work: Work, log: int, answer: int) -> NoReturn:
-    """The fork's side. Its standard input is its job's line, its output is the job's log."""
+    """Does the fork's side. Its standard input is its job's line, its output is the job's log."""
     code = 1
     try:
         os.dup2(log, 1)

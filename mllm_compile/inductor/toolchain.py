@@ -1,4 +1,4 @@
-"""The C++ compiler of packages, and what it is told for each."""
+"""The C++ compiler of packages, and its options."""
 
 from __future__ import annotations
 

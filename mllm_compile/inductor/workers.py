@@ -84,7 +84,7 @@ class PieceWorkers:
             raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {self._keep(job)})")
 
     def _keep(self, job: PieceJob) -> Path:
-        """A copy of its source that outlives the compile."""
+        """Copies its source to where it outlives the compile."""
         self._failed.mkdir(exist_ok=True)
         return Path(shutil.copy(job.source_path, self._failed)) if job.source_path.exists() else job.source_path
 
@@ -99,7 +99,7 @@ class PieceWorkers:
 
 
 def _check_compiler() -> None:
-    """Before seconds go into a trace that nothing can be made of. Inductor takes CXX, or g++."""
+    """Refuses a missing compiler before seconds go into a trace. Inductor takes CXX, or g++."""
     wanted = os.environ.get("CXX", "g++")
     if not any(map(shutil.which, (SYSTEM_CXX, wanted))):
         raise CompileError(
@@ -109,7 +109,7 @@ def _check_compiler() -> None:
 
 
 class _CompilerProcess:
-    """inductor/server.py, from outside: any number of threads ask it."""
+    """The outside of inductor/server.py: any number of threads ask it."""
 
     def __init__(self, device: str, cache: Path, scratch: Path, count: int) -> None:
         waiting = count + 1 if device.startswith("cuda") else 0  # the one is for what prepares the device, below
@@ -141,7 +141,7 @@ class _CompilerProcess:
         self.ask({"prepare": True, "device": device})  # not waited for
 
     def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Ends with the answer, which has an "error" where something went wrong."""
+        """A future of the answer, which has an "error" if something went wrong."""
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             job = next(self._jobs)
@@ -184,7 +184,7 @@ class _CompilerProcess:
             self._process.kill_group()
 
     def close(self) -> None:
-        """Waits for its end."""
+        """Waits for the process' end and closes its pipes."""
         self._process.wait()
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout, self._log):

@@ -104,7 +104,7 @@ class KernelCompiler:
         self._threads.shutdown(cancel_futures=True)
 
     def start(self, kernels: Iterable[CudaKernel]) -> None:
-        """Begins with those that were not begun before, and does not wait."""
+        """Begins with the kernels that were not begun before, and does not wait."""
         for kernel in kernels:
             if kernel not in self._binaries:
                 self._binaries[kernel] = self._threads.submit(_compile, kernel)

@@ -54,7 +54,7 @@ class Piece(torch.nn.Module):
 
 
 def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
-    """The program with decode attention of ours for the layers that it serves, and the pieces for that."""
+    """Adds decode attention of ours to the program, for the layers that it serves; returns the pieces too."""
     if not config.compile.split_decode:
         return program, ()
     forms: dict[str, tuple[DecodeForm, ...]] = {}
@@ -101,7 +101,7 @@ def _forms(
 def _hopper_forms(
     runtime: RuntimeSection, layer: LayerSpec, few: DecodeForm, many: DecodeForm
 ) -> tuple[DecodeForm, ...]:
-    """Clusters for few requests, shares for many; of the pieces what these leave to them."""
+    """Clusters for few requests, shares for many, and pieces for what these leave."""
     kv_heads = layer.num_kv_heads
     may_be_long = runtime.max_model_len > LONG_TOKENS
     has_shares, has_many = takes(kv_heads), runtime.max_running_requests > MOST_REQUESTS

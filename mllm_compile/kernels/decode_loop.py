@@ -52,8 +52,8 @@ class Piece(torch.nn.Module):
 def add_decode_loop(
     config: ResolvedConfig, program: Program, logits: torch.Tensor
 ) -> tuple[Program, tuple[WrittenPiece, ...]]:
-    """The program with these pieces, and the pieces; where it chooses tokens by kernels of its own and all layers'
-    decodes are by such, so that nothing but the pieces has to be told of a step's requests.
+    """Adds these pieces to the program if its own kernels choose tokens and decode in all layers, so that only the
+    pieces need a step's requests; returns the pieces too.
 
     Args:
         logits: [S, V], as the graph gives them.

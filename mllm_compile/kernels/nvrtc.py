@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code by NVRTC, which comes with torch: no nvcc is needed."""
+"""Compiles CUDA C++ to machine code by NVRTC, which comes with torch: no nvcc is needed."""
 
 from __future__ import annotations
 

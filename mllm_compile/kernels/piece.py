@@ -9,7 +9,7 @@ from mllm_compile.inductor.job import PieceInput
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """A piece's name, its source, and what the piece compiler needs to know of its inputs."""
+    """A piece's name, its source, and its inputs as the piece compiler needs them."""
 
     name: str
     source: str

@@ -32,7 +32,7 @@ class Piece(torch.nn.Module):
 def add_sampling_pieces(
     config: ResolvedConfig, program: Program, logits: torch.Tensor
 ) -> tuple[Program, tuple[WrittenPiece, ...]]:
-    """The program with pieces that choose tokens, and those pieces; on CUDA, where the kernels run.
+    """Adds pieces that choose tokens to the program, and returns them too; on CUDA, where the kernels run.
 
     Args:
         logits: [S, V], as the graph gives them: not every model's are of the model's own dtype.

@@ -1,4 +1,4 @@
-"""runtime.skip_compiled: serve with Transformers' own model, untouched, in place of what was compiled from it.
+"""Serves with Transformers' own model in place of the compiled one (runtime.skip_compiled).
 
 For finding out whose a wrong answer is. Attention, KV cache, scheduling and sampling stay ours; graph, pieces and
 loading of weights are Transformers'. It takes memory and time: the weights are there twice, and every token of a step

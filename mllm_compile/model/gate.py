@@ -76,7 +76,7 @@ def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _output_reasons(gm: fx.GraphModule) -> Iterator[str]:
-    """One output, the logits of the rows that were asked for: every other one is state that the model keeps."""
+    """Refuses outputs beyond the logits of the rows that were asked for: each is state that the model keeps."""
     outputs: Any = next(node for node in gm.graph.nodes if node.op == "output").args[0]
     if len(outputs) != 1:
         yield f"it keeps {len(outputs) - 1} values from one forward to the next"
@@ -125,7 +125,7 @@ def _constant_reasons(gm: fx.GraphModule, hf_model: HFModel) -> Iterator[str]:
 
 
 def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:
-    """Writes into an input or a view of one would change weights or constants from step to step."""
+    """Refuses writes into an input or a view of one: they would change weights or constants from step to step."""
     inputs = {
         node.meta["val"].untyped_storage()._cdata: node
         for node in gm.graph.nodes
@@ -145,7 +145,7 @@ def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _size_reasons(trace: Trace) -> Iterator[str]:
-    """No T×T tensor, no size that depends on data, no branch on the number of tokens."""
+    """Refuses T×T tensors, sizes that depend on data, and branches on the number of tokens."""
     gm = trace.graph_module
     known = {node.meta["val"].shape[0].node.expr for node in gm.graph.nodes if node.meta.get("input_name")}
     tokens = _input_size(gm, "input_ids")
@@ -161,7 +161,7 @@ def _size_reasons(trace: Trace) -> Iterator[str]:
 
 
 def _guard_reasons(node: fx.Node, known: set[Any], max_tokens: int) -> Iterator[str]:
-    """The range that the trace was made for, and equal sizes of equal inputs, are no branches."""
+    """Refuses branches; the range that the trace was made for, and equal sizes of equal inputs, are none."""
     condition = node.args[0]
     if not isinstance(condition, fx.Node) or not is_symbolic(condition.meta.get("val")):
         return

@@ -69,7 +69,7 @@ class HFModel:
         )
 
     def _size(self, name: str, otherwise: int | None = None) -> int:
-        """Transformers' attribute maps give each config these names, whatever its own are."""
+        """Reads a size under its usual name: Transformers' attribute maps give each config these names."""
         with refusing(f"config.json of this {self.model.config.model_type!r} model"):
             value = getattr(self.text_config, name, None)
         value = otherwise if value is None else value
@@ -130,7 +130,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
 
 
 def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> None:
-    """Raises UnsupportedModelError where that is the key which a model was not built for."""
+    """Raises UnsupportedModelError if the error names an activation that Transformers does not know."""
     from transformers.activations import ACT2FN
 
     for key in ("hidden_act", "hidden_activation", "activation_function"):

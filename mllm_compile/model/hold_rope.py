@@ -1,4 +1,4 @@
-"""RoPE that follows the longest text of a batch (`dynamic`, `longrope`), held where it does not.
+"""Holds RoPE that follows the longest text of a batch (`dynamic`, `longrope`) where it is constant.
 
 Transformers computes other frequencies for a whole batch once one of its texts is longer than what the model was first
 trained on. Up to that length (config/rope_limit.py) they are constant. It bounds max_model_len, so that no request can
@@ -45,7 +45,7 @@ def hold_rope(model: PreTrainedModel) -> None:
 
 
 def check_rope_limit(folder: ModelFolder, config: PreTrainedConfig) -> None:
-    """The limit that resolve.py reads in config.json is the one that Transformers' config has.
+    """Checks that the limit that resolve.py reads in config.json is the one of Transformers' config.
 
     Raises:
         UnsupportedModelError: it is not.

@@ -1,4 +1,4 @@
-"""Transformers' modelling code without packages that it imports for what no causal language model does.
+"""Imports Transformers' modelling code without packages that no causal language model needs.
 
 `transformers.modeling_utils` imports the losses of object detection, which import SciPy where that is installed, and
 what every model generates with imports assisted generation, which up to Transformers 5.17 imports scikit-learn, with
@@ -29,7 +29,7 @@ _MODULES = ("transformers.modeling_utils", "transformers.generation.utils")
 
 
 def import_modeling_code() -> None:
-    """Imports what Transformers' models share. A model's own code, which may want those packages, is none of it."""
+    """Imports what Transformers' models share, not a model's own code, which may want those packages."""
     wanted = [name for name in _MODULES if name not in sys.modules]
     if not wanted:
         return

@@ -44,7 +44,7 @@ class ObservedCall:
     is_altered: bool = False
 
     def window_left(self) -> int:
-        """How many earlier tokens the call sees besides the token itself; -1: all of them.
+        """Earlier tokens that the call sees besides the token itself; -1: all of them.
 
         Raises:
             UnsupportedModelError: what it sees is not that, at any position.

@@ -1,4 +1,4 @@
-"""Whatever a foreign model raises while it is built, traced or checked becomes one line that a user can read."""
+"""Turns errors of a foreign model while it is built, traced or checked into one line that a user can read."""
 
 from __future__ import annotations
 

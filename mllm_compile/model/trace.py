@@ -92,7 +92,7 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
 
 
 class _Captured(Exception):
-    """The graph is whole, and nothing else is wanted of Dynamo."""
+    """Ends the capture: the graph is whole, and nothing else is wanted of Dynamo."""
 
 
 def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -147,7 +147,7 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
 
 
 def _unserved_layers(config: Any) -> str:
-    """A hint: recurrent and sparse layers fail in many ways, and their config mostly names them."""
+    """Names recurrent and sparse layers as a hint: they fail in many ways, and the config mostly names them."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     return f". Its config names layers of kind {', '.join(sorted(kinds))}, which are not served yet" if kinds else ""
 

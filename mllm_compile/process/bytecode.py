@@ -1,4 +1,4 @@
-"""Python's bytecode of torch, Transformers and the rest, kept where the installation does not keep it.
+"""Keeps Python's bytecode of torch, Transformers and the rest, if the installation does not.
 
 Installers may leave compiling to the first import (uv does; pip with --no-compile), and in a container that import
 often cannot write: PYTHONDONTWRITEBYTECODE is set, or the packages belong to another user. Then every process compiles
@@ -146,7 +146,7 @@ def _is_compiled(source: str) -> bool:
 
 
 def _folder() -> str:
-    """One for each installation and its versions: files of another may have the same time, size and place."""
+    """The folder for one installation and its versions: files of another may have the same time, size and place."""
     bytecode = bytecode_cache(auto_cache_dir()[0])
     make_private(bytecode)
     of_what = sys.prefix, *map(_version, _VERSIONED)

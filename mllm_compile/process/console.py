@@ -1,4 +1,4 @@
-"""Tables for people: rich on a terminal, aligned plain text in a pipe (where rich would cut at 80 columns)."""
+"""Prints tables for people: rich on a terminal, aligned plain text in a pipe (where rich would cut at 80 columns)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fitted(
 
 
 def _shortened(text: str, width: int) -> str:
-    """Its end tells more: of a folder the name."""
+    """Cuts the front: the end tells more, as of a folder the name."""
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 

@@ -1,4 +1,4 @@
-"""An interruption that cannot get lost.
+"""Keeps interruptions from getting lost.
 
 A signal's handler raises wherever the main thread is. In a `__del__` or a callback of a weak reference Python reports
 what is raised and goes on: Ctrl-C would be a traceback on the terminal, and the work would continue.
@@ -19,7 +19,7 @@ _SIGNAL_OF = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
 
 @contextmanager
 def kept_interruptions() -> Iterator[None]:
-    """Meanwhile a KeyboardInterrupt or SystemExit that Python would drop is raised again by its signal."""
+    """Raises a KeyboardInterrupt or SystemExit that Python would drop again by its signal, within the context."""
     before = sys.unraisablehook
 
     def again(dropped: sys.UnraisableHookArgs) -> None:
@@ -40,7 +40,7 @@ def kept_interruptions() -> Iterator[None]:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Meanwhile SIGTERM unwinds this process: what it made in folders of a while is removed."""
+    """Makes SIGTERM unwind this process within the context, which removes its temporary folders."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with kept_interruptions():

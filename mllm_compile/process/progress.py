@@ -1,4 +1,4 @@
-"""How long work shows where it is: stages with a name, an optional count, and seconds.
+"""Shows the progress of long work: stages with a name, an optional count, and seconds.
 
 `Reporter` is what the compiler and the loader are handed. `reporter_for(stream)` picks the one that fits: bars on a
 terminal, plain lines for the command line elsewhere, the log "mllm_compile.progress" for a library call elsewhere. Bars
@@ -37,7 +37,7 @@ class Stage(Protocol):
 
 
 class Reporter(Protocol):
-    """Where stages, remarks and tables of long work go.
+    """The place for stages, remarks and tables of long work.
 
     `with reporter.stage("load weights", total=num_bytes) as stage: stage.advance(read)`. Stages may lie inside each
     other. A stage that ends by an exception is not reported as done.
@@ -46,10 +46,10 @@ class Reporter(Protocol):
     def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Stage]: ...
 
     def note(self, text: str) -> None:
-        """A detail."""
+        """Notes a detail."""
 
     def tell(self, text: str) -> None:
-        """A line that is shown also without details: that it is ready."""
+        """Tells a line that is shown also without details: that it is ready."""
         self.note(text)
 
     def announce(self, text: str) -> None:
@@ -104,7 +104,7 @@ class _LineStage:
 
 @contextmanager
 def _lines_of_stage(name: str, total: int | None, say: Callable[[str], None], least_s: float = 0.0) -> Iterator[Stage]:
-    """A line when it is over, unless it took less than `least_s`, and while it lasts where it counts."""
+    """Logs a line when the stage is over, unless it took less than `least_s`, and during it if it counts."""
     start = time.perf_counter()
     yield _LineStage(name, total, say)
     seconds = time.perf_counter() - start
@@ -113,7 +113,7 @@ def _lines_of_stage(name: str, total: int | None, say: Callable[[str], None], le
 
 
 class PlainReporter:
-    """Lines for log files and pipes: of a stage every few seconds while it counts, and when it is over.
+    """Writes lines for log files and pipes: every few seconds of a stage that counts, and at its end.
 
     Args:
         details: also notes and tables, and a line for each stage however short it is.
@@ -192,7 +192,7 @@ class _RichStage:
 
 
 class RichReporter:
-    """Live bars of stages that take long, which leave nothing behind.
+    """Shows live bars of stages that take long, which leave nothing behind.
 
     The live display exists only inside a stage, so that whatever is printed between stages (streamed text) is safe.
 

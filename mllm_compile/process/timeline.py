@@ -65,7 +65,7 @@ class Timeline:
             self._nesting.depth = depth
 
     def add(self, name: str, start_s: float, end_s: float) -> None:
-        """A stage that was over before it could be timed."""
+        """Adds a stage that was over before it could be timed."""
         self._spans.append(Span(name, start_s, end_s))
 
     def note(self, text: str) -> None:
@@ -100,7 +100,7 @@ def with_gaps(spans: Sequence[Span]) -> list[Span]:
 
 
 def print_timeline(stream: TextIO, spans: Sequence[Span]) -> None:
-    """A line a stage: when it began, how long it took, a bar to scale."""
+    """Prints a line a stage: when it began, how long it took, a bar to scale."""
     from mllm_compile.process.console import print_table
 
     lines = with_gaps(spans)

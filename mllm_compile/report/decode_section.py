@@ -116,7 +116,7 @@ def _lower(text: str) -> str:
 
 
 def _loads(found: Sequence[Load], device: Device | None) -> str:
-    """A row a batch size: what a step reads and the least time for it, and what a token took where it was measured."""
+    """A row a batch size: the bytes that a step reads, their least time, and a token's time where measured."""
     has_limit = any(load.limit_s is not None for load in found)
     has_measured = any(load.measured_s is not None for load in found)
     columns = ["requests", "read in a step"]

@@ -1,4 +1,4 @@
-"""Times and rates as people read them: three digits and a unit."""
+"""Writes times and rates as people read them: three digits and a unit."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def table(
 
 
 def folded(title: str, remark: str, right: str, body: str) -> str:
-    """A line that opens."""
+    """A line that opens when clicked."""
     return (
         f"<details><summary><b>{html_of(title)}</b><span>{html_of(remark)}</span>"
         f'<span class="right">{html_of(right)}</span></summary>{body}</details>'

@@ -1,4 +1,4 @@
-"""The stages between a model and its program as text, for people: what `mllm-compile inspect` writes."""
+"""Writes the stages between a model and its program as text for people (`mllm-compile inspect`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the page together: what is in a runtime's folder and what was measured with it, nothing is run.
+"""Puts the page together from a runtime's folder and its measurements; runs nothing.
 
 The page is one file with no script and nothing from elsewhere: it can be mailed, and opened in ten years. It says first
 what limits a decode step, then where its time goes in the model, then what the config takes of memory; how the runtime

@@ -1,4 +1,4 @@
-"""How fast a runtime's decode step is on one device: measured where a benchmark was run, else what its bytes allow.
+"""The speed of a runtime's decode step on one device: measured if a benchmark was run, else from its bytes.
 
 The two are never mixed: a `DecodeStep` has measured times for all of its parts, or for none.
 """
@@ -24,7 +24,7 @@ _MOST_LOADS = 6
 
 @dataclass(frozen=True)
 class Device:
-    """A device, and what was measured on it beside this runtime (store/measurements.py).
+    """A device, and the measurements on it beside this runtime (store/measurements.py).
 
     Attributes:
         name: for people: a CPU's with the threads that were measured with.

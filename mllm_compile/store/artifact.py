@@ -272,7 +272,7 @@ def _read_manifest(trusted: TrustedFolder) -> Manifest:
 
 
 def _format_of(data: bytes) -> Any:
-    """Before the seal is looked at, which other formats may not have."""
+    """Reads the format before the seal, which other formats may not have."""
     try:
         content = parse_json(data)
     except ValueError:

@@ -111,7 +111,7 @@ class Pruned:
 
     @property
     def num_bytes(self) -> int:
-        """All that was freed."""
+        """All bytes that were freed."""
         kept = (self.compiler_bytes or 0) + self.bytecode_bytes
         return sum(runtime.num_bytes for runtime in self.runtimes) + sum(self.leftovers) + kept
 

@@ -1,4 +1,4 @@
-"""Why a config is a hit or a miss: its factors beside those of the nearest runtime of the same model."""
+"""Explains why a config is a hit or a miss: its factors beside those of the nearest runtime of the same model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAME_MODEL = ("model config", "weights")  # a runtime that shares none of them 
 
 @dataclass(frozen=True)
 class Change:
-    """A factor whose value is another one, or the parts of it that are."""
+    """A factor with another value, or the parts of it that differ."""
 
     factor: str
     then: str
@@ -87,7 +87,7 @@ _MOST_PARTS = 3
 
 
 def grouped(factors: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The factors by what they are of: model, config, machine, compiler. Every factor is in one group."""
+    """The factors by group: model, config, machine, compiler. Every factor is in one group."""
     *_, last = _GROUPS
     group_of = {name: group for group, names in _GROUPS.items() for name in names}
     found: dict[str, dict[str, str]] = {group: {} for group in _GROUPS}

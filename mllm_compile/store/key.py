@@ -139,7 +139,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
 
 
 def machine_factors(config: ResolvedConfig) -> dict[str, str]:
-    """The factors of MACHINE_FACTORS as they are on this machine."""
+    """The factors of MACHINE_FACTORS on this machine."""
     is_cuda = config.runtime.device.startswith("cuda")
     uses_flashinfer = config.runtime.attention_backend == "flashinfer"
     return {
@@ -170,7 +170,7 @@ def changed_parts(now: str, then: str) -> tuple[str, str]:
 
 
 def _attention(config: ResolvedConfig) -> str:
-    """The backend and what its kernels depend on; a runtime holds those of FlashInfer."""
+    """The backend and the versions of its kernels; a runtime holds those of FlashInfer."""
     runtime = config.runtime
     if runtime.attention_backend == "torch":
         return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
@@ -193,7 +193,7 @@ def _gpu_architecture(device: str) -> str:
 
 @cache
 def _instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Inductor compiles host code for the very machine (-march=native)."""
+    """This machine's instruction set: Inductor compiles host code for it (-march=native)."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

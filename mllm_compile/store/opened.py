@@ -1,4 +1,4 @@
-"""A runtime that was opened: what loading it needs to know."""
+"""A runtime that was opened, with all that loading it needs."""
 
 from __future__ import annotations
 

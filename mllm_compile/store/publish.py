@@ -67,7 +67,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _make_scratch(final: Path) -> tuple[Path, int]:
-    """The folder and the handle that keeps it locked. The store is locked meanwhile: no sweep comes between."""
+    """Makes the folder and the handle that locks it. The store is locked meanwhile: no sweep comes between."""
     make_folder(final.parent)
     with _store_lock(final.parent):
         scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))  # mode 0700
@@ -131,7 +131,7 @@ def _is_abandoned(scratch: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> int:
-    """Returns the bytes that are gone, which are not all where something cannot be removed."""
+    """Removes `folder`; returns the bytes that are gone, not all of them if something cannot be removed."""
     before = folder_bytes(folder)
     shutil.rmtree(folder, ignore_errors=True)
     return before - folder_bytes(folder)
@@ -154,7 +154,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def remove_compiler_cache(folder: Path) -> int | None:
-    """Returns what that freed, None where a compile may be using it. Without the lock of a compile it is not ours."""
+    """Removes it and returns the bytes freed: 0 if it has no lock of ours, None while a compile may be using it."""
     if not (folder.is_dir() and compiler_lock(folder).is_file()):
         return 0
     with cache_place(folder.parent).writing():

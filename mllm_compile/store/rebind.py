@@ -30,7 +30,7 @@ def serving(artifact: Artifact, config: ResolvedConfig, weights: WeightFiles, pl
 
 
 def verified(artifact: Artifact, files: WeightFiles, checkpoint: Path, place: Place, timeline: Timeline) -> Artifact:
-    """Hashes the weights' data; the first time it is remembered, as that of this checkpoint, later it is compared.
+    """Hashes the weights' data: stores the hash of this checkpoint the first time, compares it later.
 
     Raises:
         CheckpointError: it is not what it was, or not that of the checkpoint whose data is remembered.

@@ -1,4 +1,4 @@
-"""Loads a cached runtime onto a device: constants, weights, pieces, kernels, executor. What ModelRunner is handed.
+"""Loads a cached runtime onto a device for ModelRunner: constants, weights, pieces, kernels, executor.
 
 Imports neither transformers, Dynamo nor Inductor. Pieces and kernels are loaded while weights stream.
 """
@@ -89,7 +89,7 @@ class ArtifactSource:
             return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
 
     def _find_kernels(self) -> None:
-        """Importing FlashInfer takes seconds: it begins first of all, and finds the runtime's kernels."""
+        """Imports FlashInfer, which takes seconds and so begins first, and finds the runtime's kernels."""
         folder = self._artifact.kernels_folder
         if folder is None:
             return
@@ -114,7 +114,7 @@ class ArtifactSource:
 def load_decoders(
     program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
 ) -> dict[str, Decoders]:
-    """Layer → what decodes; layers that are alike share it.
+    """Layer → its decoders; layers that are alike share them.
 
     Raises:
         ArtifactError, DeviceError: a kernel is missing or cannot be loaded.
@@ -139,7 +139,7 @@ def load_decoders(
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The device as this thread's current one: a package is loaded onto that."""
+    """Makes the device this thread's current one: a package is loaded onto that."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

@@ -18,7 +18,7 @@ _EXPECTED = "{'role': …, 'content': …}"
 
 
 def as_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """The conversations one by one, and whether it is a single one that was given, not in a list.
+    """The conversations one by one, and whether one was given by itself, not in a list.
 
     What the first entry is decides; the conversations themselves are for `check_messages`.
 
@@ -34,7 +34,7 @@ def as_conversations(messages: Any) -> tuple[list[Any], bool]:
 
 
 def check_messages(messages: Any) -> None:
-    """Refuses what is no conversation, before a template makes of it what it can.
+    """Refuses input that is no conversation, before a template renders it anyway.
 
     Raises:
         RequestError: no list, an empty one, a message without a role, or a user's without content.

@@ -1,4 +1,4 @@
-"""From token ids to text as they come, never half a character.
+"""Turns token ids into text as they come, never half a character.
 
 A token's text depends on its neighbours (a character of several byte tokens, a leading space that decoders of the
 SentencePiece kind strip at the start), so a small window of earlier tokens is decoded with the new ones and what was
@@ -77,7 +77,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The completion is over: the text that was held back, an unfinished character as U+FFFD."""
+        """Ends the completion: the text that was held back, an unfinished character as U+FFFD."""
         if not self._num_open_tokens:
             return ""
         self._num_open_tokens = 0

@@ -70,7 +70,7 @@ def load_generation_defaults(folder: Path, read: FileReader | None = None) -> Ge
 
 
 def default_params(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
-    """For requests without parameters of their own.
+    """The parameters of requests that bring none.
 
     Raises:
         ConfigError: the file in `folder` has a value that cannot be.

@@ -102,6 +102,6 @@ class StopMatcher:
         return whole[:num_shown], None
 
     def flush(self) -> str:
-        """The completion ended for another reason: what was held back belongs to the text."""
+        """Ends the completion for another reason: the text that was held back."""
         held, self._held, self._state = self._held, "", 0
         return held

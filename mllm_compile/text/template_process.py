@@ -1,4 +1,4 @@
-"""Renders chat templates in processes that can be ended: template_server.py is what they run.
+"""Renders chat templates in processes that can be ended; they run template_server.py.
 
 A process starts with the first chat, in about a twentieth of a second, and is kept for the next ones; renders at the
 same time have one each, up to a limit, where the next ones wait. A template that does not end, or eats memory, costs
@@ -172,7 +172,7 @@ class _Process:
             raise MllmError(f"no process can be started that renders chat templates: {error}.") from None
 
     def ask(self, request: bytes) -> tuple[bytes, bytes]:
-        """Its answer, of the kinds in template_protocol.py.
+        """The process's answer, of the kinds in template_protocol.py.
 
         Raises:
             RequestError: there was none; the process has ended.
@@ -218,14 +218,14 @@ class _Process:
         return f"was not rendered, its process ended ({how}){': ' + said[-1] if said else ''}. Ask again."
 
     def end(self) -> None:
-        """Ends it, whatever it does."""
+        """Ends the process, whatever it does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         self.let_go()
 
     def let_go(self) -> None:
-        """Forgets it, which then lives on for those who hold it too."""
+        """Forgets the process, which then lives on for those who hold it too."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:

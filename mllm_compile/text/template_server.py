@@ -46,7 +46,7 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Refused(Exception):
-    """Why there is no prompt, in words for who asked."""
+    """The reason why there is no prompt, in words for the caller."""
 
 
 class TooLong(Exception):
@@ -199,7 +199,7 @@ class _GenerationBlock(Extension):
 
 
 def _make_environment() -> Environment:
-    """Jinja as Transformers sets it up."""
+    """Jinja's environment as Transformers sets it up."""
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -220,7 +220,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters, which no model has seen in training."""
+    """Writes JSON without Jinja's escapes of HTML characters, which no model has seen in training."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -257,7 +257,7 @@ def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """The kernel ends this process when it takes too long, or when its caller ends meanwhile."""
+    """Has the kernel end this process when it takes too long, or when its caller ends meanwhile."""
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF, which has no handler
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())

@@ -205,7 +205,7 @@ def has_tokenizer(model_folder: Path) -> bool:
 
 
 def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bool = False) -> bool:
-    """Puts what `load_tokenizer` reads into `out_dir`; converts an older format through Transformers.
+    """Writes the files that `load_tokenizer` reads into `out_dir`; converts an older format through Transformers.
 
     Returns:
         False when the model has no tokenizer (prompts are then given as token ids).
@@ -255,7 +255,7 @@ def _names_a_template(entry: Mapping[str, Any]) -> bool:
 
 
 def _template_text(data: bytes | None, path: Path) -> dict[str, str]:
-    """The template of a file of its own, which wins over the older places in JSON."""
+    """The template in a file of its own, which wins over the older places in JSON."""
     try:
         return {} if data is None else {"default": data.decode()}
     except UnicodeDecodeError as error:
@@ -263,7 +263,7 @@ def _template_text(data: bytes | None, path: Path) -> dict[str, str]:
 
 
 def _chat_templates(folder: Path, template: Any) -> dict[str, str]:
-    """Templates by name, of what `chat_template` is in JSON: a text, or a list of named ones."""
+    """Templates by name, from `chat_template` in JSON: a text, or a list of named ones."""
     if isinstance(template, list):
         if not all(isinstance(entry, dict) and _names_a_template(entry) for entry in template):
             raise CheckpointError(

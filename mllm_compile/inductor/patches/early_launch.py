@@ -1,4 +1,4 @@
-"""AOTInductor's kernels by programmatic dependent launch: Inductor generates the waits, but launches without them.
+"""Launches AOTInductor's kernels by programmatic dependent launch: Inductor generates the waits, but launches without.
 
 Up to torch 2.13 `triton.enable_pdl` puts the two instructions into Inductor's kernels and its Python launcher uses
 them; the C++ launcher that AOTInductor writes into a package calls cuLaunchKernel, which has no attributes (a comment

@@ -1,4 +1,4 @@
-"""The C++ headers of AOTInductor's packages, compiled once for all pieces of a compile, while nothing else can be.
+"""Compiles the C++ headers of AOTInductor's packages once for all pieces of a compile, while nothing else can be.
 
 Half of a package's time is g++: 4 to 5 s, of which reading the headers takes 1.7, and 0.95 where they were compiled
 before (torch 2.11, CUDA). Inductor can compile them ahead, but once a process, and each piece is compiled in one of its
@@ -62,7 +62,7 @@ def _write(folder: Path, header: str) -> Path:
 
 
 def _compile(folder: Path, device: str) -> None:
-    """The fork's part."""
+    """Runs the fork's part."""
     from torch._inductor.codecache import _get_cpp_wrapper_header
 
     path = _write(folder, _get_cpp_wrapper_header(device, aot_mode=True))

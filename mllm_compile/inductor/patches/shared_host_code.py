@@ -1,4 +1,4 @@
-"""The C++ that AOTInductor writes into every package alike, compiled once for all pieces of a compile.
+"""Compiles the C++ that AOTInductor writes into every package alike once for all pieces of a compile.
 
 A package's host code is a model class with the piece's launches, and two parts that are the same in all: the C
 functions by which it is loaded and called (torch/_inductor/codegen/aoti_runtime/interface.cpp, spliced into the
@@ -69,7 +69,7 @@ class _Parted:
 
 
 def without_interface(wrapper_code: str) -> str | None:
-    """A package's source without what the shared object has; None where it is not as it is known."""
+    """A package's source without the shared object's part; None if it is not as it is known."""
     interface = _interface()
     if wrapper_code.count(interface) != 1:
         return None
@@ -90,7 +90,7 @@ def _object(folder: Path) -> Path:
 
 
 def _compile(folder: Path, device: str) -> None:
-    """The fork's part."""
+    """Runs the fork's part."""
     from torch._inductor.codecache import _get_cpp_wrapper_header
 
     source, header = folder / _SOURCE, _get_cpp_wrapper_header(device, aot_mode=True)

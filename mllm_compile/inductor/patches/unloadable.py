@@ -19,7 +19,7 @@ def with_nothing_to_destroy(interface: str) -> str:
 
 
 def mark_nothing_unique() -> None:
-    """From here on Inductor tells g++ so, in this process and its forks; it has no option for a flag (2.11 to 2.13).
+    """Makes Inductor tell g++ so, in this process and its forks; it has no option for a flag (2.11 to 2.13).
 
     By itself g++ marks what inline functions and templates keep (std::regex alone has dozens of such) as unique in a
     process, and a library that has a symbol marked so stays.
