@@ -22,6 +22,7 @@ from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
 from mllm_compile.passes.base import PackedPart
+from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
@@ -223,28 +224,19 @@ class _PackedRequests:
     def rotates(self, layer: AttentionLayer) -> bool:
         return False
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        *args: object,
-        out: torch.Tensor,
-        **kw: object,
-    ) -> None:
-        params = layer.params
+    def forward(self, inputs: AttentionInputs) -> None:
+        layer, params = inputs.layer, inputs.layer.params
         sinks = None if layer.sink_logits is None else layer.sink_logits.repeat(self.copies)
         start = 0
         for length in self.lengths:
             # Copies of a request are further heads of one: a call for each took most of a check's time.
             queries, keys, values = (
-                self._of_request(x, start, length).transpose(0, 1).flatten(1, 2) for x in (q, k, v)
+                self._of_request(x, start, length).transpose(0, 1).flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)
             )
             attended = attention_reference(
                 queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left
             ).unflatten(1, (self.copies, -1))
-            self._of_request(out, start, length).copy_(attended.transpose(0, 1))
+            self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))
             start += length
 
     def _of_request(self, x: torch.Tensor, start: int, length: int) -> torch.Tensor:

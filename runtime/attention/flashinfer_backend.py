@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionBackend, Unrotated
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
@@ -283,42 +283,17 @@ class FlashInferAttnBackend(AttentionBackend):
 
     # Running ----------------------------------------------------------------------------------------------------------
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        pool, wrapper = batch.token_to_kv_pool, self._decode_wrapper(layer)
-        if save_kv_cache:
-            pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
-        if out is None:
-            out = q.new_empty(q.shape)
-        wrapper.run(q, pool.get_pages(layer.layer_id), out=out)
-        return out
+    def forward_decode(self, inputs: AttentionInputs) -> None:
+        layer = inputs.layer
+        pages = inputs.batch.token_to_kv_pool.get_pages(layer.layer_id)
+        self._decode_wrapper(layer).run(inputs.q, pages, out=inputs.out)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        pool = batch.token_to_kv_pool
+    def forward_extend(self, inputs: AttentionInputs) -> None:
         if self.decode_metadata is None and self.prefill_metadata is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
-        if save_kv_cache:
-            pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
-        if out is None:
-            out = q.new_empty(q.shape)
-        num_decodes, group_index, pages = self._num_decodes, self._group_index(layer), pool.get_pages(layer.layer_id)
+        q, out, layer = inputs.q, inputs.out, inputs.layer
+        pages = inputs.batch.token_to_kv_pool.get_pages(layer.layer_id)
+        num_decodes, group_index = self._num_decodes, self._group_index(layer)
         if self.decode_metadata is not None:
             wrapper = self.decode_metadata.decode_wrappers[group_index]
             wrapper.run(q[:num_decodes], pages, out=out[:num_decodes])
@@ -326,10 +301,9 @@ class FlashInferAttnBackend(AttentionBackend):
             wrapper = self.prefill_metadata.prefill_wrappers[group_index]
             new = slice(self.prefill_metadata.first_token, None)
             if self.prefill_metadata.use_ragged:
-                wrapper.run(q[new], k[new], v[new], out=out[new])
+                wrapper.run(q[new], inputs.k[new], inputs.v[new], out=out[new])
             else:
                 wrapper.run(q[new], pages, out=out[new])
-        return out
 
     def rotates(self, layer: AttentionLayer) -> bool:
         if self.decode_metadata is None or self.prefill_metadata is not None:

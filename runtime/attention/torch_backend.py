@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from mllm_compile.runtime.forward_batch import ForwardBatch
@@ -52,41 +52,18 @@ class TorchAttnBackend(AttentionBackend):
         num_decodes = 0 if self._deterministic else split_decodes_and_prefills(common)[0]
         self._plan = _Plan(num_decodes, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.forward_extend(q, k, v, layer, batch, save_kv_cache, out)
+    def forward_decode(self, inputs: AttentionInputs) -> None:
+        self.forward_extend(inputs)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        plan = self._plan
+    def forward_extend(self, inputs: AttentionInputs) -> None:
+        plan, layer, batch = self._plan, inputs.layer, inputs.batch
         if plan is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
-        if save_kv_cache:
-            batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
-        if out is None:
-            out = q.new_empty(q.shape[0], layer.num_heads, layer.v_head_dim)
         if plan.num_decodes:
-            _decode(plan, q[: plan.num_decodes], layer, batch, out[: plan.num_decodes])
+            _decode(plan, inputs.q[: plan.num_decodes], layer, batch, inputs.out[: plan.num_decodes])
         for i in range(plan.num_decodes, len(plan.seq_lens)):
             rows = slice(plan.query_start[i], plan.query_start[i + 1])
-            _prefill(q[rows], layer, batch, i, plan.seq_lens[i], out[rows])
-        return out
+            _prefill(inputs.q[rows], layer, batch, i, plan.seq_lens[i], inputs.out[rows])
 
 
 def _decode_view(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.base import AttentionInputs, Unrotated
 from mllm_compile.runtime.forward_context import ForwardContext, get_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
 
@@ -73,7 +73,7 @@ def attention_with_output(
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
     if save_kv_cache:
         batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, context.slot_mapping[layer_name][:num_tokens], k, v)
-    batch.attn_backend.forward(q, k, v, layer, batch, save_kv_cache=False, out=out)
+    batch.attn_backend.forward(AttentionInputs(q, k, v, out, layer, batch))
 
 
 _LIBRARY.impl("attention_with_output", attention_with_output, "CompositeExplicitAutograd")

@@ -19,6 +19,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model import small_weights
 from mllm_compile.passes import pack_projections, pipeline
+from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
@@ -169,7 +170,7 @@ def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     out = torch.full((tokens, heads, 6), torch.nan)
     requests: Any = self_check._PackedRequests(lengths, copies, None)  # type: ignore[arg-type]
-    requests.forward(q, k, v, layer, out=out)
+    requests.forward(AttentionInputs(q, k, v, out, layer, requests))
     assert requests.num_actual_tokens == tokens
     alone = [
         attention_reference(*each, sinks, sm_scale=0.3, logits_soft_cap=5.0, window_left=2)

@@ -10,7 +10,7 @@ import torch
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, WrapperDispatch
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardMode
-from tests.runtime.attention.attention_cases import AttentionCase, make_batch, make_case, make_layer
+from tests.runtime.attention.attention_cases import AttentionCase, attend, make_batch, make_case, make_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def test_every_mode_equals_the_reference(page_size, group, parameters, batch):
     case = case_of(layer, BATCHES[batch], page_size)
     backend = backend_for([layer], case.batch, page_size)
     backend.init_forward_metadata(case.batch)
-    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    out = attend(backend, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
 
@@ -87,7 +87,7 @@ def test_an_fp8_cache_gives_the_attention_over_rounded_keys_and_values(group, ba
     backend.init_forward_metadata(case.batch)
     decodes = [] if backend.decode_metadata is None else backend.decode_metadata.decode_wrappers
     assert all(wrapper._backend == "fa2" for wrapper in decodes), "fa3 has no bf16 query over fp8 keys"
-    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    out = attend(backend, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
 
@@ -99,7 +99,7 @@ def test_a_deterministic_decode_is_bitwise_the_same_in_any_batch(group, paramete
     case = case_of(layer, (lens, [1] * len(lens)))
     backend = backend_for([layer], case.batch, deterministic=True)
     backend.init_forward_metadata(case.batch)
-    together = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    together = attend(backend, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(together.float(), case.expected, **TOLERANCE)
     table, pool = case.batch.req_to_token_pool, case.batch.token_to_kv_pool
     for i, prefix in enumerate(lens):
@@ -107,7 +107,7 @@ def test_a_deterministic_decode_is_bitwise_the_same_in_any_batch(group, paramete
         rows = case.batch.req_pool_indices[one].tolist()
         alone = make_batch(rows, [prefix], [1], case.batch.out_cache_loc[one], table, pool, "cuda")
         backend.init_forward_metadata(alone)
-        assert torch.equal(backend.forward(case.q[one], case.k[one], case.v[one], layer, alone), together[one])
+        assert torch.equal(attend(backend, layer, alone, case.q[one], case.k[one], case.v[one]), together[one])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -116,7 +116,7 @@ def test_page_sizes_make_no_difference(page_size):
     case = case_of(layer, BATCHES["mixed_with_prefix"], page_size)
     backend = backend_for([layer], case.batch, page_size)
     backend.init_forward_metadata(case.batch)
-    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    out = attend(backend, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
 
@@ -140,7 +140,7 @@ def test_prefills_by_any_kernel_equal_the_torch_backend(prefix_lens, new_lens, h
     wrapper = backend.prefill_metadata.prefill_wrappers[0]
     is_hopper = torch.cuda.get_device_properties(0).major == 9
     assert wrapper._backend == (hopper_kernel if is_hopper else "fa2")
-    out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+    out = attend(backend, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(out, expected, **TOLERANCE)
 
 
@@ -158,7 +158,7 @@ def case_of_long(layer, prefix_lens, new_lens, seed=0) -> AttentionCase:
 def run_torch(case: AttentionCase, layer) -> torch.Tensor:
     backend = TorchAttnBackend()
     backend.init_forward_metadata(case.batch)
-    return backend.forward(case.q, case.k, case.v, layer, case.batch)
+    return attend(backend, layer, case.batch, case.q, case.k, case.v)
 
 
 def test_layers_with_and_without_a_window_have_a_plan_each_in_one_batch():
@@ -170,7 +170,7 @@ def test_layers_with_and_without_a_window_have_a_plan_each_in_one_batch():
         assert backend.dispatch_reason is WrapperDispatch.SLIDING_WINDOW
         backend.init_forward_metadata(case.batch)
         for layer in (full, window, full):
-            out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+            out = attend(backend, layer, case.batch, case.q, case.k, case.v)
             torch.testing.assert_close(out, run_torch(case, layer), **TOLERANCE)
 
 
@@ -183,7 +183,7 @@ def test_a_strided_query_is_read_as_it_lies(page_size):
         q, k, v = packed.split((8, 2, 2), dim=1)
         backend = backend_for([layer], case.batch, page_size)
         backend.init_forward_metadata(case.batch)
-        out = backend.forward(q, k, v, layer, case.batch)
+        out = attend(backend, layer, case.batch, q, k, v)
         torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
 
@@ -194,13 +194,13 @@ def test_planning_does_not_wait_for_the_device(page_size):
     backend = backend_for([layer], case.batch, page_size)
     for _ in range(3):
         backend.init_forward_metadata(case.batch)
-        backend.forward(case.q, case.k, case.v, layer, case.batch)
+        attend(backend, layer, case.batch, case.q, case.k, case.v)
         case.batch.common_attn_metadata = None  # to be made again below
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         backend.init_forward_metadata(case.batch)
-        backend.forward(case.q, case.k, case.v, layer, case.batch)
+        attend(backend, layer, case.batch, case.q, case.k, case.v)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -213,7 +213,7 @@ def test_plans_made_ahead_of_the_gpu_do_not_overwrite_each_other():
     torch.cuda._sleep(200_000_000)  # about 0.1 s, so that all plans below are queued before any runs
     for case in cases:
         backend.init_forward_metadata(case.batch)
-        outs.append(backend.forward(case.q, case.k, case.v, layer, case.batch))
+        outs.append(attend(backend, layer, case.batch, case.q, case.k, case.v))
     for case, out in zip(cases, outs, strict=True):
         torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
@@ -236,11 +236,11 @@ def test_a_captured_decode_replays_over_other_requests_pages_and_padding(page_si
     batch = make_batch([0] * bs, [0] * bs, [1] * bs, slots, table, pool, "cuda")
     batch.req_pool_indices = rows
     backend.init_forward_metadata_capture_cuda_graph(bs, bs, rows, batch.seq_lens, ForwardMode.DECODE)
-    backend.forward(q, k, v, layer, batch, out=out)
+    attend(backend, layer, batch, q, k, v, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        backend.forward(q, k, v, layer, batch, out=out)
+        attend(backend, layer, batch, q, k, v, out)
 
     for requests, prefix_lens in [([1, 2, 3], [17, 250, 64]), ([5], [299]), ([4, 2, 5, 1], [15, 16, 0, 120])]:
         n = len(requests)
@@ -249,7 +249,7 @@ def test_a_captured_decode_replays_over_other_requests_pages_and_padding(page_si
         eager = make_batch(requests, prefix_lens, [1] * n, new_slots, table, pool, "cuda")
         reference = TorchAttnBackend()
         reference.init_forward_metadata(eager)
-        expected = reference.forward(q[:n], k[:n], v[:n], layer, eager)
+        expected = attend(reference, layer, eager, q[:n], k[:n], v[:n])
 
         rows.zero_()
         slots.zero_()

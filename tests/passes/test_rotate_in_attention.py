@@ -24,7 +24,7 @@ from mllm_compile.passes.match.nodes import input_node, is_attention_with_output
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.base import AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
@@ -49,7 +49,7 @@ def rotating(monkeypatch) -> list[int]:
         q, k = rope_and_cache(
             x.q, x.k, x.v, x.cos, x.sin, x.q_weight, x.k_weight, x.eps, batch.out_cache_loc, keys, values
         )
-        self.forward(q, k, x.v, layer, batch, save_kv_cache=False, out=out)
+        self.forward(AttentionInputs(q, k, x.v, out, layer, batch))
         seen.append(len(q))
 
     def rotates(self, layer) -> bool:

@@ -19,6 +19,7 @@ from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_WEIGHTS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import LINEAR, call
+from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.ops.trace import attention_reference
@@ -248,10 +249,14 @@ def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> 
 def _one_request(num_tokens: int) -> Any:
     """Metadata whose backend attends without any cache."""
 
-    def forward(q, k, v, layer, batch, *, save_kv_cache, out):
-        params = layer.params
-        out[:] = attention_reference(
-            q, k, v, layer.sink_logits, params.sm_scale, params.logits_soft_cap, params.window_left
+    def forward(inputs: AttentionInputs) -> None:
+        layer, params = inputs.layer, inputs.layer.params
+        inputs.out[:] = attention_reference(
+            *(inputs.q, inputs.k, inputs.v),
+            layer.sink_logits,
+            params.sm_scale,
+            params.logits_soft_cap,
+            params.window_left,
         )
 
     batch = SimpleNamespace(

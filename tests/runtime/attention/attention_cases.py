@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -110,6 +111,22 @@ def make_case(
         v=torch.cat([v[p:] for v, p in zip(all_v, prefix_lens, strict=True)]),
         expected=torch.cat(expected),
     )
+
+
+def attend(
+    backend: AttentionBackend,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Writes k and v into the cache and attends; the batch has been planned."""
+    batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
+    out = q.new_empty(*q.shape[:2], layer.v_head_dim) if out is None else out
+    backend.forward(AttentionInputs(q, k, v, out, layer, batch))
+    return out
 
 
 def make_batch(

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention import torch_backend
+from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from tests.runtime.attention.attention_cases import AttentionCase, make_batch, make_case, make_layer
+from tests.runtime.attention.attention_cases import AttentionCase, attend, make_batch, make_case, make_layer
 
 LAYERS = {
     "plain": make_layer(),
@@ -29,10 +30,10 @@ BATCHES = {
 }
 
 
-def run(case: AttentionCase, layer, **kwargs) -> torch.Tensor:
+def run(case: AttentionCase, layer) -> torch.Tensor:
     backend = TorchAttnBackend()
     backend.init_forward_metadata(case.batch)
-    return backend.forward(case.q, case.k, case.v, layer, case.batch, **kwargs)
+    return attend(backend, layer, case.batch, case.q, case.k, case.v)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -50,17 +51,12 @@ def test_blocks_of_queries_and_of_decodes_change_nothing(kind, monkeypatch):
     torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
 
 
-def test_it_writes_into_the_output_it_is_given_and_returns_it():
-    case = make_case(LAYERS["plain"], [3], [4])
-    out = torch.full_like(case.q, torch.nan)
-    assert run(case, LAYERS["plain"], out=out) is out
-    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
-
-
-def test_without_save_kv_cache_the_pages_are_read_as_they_are():
+def test_the_pages_are_read_as_they_are():
     case = make_case(LAYERS["plain"], [3, 2], [1, 1])
     before = [pages.clone() for pages in case.batch.token_to_kv_pool.get_pages(0)]
-    run(case, LAYERS["plain"], save_kv_cache=False)
+    backend = TorchAttnBackend()
+    backend.init_forward_metadata(case.batch)
+    backend.forward(AttentionInputs(case.q, case.k, case.v, torch.empty_like(case.q), LAYERS["plain"], case.batch))
     after = case.batch.token_to_kv_pool.get_pages(0)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -71,7 +67,7 @@ def test_a_new_batch_replaces_the_plan_of_the_last_one():
     for seed, (prefix, new) in enumerate(BATCHES.values()):
         case = make_case(layer, prefix, new, seed=seed)
         backend.init_forward_metadata(case.batch)
-        out = backend.forward(case.q, case.k, case.v, layer, case.batch)
+        out = attend(backend, layer, case.batch, case.q, case.k, case.v)
         torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
 
 
@@ -94,7 +90,7 @@ def test_a_deterministic_request_s_output_is_bitwise_the_same_in_any_batch(kind)
     case = make_case(layer, [6, 11, 0, 30], [1, 1, 1, 1])
     together = TorchAttnBackend(deterministic=True)
     together.init_forward_metadata(case.batch)
-    out = together.forward(case.q, case.k, case.v, layer, case.batch)
+    out = attend(together, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
     table, pool = case.batch.req_to_token_pool, case.batch.token_to_kv_pool
     for i, prefix in enumerate([6, 11, 0, 30]):
@@ -103,10 +99,10 @@ def test_a_deterministic_request_s_output_is_bitwise_the_same_in_any_batch(kind)
         alone = make_batch(rows, [prefix], [1], case.batch.out_cache_loc[one], table, pool, "cpu")
         backend = TorchAttnBackend(deterministic=True)
         backend.init_forward_metadata(alone)
-        assert torch.equal(backend.forward(case.q[one], case.k[one], case.v[one], layer, alone), out[one])
+        assert torch.equal(attend(backend, layer, alone, case.q[one], case.k[one], case.v[one]), out[one])
 
 
 def test_forward_before_planning_says_what_is_missing():
     case = make_case(LAYERS["plain"], [1], [1])
     with pytest.raises(RuntimeError, match="init_forward_metadata"):
-        TorchAttnBackend().forward(case.q, case.k, case.v, LAYERS["plain"], case.batch)
+        attend(TorchAttnBackend(), LAYERS["plain"], case.batch, case.q, case.k, case.v)
