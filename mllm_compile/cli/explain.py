@@ -49,12 +49,14 @@ def explain_command(
         print(json.dumps(_as_json(explained), indent=1))
         return
 
-    from mllm_compile.cli.key_text import print_changes, print_key
+    from mllm_compile.cli.key_text import print_changes, print_key, print_patches
 
     print(f"not compiled: {explained.problem}" if explained.problem else f"compiled: {explained.folder}")
     if explained.changes:
         print_changes(sys.stdout, explained.changes, verbose)
     print_key(sys.stdout, explained.factors, verbose)
+    if verbose:
+        print_patches(sys.stdout)
 
 
 def _of_config(config: EngineConfig, model: str) -> _Explained:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from mllm_compile.inductor.patches import PATCHES, SWITCH
 from mllm_compile.process.console import text_width
 from mllm_compile.store.explain import Change, change_text, grouped, shortened
 from mllm_compile.store.key import key_of
@@ -42,6 +43,16 @@ def print_changes(stream: TextIO, changes: Sequence[Change], whole: bool) -> Non
     for change in changes:
         text = f"{change.then} -> {change.now}" if whole else change_text(change)
         _print_pair(stream, f"  {change.factor.ljust(name_width)}  ", text)
+
+
+def print_patches(stream: TextIO) -> None:
+    """Prints what a compile replaces inside torch, with the gain of each and what happens without it."""
+    print(f"replaced inside torch (${SWITCH} leaves names out)", file=stream)
+    name_width = max(len(patch.name) for patch in PATCHES)
+    for patch in PATCHES:
+        always = "" if patch.can_be_left_out else "; always on"
+        text = f"{patch.gain}; without it {patch.without}{always} (torch {patch.torch}: {', '.join(patch.replaces)})"
+        _print_pair(stream, f"  {patch.name.ljust(name_width)}  ", text)
 
 
 def _print_pair(stream: TextIO, name: str, value: str) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from mllm_compile.inductor.job import EXAMPLE_SIZES, PieceInput
+from mllm_compile.inductor.patches import left_out
 from mllm_compile.inductor.patches.precompiled_header import is_shared, pays, share_header
+from mllm_compile.inductor.patches.quick_start import skip_attention_patterns, skip_vector_instructions
 from mllm_compile.inductor.patches.shared_host_code import share_interface
 from mllm_compile.inductor.patches.unloadable import mark_nothing_unique
 from mllm_compile.inductor.toolchain import WRAPPER_OPTIONS, system_compiler
@@ -53,7 +55,7 @@ def inductor_options(device: str) -> dict[str, Any]:
         from mllm_compile.inductor.patches.early_launch import use_dependent_launch
 
         options["triton.autotune_at_compile_time"] = True
-        options["triton.enable_pdl"] = use_dependent_launch()
+        options["triton.enable_pdl"] = "early_launch" not in left_out() and use_dependent_launch()
         # Templates would start as early and not wait, so an environment that asks for some is not heard.
         options["max_autotune"] = options["max_autotune_gemm"] = False
     return options
@@ -69,8 +71,12 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     Args:
         scratch: an empty folder for what forks share; it outlives them.
     """
-    mark_nothing_unique()
-    for share in (share_interface, share_header) if pays(device) else (share_interface,):
+    without = left_out()
+    if "unloadable" not in without:
+        mark_nothing_unique()
+    shares = [share_interface] if "shared_host_code" not in without else []
+    shares += [share_header] if "precompiled_header" not in without and pays(device) else []
+    for share in shares:
         with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
             share(scratch, device)
     import torch._higher_order_ops.triton_kernel_wrap
@@ -79,24 +85,22 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     from torch._inductor import cpu_vec_isa
     from torch._inductor.codecache import torch_key
     from torch._inductor.codegen.common import init_backend_registration
-    from torch._inductor.fx_passes import fuse_attention
 
     init_backend_registration()
     for name in _IMPORTED_LATE:
         with contextlib.suppress(ImportError):  # of another torch
             importlib.import_module(name)
     torch_key()  # reads all of Inductor's source, and Triton's below: they remember it
-    # Every fork would prepare dozens of patterns of attention, which no piece holds.
-    fuse_attention._sfdp_init = lambda *device: None  # type: ignore[assignment]
+    if "quick_start" not in without:
+        skip_attention_patterns()
     if device.startswith("cuda"):
         with contextlib.suppress(ImportError):  # there is no Triton, or another
             ops.define()
             from triton.runtime.cache import triton_key
 
             triton_key()
-        # The host part of a package only launches kernels. Inductor would compile half a dozen test programs to find
-        # the vector instructions for it (28 s on a machine with an H200, 9 s on another).
-        cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
+        if "quick_start" not in without:
+            skip_vector_instructions()
         return
     with contextlib.suppress(Exception), system_compiler():
         cpu_vec_isa.pick_vec_isa()
@@ -141,7 +145,7 @@ def compile_piece(
     source = source_path.read_text(encoding="utf-8")
     if "torch.ops.mllm." in source:
         ops.define(source)
-        from mllm_compile.inductor.patches.early_launch import hide_waits_from_analysis
+        from mllm_compile.inductor.patches.hidden_waits import hide_waits_from_analysis
 
         hide_waits_from_analysis()
     piece = piece_class(source, source_path)()

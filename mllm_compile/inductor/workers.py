@@ -22,6 +22,7 @@ from typing import Any
 from mllm_compile.errors import CompileError
 from mllm_compile.files.cache_folders import make_private
 from mllm_compile.inductor.job import PieceJob
+from mllm_compile.inductor.patches import left_out
 from mllm_compile.inductor.toolchain import SYSTEM_CXX
 from mllm_compile.process import bytecode
 from mllm_compile.process.group import ProcessGroup
@@ -47,11 +48,13 @@ class PieceWorkers:
             count: of pieces at a time; None: by the number of CPU cores.
 
         Raises:
-            ConfigError: `cache` cannot be made, is no folder, belongs to another user, or others can write to it.
+            ConfigError: `cache` cannot be made, is no folder, belongs to another user, or others can write to it; or
+                the environment names a patch that is not known.
             CompileError: there is no C++ compiler.
         """
         self._device, self._max_sizes = device, max_sizes
         _check_compiler()
+        left_out()  # tells of a wrong name here, not in the process that reads it
         make_private(cache)
         self._failed = cache / "failed"
         count = count or min(_MAX_WORKERS, os.cpu_count() or 1)

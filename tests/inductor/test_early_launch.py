@@ -13,7 +13,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.virtualized import V
 
 from mllm_compile.inductor.compile_piece import inductor_options
-from mllm_compile.inductor.patches import early_launch
+from mllm_compile.inductor.patches import early_launch, hidden_waits
 
 DECIDES = early_launch._DECIDES_TO_WAIT
 
@@ -97,7 +97,7 @@ def test_kernels_are_analysed_without_their_waits(monkeypatch):
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(triton_kernel_wrap, name, lambda kernel, kwargs, *rest: seen.append(kwargs))
     for _ in range(2):
-        early_launch.hide_waits_from_analysis()
+        hidden_waits.hide_waits_from_analysis()
     getattr(triton_kernel_wrap, name)("ours", {"x": 1, "EARLY": True}, {})
     getattr(triton_kernel_wrap, name)("another", {"x": 1}, {})
     assert seen == [{"x": 1, "EARLY": False}, {"x": 1}]

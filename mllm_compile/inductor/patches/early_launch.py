@@ -30,27 +30,6 @@ _DEPENDENT_LAUNCH = """
                 CUDA_DRIVER_CHECK(cuLaunchKernelEx(&config, func, args, nullptr));"""
 
 
-def hide_waits_from_analysis() -> None:
-    """Lets torch see which arguments a kernel with waits writes: it analyses the kernel as it is without them.
-
-    Up to torch 2.13 the analysis gives up at the inline assembly that a wait is, and takes every argument for written;
-    pieces would then copy their weights and the KV cache. Ours have a constant EARLY that decides whether they wait.
-    """
-    from torch._higher_order_ops import triton_kernel_wrap
-
-    # Its name up to torch 2.11, and since.
-    name = next(n for n in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, n))
-    plain = getattr(triton_kernel_wrap, name)
-    if getattr(plain, "hides_waits", False):
-        return
-
-    def identify(kernel: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
-        return plain(kernel, kwargs | {"EARLY": False} if "EARLY" in kwargs else kwargs, *rest)
-
-    identify.hides_waits = True  # type: ignore[attr-defined]
-    setattr(triton_kernel_wrap, name, identify)
-
-
 def use_dependent_launch() -> bool:
     """Makes the packages that this process compiles launch each kernel before its predecessor has ended.
 
