@@ -6,6 +6,8 @@ process ended (torch 2.13, CPU).
 
 from __future__ import annotations
 
+from typing import Any
+
 # Of a package's interface: what went wrong last, a string a thread (2.13; where there is none nothing is replaced). A
 # library whose thread-local data has something to destroy stays until each thread that touched it ends; a string a
 # thread that is never destroyed does not hold it.
@@ -19,7 +21,7 @@ def with_nothing_to_destroy(interface: str) -> str:
 
 
 def mark_nothing_unique() -> None:
-    """Makes Inductor tell g++ so, in this process and its forks; it has no option for a flag (2.11 to 2.13).
+    """Makes Inductor tell g++ so, in this process and its forks; it has no option for a flag (2.11 to 2.15).
 
     By itself g++ marks what inline functions and templates keep (std::regex alone has dozens of such) as unique in a
     process, and a library that has a symbol marked so stays.
@@ -28,8 +30,8 @@ def mark_nothing_unique() -> None:
 
     plain = cpp_builder._get_shared_cflags
 
-    def flags(do_link: bool) -> list[str]:
+    def flags(*arguments: Any) -> list[str]:  # whether to link; from torch 2.14 on first the compiler
         own = ["fno-gnu-unique"] if cpp_builder.is_gcc() else []  # clang marks nothing so, and knows no such flag
-        return [*plain(do_link), *own]
+        return [*plain(*arguments), *own]
 
     cpp_builder._get_shared_cflags = flags
