@@ -2,11 +2,13 @@
 #   make demo    install into .venv, compile configs/tiny.yaml, generate text from it
 #   make test    install into .venv, run the tests
 #   make bench   install into .venv, time each stage and compare with this kind of machine's baseline
-# Others: test-all (with the slow, full counts), bench-save (make the run the baseline), lint, format, clean.
+# Others: test-all (with the slow, full counts), bench-save (make the run the baseline), constraints (newest versions
+# into constraints.txt), lint, format, clean.
 #
 # PYTHON=python3.12     the interpreter that .venv is made with
 # TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 #                       what pip installs as torch; here a build without CUDA, which is a tenth of the size
+# CONSTRAINTS=          the newest versions that pyproject.toml allows, in place of those in constraints.txt
 # WORKERS=4             how many processes the tests run in, file by file
 
 PYTHON ?= python3
@@ -15,18 +17,21 @@ VENV ?= .venv
 ifneq ($(shell nvidia-smi -L 2>/dev/null | grep -m 1 GPU),)
 TORCH ?= 'torch>=2.11,<2.14'
 EXTRAS := cuda,dev
+CONSTRAINTS ?=
 # Tests on a GPU fill its memory: one at a time.
 WORKERS ?= 0
 else
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
 EXTRAS := dev
 WORKERS ?= 2
 endif
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: demo test test-all bench bench-save lint format clean
+.PHONY: demo test test-all bench bench-save constraints lint format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -55,6 +60,14 @@ define RUN_BENCHMARKS
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' --benchmark-quiet --benchmark-json=$(BENCH_RUN)
 endef
 
+# Takes Python 3.11 on a machine without a GPU; torch's local version (+cpu) and its CUDA libraries are left out.
+constraints:
+	$(MAKE) VENV=.venv-constraints CONSTRAINTS= .venv-constraints/.installed
+	(echo '# What the tests are run with, on Python 3.11 without a GPU. Made by `make constraints`; bound by it are `make`'; \
+	 echo '# and .ci/run, and nobody who installs the package.'; \
+	 .venv-constraints/bin/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//; /^(nvidia|cuda|triton)/d') > constraints.txt
+	rm -rf .venv-constraints
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,13 +78,13 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .venv-constraints build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 
 # torch first, so that a choice made with TORCH is not replaced while the other requirements are resolved.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch into $(VENV) ($(TORCH)): minutes, most of them downloads"
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(PIP_INSTALL) $(TORCH)
+	$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@
