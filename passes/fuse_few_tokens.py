@@ -58,8 +58,8 @@ class LinearOps:
     """A family of ops for few tokens: `mllm.<prefix>_linear`, `…_linear_residual` and `…_linear_residual_norm`.
 
     Attributes:
-        prefix: of their names.
-        is_taken: whether they take a weight of [rows, columns].
+        prefix: their names' prefix.
+        is_taken: tells if they take a weight of [rows, columns].
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
         takes_bias: a linear that nothing else becomes part of may have one.

@@ -78,7 +78,7 @@ class _Region:
     """The nodes between the last attention and the gather.
 
     Attributes:
-        nodes: in order.
+        nodes: the region's nodes in order.
         sources: tensors of T tokens that come from before.
     """
 
@@ -143,7 +143,7 @@ def _is_read_behind(node: fx.Node, gather: fx.Node, order: dict[fx.Node, int]) -
     return not _is_of_sizes(node.meta.get("val")) and any(order[user] > order[gather] for user in node.users)
 
 
-# Which nodes work on each token by itself -----------------------------------------------------------------------------
+# Rules for nodes that work on each token by itself --------------------------------------------------------------------
 
 
 def _each(val: Any) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     FuseGatedLinear,
     FuseSiluMul,
 )
-# What the program cannot do without; the others may be named in compile.disable_passes.
+# Passes that every program needs; the others may be named in compile.disable_passes.
 REQUIRED = frozenset({"canonicalise", "lower_attention", "split_at_attention", "deduplicate_pieces"})
 
 Observer = Callable[["PassReport", fx.GraphModule], None]

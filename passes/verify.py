@@ -44,7 +44,7 @@ def no_new_size_equalities(gm: fx.GraphModule, known: frozenset[str]) -> None:
     S rows, note `Eq(u1, u0)`, and leave it to run time to fail.
 
     Args:
-        known: what the trace took for granted.
+        known: the equalities that the trace assumed.
 
     Raises:
         GraphInvariantError: naming what is assumed.

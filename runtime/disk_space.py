@@ -53,7 +53,7 @@ def describe_full(error: OSError, folder: Path, needed_bytes: int | None = None)
     """Says which disk has no room and how much there is, for an error that `is_full`.
 
     Args:
-        folder: what lies on that disk.
+        folder: a folder on that disk.
         needed_bytes: about what is written in all; None where that is not known.
     """
     said = _SAID[error.errno or errno.ENOSPC].format(folder)

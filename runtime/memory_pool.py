@@ -62,7 +62,7 @@ class KVPool:
     Args:
         num_pages: pages, the dummy page 0 included.
         layers: per layer (num_kv_heads, head_dim, v_head_dim).
-        dtype: of the cache; k and v are cast to it when written. fp8 has no scales: what it cannot hold saturates.
+        dtype: the cache's; k and v are cast to it when written. fp8 has no scales: larger values saturate.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class ModelRunner:
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
         forward_pass_id: forwards so far.
         slot_state: a StepRunner's, and captured decodes'.
-        forward_times: of the forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
+        forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
     def __init__(self, config: RunnerConfig, source: ModelSource) -> None:
@@ -357,10 +357,10 @@ class ModelRunner:
         """Runs the program on a batch whose attention is planned.
 
         Args:
-            batch: what attention reads.
-            tokens: what the pieces read; padded where a graph wants it, when `batch` is not.
+            batch: attention's input.
+            tokens: the pieces' input; padded where a graph wants it, when `batch` is not.
             logits_indices: [S] int64.
-            mode, descriptor: of the graphs that are captured or replayed.
+            mode, descriptor: those of the graphs that are captured or replayed.
             all_rows: as an executor's body takes it.
         """
         with self._forward_context(batch, tokens, mode, descriptor):

@@ -20,7 +20,7 @@ def open_regular(path: str | Path, *, dir_fd: int | None = None, follow_links: b
     Args:
         path: the file; relative to `dir_fd` where that is given.
         dir_fd: an open folder.
-        follow_links: whether `path` may be a symbolic link (links in folders on the way are always followed).
+        follow_links: `path` may be a symbolic link (links in folders on the way are always followed).
 
     Raises:
         OSError: it cannot be opened, or is no regular file (EINVAL).

@@ -56,9 +56,9 @@ def check_written_pieces(
     """
     Args:
         program: names the pieces.
-        pieces: by id; cubins: the binaries of program.cuda_kernels() by name.
+        pieces: pieces by id; cubins: the binaries of program.cuda_kernels() by name.
         page_size: tokens of a KV page, for which the pieces of attention are compiled.
-        dtype: of queries and cache.
+        dtype: the type of queries and cache.
         logits: [S, V], as the program gives them; tokens are chosen from these.
 
     Raises:

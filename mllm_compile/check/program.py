@@ -52,7 +52,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
     """
     Args:
-        lowered: what was compiled; the (fake) parameters of its model are replaced by small real ones here.
+        lowered: the lowered model; small real parameters replace its fake ones here.
         folder: the runtime's, with its pieces and its CUDA kernels.
         piece_suffix: which of a piece's files to run.
         device: where to run.
@@ -201,7 +201,7 @@ class _PackedRequests:
     """Stands for batch and backend: attends within each request; what is written to the cache is not read.
 
     Attributes:
-        lengths: of the different requests, one after another.
+        lengths: the lengths of the different requests, one after another.
         copies: how often those follow.
     """
 

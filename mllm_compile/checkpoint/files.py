@@ -25,9 +25,9 @@ class WeightFileFacts:
     """One safetensors file.
 
     Attributes:
-        num_bytes: of the whole file.
-        header_sha256: of its header.
-        sha256: of the whole file; None until it is asked for.
+        num_bytes: the whole file's size.
+        header_sha256: its header's hash.
+        sha256: the whole file's hash; None until it is asked for.
     """
 
     num_bytes: int

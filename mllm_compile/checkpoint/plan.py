@@ -37,7 +37,7 @@ def plan_weights(
 
     Args:
         program_weights: name → shape and dtype of each weight input of the program, constants left out.
-        packed: what pack_projections joined.
+        packed: the weights that pack_projections joined.
         table: model key → what fills it (read_checkpoint), or None for random weights.
 
     Raises:

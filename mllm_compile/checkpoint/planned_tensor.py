@@ -22,7 +22,7 @@ class Block:
     """A box of a planned tensor, filled from one tensor of a file.
 
     Attributes:
-        tensor, file: which one.
+        tensor, file: the tensor's name and its file.
         source_shape: its shape in the file.
         steps: views to take of it, in order.
         starts: where the box begins, in each dimension of the planned tensor.

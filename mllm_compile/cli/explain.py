@@ -87,7 +87,7 @@ def _problem(target: Target, model: str, is_known: bool) -> str | None:
     """The reason why the target's folder cannot be served from; None: it can.
 
     Args:
-        model: as it was given.
+        model: the argument as it was given.
         is_known: there is a runtime of the model, if another.
     """
     from mllm_compile.errors import ArtifactError

@@ -26,7 +26,7 @@ class Lowered:
         program: the same as steps.
         reports: one a pass.
         symbols: the graph's size symbols → T, S, P, L.
-        written_pieces: those of the program that are no part of the graph: attention of decodes, the choice of tokens,
+        written_pieces: pieces of the program that are no part of the graph: attention of decodes, the choice of tokens,
             and the decode loop.
     """
 

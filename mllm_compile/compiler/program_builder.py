@@ -68,7 +68,7 @@ def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:
             for dim, size in enumerate(node.meta["val"].shape)
             if is_symbolic(size)
         ]
-        # Of a piece that gathers rows their number: what stands before the gather is no work.
+        # A piece that gathers rows is sized by their number: nothing before the gather is work.
         index, dim, _ = next((one for one in sizes if symbols.get(one[2]) == "S"), sizes[0])
         all_forms[piece] = tuple(SmallForm(form, index, dim, size) for size, form in sorted(forms.items()))
     return all_forms

@@ -40,7 +40,7 @@ def _describe_mistake(key: tuple[str, ...], items: list[Any], config: type[BaseM
     return f"{name} is {show(wrong)}; expected {expected}"
 
 
-# What vLLM and SGLang call it, where no likeness leads from one name to the other.
+# Names in vLLM and SGLang that are not similar to ours.
 _NAMES_ELSEWHERE = {
     "gpu_memory_utilization": "runtime.mem_fraction_static",
     "max_num_seqs": "runtime.max_running_requests",

@@ -49,7 +49,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     """Replaces every `auto` and checks what only shows when the parts meet.
 
     Args:
-        config: what the user asked for.
+        config: the user's config.
         model: the checked folder of config.model.
         device: `detect_device(config.runtime.device)`.
 

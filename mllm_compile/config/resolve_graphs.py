@@ -45,7 +45,7 @@ def resolve_graphs(
     """Does resolve()'s work for the section `cudagraph`; the same errors.
 
     Args:
-        split_decode: whether decodes are by kernels of the program, as far as is known before the trace.
+        split_decode: decodes are by kernels of the program, as far as is known before the trace.
     """
     mode = _graph_mode(asked, runtime, device, choices)
     if not device.is_cuda:  # sizes in a YAML that also serves on a GPU mean nothing here

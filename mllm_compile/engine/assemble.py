@@ -49,7 +49,7 @@ def assemble(
 
     Args:
         forward_times: measure every forward.
-        num_pages: of the KV cache, the dummy page included; None: as many as fit.
+        num_pages: pages of the KV cache, the dummy page included; None: as many as fit.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.

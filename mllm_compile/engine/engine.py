@@ -159,7 +159,7 @@ class Engine:
         Args:
             messages: a list of `{"role": …, "content": …}`, or a list of such lists.
             sampling_params, progress, priority: as in generate.
-            template_options: of the model's chat template, such as `tools` or `enable_thinking=False`.
+            template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`.
         """
         submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
         return self._answer(submissions, is_single, progress)

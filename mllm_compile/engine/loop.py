@@ -129,7 +129,7 @@ class EngineCore:
         self._closes_itself = False  # `close` was called on the engine's own thread
         self._is_forked = False  # this is a forked process, which has no such thread
 
-        # Of the engine's thread alone.
+        # Used by the engine's thread alone.
         self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
         self._in_flight: _Step | None = None
         self._submissions: dict[str, Submission] = {}
@@ -512,7 +512,7 @@ class EngineCore:
             logger.info("%s", self._recorder.snapshot(self._scheduler.stats()))
 
 
-# Of this process: a fork has the objects, and not the threads that run them.
+# The engines of this process: a fork has the objects, and not the threads that run them.
 _cores: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 

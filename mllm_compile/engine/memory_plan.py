@@ -16,7 +16,7 @@ from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.version import __version__
 
-# What may be free more or less than before: the driver and other processes' contexts. The share of memory that
+# Change of the free memory that is ignored: the driver and other processes' contexts. The share of memory that
 # mem_fraction_static leaves alone is several times that.
 _SLACK = 0.01
 
@@ -25,9 +25,9 @@ _SLACK = 0.01
 class MemoryPlan:
     """
     Attributes:
-        settings: what the number depends on, as text.
+        settings: the settings that decide the number, as text.
         free_bytes: free on the device before anything was loaded; 0 where nothing is planned (a CPU).
-        total_bytes: of the device.
+        total_bytes: the device's memory.
         num_pages: with the dummy page.
     """
 

@@ -59,7 +59,7 @@ class CompletionOutput:
     """One completion of a prompt (there are `SamplingParams.n`).
 
     Attributes:
-        index: which of the n completions.
+        index: the completion's number, from 0 to n - 1.
         text: the detokenized output, without the stop string and the end-of-sequence token unless they were asked for.
         token_ids: every sampled token, the one that ended the completion included.
         cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for.
@@ -114,7 +114,7 @@ class RequestOutput:
         prompt: the text of the prompt; None when it was given as token ids.
         prompt_token_ids: the ids that the model saw.
         outputs: the completions by index; in a stream only those with news.
-        finished: whether all completions have ended.
+        finished: all completions have ended.
         prompt_logprobs: for each prompt token its log-probability and alternatives, None at the first; None unless
             asked for. In a stream it comes with the first output.
         num_cached_tokens: prompt tokens that the prefix cache held.

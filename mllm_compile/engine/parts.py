@@ -25,7 +25,7 @@ class EngineParts:
         default_params: for requests without SamplingParams.
         check_device: raises when the device cannot be used any more.
         shutdown: gives the device's memory back; called once, after the last step.
-        config: what the engine runs with, every `auto` resolved.
+        config: the engine's config, every `auto` resolved.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
     """
 

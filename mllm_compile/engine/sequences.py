@@ -51,7 +51,7 @@ class Submission:
     Args:
         request_id: unique among the requests that the engine holds.
         prompt: its text, None when it was given as token ids.
-        prompt_token_ids: what the model sees.
+        prompt_token_ids: the tokens that the model sees.
         params: as the user gave them; each of the `n` completions gets its own seed (`seed + index`).
         eos_token_ids: ids that end a completion.
         priority: lower is served first.
@@ -244,7 +244,7 @@ def shown_token_ids(
     """The ids that become text: without the token that ended the output, unless it was asked to be shown.
 
     Args:
-        params: of the request.
+        params: the request's.
         token_ids: its whole output, or the last tokens of it.
         finish_reason, stop_reason: as the scheduler or a stop string set them; None while it runs.
     """

@@ -131,10 +131,10 @@ class EngineStats:
         prompt_tokens_per_second: likewise, prompt tokens.
         steps: steps since the start.
         finished: ended completions since the start by finish reason.
-        broken_logits: those of them that ended with an error because their logits held NaN or inf.
+        broken_logits: requests that ended with an error because their logits held NaN or inf.
         time_to_first_token: seconds from arrival to the first token.
         time_between_tokens: seconds from one token of a request to its next.
-        forward_times: by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
+        forward_times: times by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
     """
 
     running: int

@@ -164,7 +164,7 @@ class AsyncReader:
     """The events of one submission, for an asyncio task to await.
 
     Args:
-        waker: of the task's event loop.
+        waker: the waker of the task's event loop.
         num_completions: how many completions have to end.
         abandon: called when the event loop is closed and the stream has no reader any more.
     """

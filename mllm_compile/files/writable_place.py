@@ -21,9 +21,9 @@ class Place:
     """A place that a user had something written to, for the errors of doing so.
 
     Attributes:
-        name: what the user calls it.
+        name: the user's name for it.
         folder: where it lies.
-        remedy: what to do when it cannot be written.
+        remedy: the advice for when it cannot be written.
     """
 
     name: str

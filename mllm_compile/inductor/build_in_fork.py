@@ -19,7 +19,7 @@ def start(folder: Path, name: str, build: Callable[[], None]) -> None:
 
     Args:
         folder: theirs alone, and there until all who wait have ended.
-        name: what is built; a file name.
+        name: the name of the built thing; a file name.
 
     Raises:
         OSError: there are no locks on this file system, or there is no room for a process.
@@ -42,8 +42,8 @@ def compile_as_a_package(source: Path, device: str, **kind: Any) -> None:
     What comes of it lies beside the source, whose name and a suffix it has, and is never half there.
 
     Args:
-        device: what packages are compiled for.
-        kind: what is made, flags as CppTorchDeviceOptions has it.
+        device: the device that packages are compiled for.
+        kind: the kind of output, flags as in CppTorchDeviceOptions.
 
     Raises:
         Exception: whatever Inductor raises where it does not compile.

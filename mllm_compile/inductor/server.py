@@ -67,8 +67,8 @@ class Work:
     """The work of forks.
 
     Attributes:
-        run: what a request says; an exception is the job's error.
-        get_ready: before a fork has its job.
+        run: does a request; an exception is the job's error.
+        get_ready: runs before a fork has its job.
         waiting: so many forks get ready before there are jobs.
     """
 
@@ -132,7 +132,7 @@ def _start(work: Work, answers: IO[str], waiting: Sequence[_Fork]) -> _Fork:
         answer, told = pipe()
         pid = os.fork()
         if pid == 0:
-            # What ends when the compiler process does: its answers, and what this fork and others wait for.
+            # These end with the compiler process: its answers, and the pipes that this fork and others wait for.
             for end in (answers.fileno(), request, *(fork.request for fork in waiting)):
                 os.close(end)
             os.dup2(job, 0)

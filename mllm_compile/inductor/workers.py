@@ -41,11 +41,11 @@ class PieceWorkers:
     ) -> None:
         """
         Args:
-            device: what is compiled for.
+            device: the device to compile for.
             max_sizes: the largest of each dynamic size, by its name in compile_piece.EXAMPLE_SIZES.
             cache: a folder for what Inductor and Triton keep between compiles; it becomes this user's alone.
             scratch: a folder for what only this compile needs; it outlives the workers.
-            count: of pieces at a time; None: by the number of CPU cores.
+            count: pieces at a time; None: by the number of CPU cores.
 
         Raises:
             ConfigError: `cache` cannot be made, is no folder, belongs to another user, or others can write to it; or
@@ -123,7 +123,7 @@ class _CompilerProcess:
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             # Its cache of graphs is made of pickles; every piece here is compiled once anyway.
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-            # Whether there is a GPU is asked without initialising CUDA, which would not survive a fork.
+            # Looks for a GPU without initialising CUDA, which would not survive a fork.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             **bytecode.environment(),
         }

@@ -17,14 +17,14 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-# What asks for a package, of transformers.utils → the module and the function that are taken from that.
+# Functions of transformers.utils that ask for a package → the module and the function taken from it.
 _LATE = {
     "is_sklearn_available": ("sklearn.metrics", "roc_curve"),
     "is_scipy_available": ("scipy.optimize", "linear_sum_assignment"),
 }
 
 
-# What a model's own code imports of Transformers, and its configuration's, whose decorators look for the model.
+# Modules that a model's code imports from Transformers, and its configuration's, whose decorators look for the model.
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils")
 
 

@@ -301,7 +301,7 @@ def reporter_for(stream: TextIO | None = None, *, plain_lines: bool = False, det
     Args:
         stream: where to write; None is stderr, which keeps stdout for results.
         plain_lines: off a terminal, write lines (the command line does) rather than log them (a library).
-        details: what every setting became, and every stage with its seconds, too. The log always has them.
+        details: also shows the value of every setting, and every stage with its seconds. The log always has them.
     """
     stream = sys.stderr if stream is None else stream
     if stream.isatty():

@@ -112,7 +112,7 @@ def strip(columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], label
 
     Args:
         columns: (name below it, [(what it says when pointed at, size, colour)]).
-        label: what the whole shows, for screen readers.
+        label: its description, for screen readers.
     """
     total = sum(size for _, segments in columns for _, size, _ in segments) or 1.0
     every = -(-len(columns) // _MOST_TICKS)
@@ -135,7 +135,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> str:
 
     Args:
         parts: (name, size, size as text).
-        label: what the whole shows, for screen readers.
+        label: its description, for screen readers.
     """
     total = sum(size for _, size, _ in parts) or 1.0
     bars = "".join(
@@ -158,7 +158,7 @@ def gantt(spans: Sequence[tuple[str, float, float, int]], label: str) -> str:
 
     Args:
         spans: (name, start in s, end in s, depth).
-        label: what the whole shows, for screen readers.
+        label: its description, for screen readers.
     """
     total = max((end for _, _, end, _ in spans), default=0.0) or 1.0
     scale = (_WIDTH - _LABEL - 70) / total

@@ -63,7 +63,7 @@ def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_st
     """The program for people: each step under what it is called, no line longer than it must be.
 
     Args:
-        shapes: of the program's weights.
+        shapes: the shapes of the program's weights.
         most_steps: leave out those behind them.
     """
     names = part_names(program, shapes)

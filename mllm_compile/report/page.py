@@ -60,7 +60,7 @@ def write_page(artifact: Artifact, config: ResolvedConfig, path: Path) -> None:
     """Writes the page about a runtime.
 
     Args:
-        config: what an engine would serve it with; memory and loads are of this one.
+        config: the config to serve with; memory and loads are this config's.
 
     Raises:
         OSError: the file cannot be written.

@@ -41,7 +41,7 @@ def part_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[st
     """Every piece that steps call → its name, in order of first use.
 
     Args:
-        shapes: of the program's weights; what has one dimension (a norm, a bias) names nothing.
+        shapes: the program's weights'; one of one dimension (a norm, a bias) names nothing.
     """
     places: dict[str, list[tuple[str, int]]] = {}
     first: dict[str, PieceStep] = {}

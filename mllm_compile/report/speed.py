@@ -42,9 +42,9 @@ class DecodeStep:
     """A decode step of `batch` requests with `context` tokens each.
 
     Attributes:
-        parts: in the program's order.
+        parts: its parts in the program's order.
         part_s: index in program.steps → measured seconds of its kernels; None: nothing was measured.
-        other_s: of the measured step, kernels of no part: inputs made ready, tokens chosen.
+        other_s: seconds of the measured step's kernels of no part: inputs made ready, tokens chosen.
         wall_s: the measured step from outside, host work included.
         date: when it was measured.
     """
@@ -78,7 +78,7 @@ class Load:
 
     Attributes:
         limit_s: the least seconds that the ceilings allow; None without ceilings.
-        bound: what takes the most of them: `weights`, `KV cache` or `arithmetic`.
+        bound: the largest share of them: `weights`, `KV cache` or `arithmetic`.
         measured_s: a token's time as `bench latency` found it; None where it was not run.
     """
 

@@ -66,7 +66,7 @@ class Manifest:
         factors: the key's factors by name.
         config: the config that it was compiled from, resolved; an engine that is given the folder serves with it.
         sizes: the model's figures.
-        piece_suffix: which of a piece's two files runs.
+        piece_suffix: the suffix of a piece's file that runs.
         weights: the files that weights are read from.
         about: how it came about, for people: stages, passes, device, time.
         files: every file of the folder that is hashed.
@@ -101,15 +101,15 @@ class Artifact:
 
     Attributes:
         folder: where it lies.
-        manifest: what manifest.json says.
+        manifest: the content of manifest.json.
         program: the steps.
         weights: where each weight comes from.
         constants: names of the program's weights that are in constants.safetensors.
         pieces: the file that runs, by piece; its bytes, as they were checked.
         cubins: the binaries of program.cuda_kernels() by name, as they were checked.
         constants_data: constants.safetensors, as it was checked.
-        texts: by name, as they were checked: the files in tokenizer/ and graphs/, pieces' sources, and the model's own
-            config files.
+        texts: texts by name, as they were checked: the files in tokenizer/ and graphs/, pieces' sources, and the
+            model's own config files.
         trusted: the handle that everything was read through.
     """
 

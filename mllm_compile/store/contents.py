@@ -98,10 +98,10 @@ class Pruned:
     """The runtimes and files that `prune` removed.
 
     Attributes:
-        runtimes: in the order in which they went, each with the bytes that it gave back.
+        runtimes: the removed runtimes in order, each with the bytes that it gave back.
         leftovers: bytes of each folder that a killed compile had left.
-        compiler_bytes: of what compilers kept; None: a compile may be using it, and it was left alone.
-        bytecode_bytes: of what Python kept.
+        compiler_bytes: bytes of the compilers' cache; None: a compile may be using it, and it stays.
+        bytecode_bytes: bytes of Python's bytecode.
     """
 
     runtimes: list[StoredRuntime]

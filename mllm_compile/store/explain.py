@@ -76,7 +76,7 @@ def change_text(change: Change) -> str:
     return f"{shortened(change.then)} -> {shortened(change.now)}"
 
 
-# What people ask for, in this order; a factor of no group is of the last one.
+# Groups in the order in which people ask for them; a factor of no group is in the last one.
 _GROUPS = {
     "model": ("model config", "model code", "text", "weights", PACKED_WEIGHTS),
     "config": ("dtype", "backend", "attention", "max traced tokens"),

@@ -82,7 +82,7 @@ _SHAPING_SOURCES = (
     "runtime/program/executor.py",
     "runtime/program/spec.py",
 )
-# What a runtime's binaries need of the machine that loads them.
+# Factors of the machine that loads a runtime's binaries.
 MACHINE_FACTORS = (
     "mllm_compile",
     "torch",

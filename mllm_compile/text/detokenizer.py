@@ -40,7 +40,7 @@ class Detokenizer:
 
     Args:
         decoder: the tokenizer.
-        prompt_token_ids: what stands before the completion; its last tokens decide on a leading space. A character
+        prompt_token_ids: the tokens before the completion; its last tokens decide on a leading space. A character
             that the prompt left open belongs to the completion.
         skip_special_tokens: leave special tokens out of the text.
     """

@@ -20,10 +20,10 @@ class _Automaton:
     """All stop texts at once. A state is the longest end of the text so far that begins a stop text; 0 is none.
 
     Attributes:
-        next: by state, the state after a character that goes on.
-        shorter: by state, the next longest such end, from where to go on after any other character.
-        length: by state, in characters.
-        found: by state, the longest stop text that is complete there.
+        next: for each state, the state after a character that goes on.
+        shorter: for each state, the next longest such end, from which any other character goes on.
+        length: for each state, its length in characters.
+        found: for each state, the longest stop text that is complete there.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:

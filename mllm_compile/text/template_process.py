@@ -239,7 +239,7 @@ def _end_all(processes: set[_Process]) -> None:
         process.end()
 
 
-# Of this process: a fork has the objects, and not the processes.
+# The processes of this one: a fork has the objects, and not the processes.
 _everyone: weakref.WeakSet[TemplateProcesses] = weakref.WeakSet()
 
 

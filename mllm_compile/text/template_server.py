@@ -120,7 +120,7 @@ class Templates:
         except (Refused, TooLong, MemoryError):
             raise
         except Exception as error:
-            # What a template does with unexpected messages is up to its author: any error is a refusal.
+            # A template's author decides about unexpected messages: any error is a refusal.
             raise Refused(f"the model's chat template refuses these messages: {_reason(error)}") from None
         return "".join(parts)
 

@@ -112,7 +112,7 @@ class _Tensor:
     Attributes:
         root: the node that made the memory; its own for one that made some.
         parent: the node that it is a view of, which its call reads as `operand`; None for a root.
-        value: what a reader of the node gets, if the root has been written to `version` times.
+        value: the node's value after `version` writes to the root.
     """
 
     root: fx.Node
@@ -185,7 +185,7 @@ class _Memory:
         self._tensors[node] = self._tensors[written]  # it gives what it was given
 
 
-# What is computed in place of a write ---------------------------------------------------------------------------------
+# Values computed in place of a write ----------------------------------------------------------------------------------
 
 
 def _computed(graph: fx.Graph, node: fx.Node, old: fx.Node) -> fx.Node:

@@ -25,10 +25,10 @@ class Operation(NamedTuple):
         target: how a canonical graph calls it: the operator where Python has one, else torch's function, else the
             method.
         others: its other spellings; each takes the same operands in the same order.
-        names: of its arguments by place, the first included. A call with an argument beyond these (`alpha=`,
+        names: its arguments' names by place, the first included. A call with an argument beyond these (`alpha=`,
             `rounding_mode=`, `dtype=`) is another operation, and left as it is. `inplace` is the last, and left out:
             in a functional graph it says False.
-        takes_many: whether the second argument may be given as several, as sizes are.
+        takes_many: the second argument may be given as several, as sizes are.
     """
 
     target: Target
@@ -74,7 +74,7 @@ _TO_DTYPE = ("float", "half", "bfloat16", "double", "type_as")
 
 OTHER_SPELLINGS: frozenset[Target] = frozenset(other for one in OPERATIONS for other in one.others)
 _BY_SPELLING = {spelling: one for one in OPERATIONS for spelling in (one.target, *one.others)}
-# What torch's and Python's spellings call an argument otherwise.
+# Other names of an argument in torch's and Python's spellings.
 _SYNONYMS = {"self": "input", "axis": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1"}
 _SYNONYMS |= {"split_size": "split_size_or_sections"}
 

@@ -1,4 +1,4 @@
-// What the kernels have in common; source.py puts it in front of each.
+// The kernels' common part; source.py puts it in front of each.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 address_of_peer(u32 address, u32 rank) {
 __device__ __forceinline__ void make_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-// What TMA and other blocks do comes after the barriers are made.
+// Makes the barriers visible before TMA and other blocks use them.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -111,7 +111,7 @@ __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {  // of neigh
   for (int other = lanes / 2; other; other >>= 1) v += __shfl_xor_sync(~0u, v, other);
   return v;
 }
-// What some lanes of a warp store before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always bring
+// A store by some lanes of a warp before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always bring
 // the lanes of one together before the next shuffle (a sum over four lanes was that of the first one alone).
 __device__ __forceinline__ void store_if(bool is_there, float* to, float v) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2; }" ::"r"((u32)is_there), "l"(to), "f"(v)

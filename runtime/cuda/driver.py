@@ -119,7 +119,7 @@ def load_kernel(kernel: CudaKernel, binaries: Mapping[str, bytes]) -> Kernel:
     """A kernel of a runtime on the current device.
 
     Args:
-        binaries: by name; checked by the caller: they are executed.
+        binaries: binaries by name; checked by the caller: they are executed.
 
     Raises:
         ArtifactError: the runtime does not hold it.

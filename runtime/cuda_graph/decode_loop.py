@@ -74,7 +74,7 @@ class DecodeLoop:
         """
         Args:
             inputs: the places that captured decodes read.
-            slot_state: what tokens are chosen by, to be flushed before a replay, and where they are left.
+            slot_state: the choice's parameters, to be flushed before a replay, and the place of tokens.
             req_to_token: [rows, columns] int32: the slot of each position.
             page_table: [≥ M, W] int32: what the program's decode attention reads.
         """

@@ -50,7 +50,7 @@ class GraphDispatcher:
             num_tokens: tokens of the batch, without padding.
             num_reqs: its requests.
             uniform: every request brings one token (a pure decode).
-            may_mix: whether a full graph of any step may serve it.
+            may_mix: a full graph of any step may serve it.
 
         Returns:
             FULL with the padded request count, FULL or PIECEWISE with the padded token count and num_reqs None, or NONE

@@ -69,8 +69,8 @@ class GraphRunner:
     """Captures all sizes of a dispatcher, then runs the batches that fit one.
 
     Attributes:
-        inputs: what the graphs read; a step that puts its inputs there spares copying them.
-        decode_loop: what makes the inputs of captured decodes ready and chooses their tokens; None: they do neither.
+        inputs: the graphs' inputs; a step that puts its inputs there spares copying them.
+        decode_loop: prepares the inputs of captured decodes and chooses their tokens; None: they do neither.
     """
 
     def __init__(self, runner: CapturableModel, dispatcher: GraphDispatcher, debug: bool = False) -> None:

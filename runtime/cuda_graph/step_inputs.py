@@ -86,7 +86,7 @@ class StepInputs(TokenPlaces):
         self.seq_lens_cpu = torch.full((max_requests,), padding_len, dtype=torch.int32)
         self._staging = StagingRing(device)
         self._host_arrays: dict[int, dict[str, np.ndarray]] = {}  # address of a staging buffer → its fields
-        # Of the last step: a steady decode has the same shape as the one before.
+        # Layout of the last step: a steady decode has the same shape as the one before.
         self._last_shape = (0, 0)
         self._last_fields: dict[str, torch.Tensor] = {}
 

@@ -32,7 +32,7 @@ class FieldLayout:
         self.end = start
         for name, size in sizes.items():
             dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
-            # Of what begins elsewhere compiled pieces make a copy, and write into that.
+            # Compiled pieces copy an array that begins elsewhere, and write into the copy.
             begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
             self.end = begin + size * dtype.itemsize
             self._places[name] = (begin, self.end, dtype)

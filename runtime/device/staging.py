@@ -22,7 +22,7 @@ class StagingBuffer:
 
     Attributes:
         memory: uint8, pinned where the device is a GPU.
-        event: what the current stream had queued at the last `record`; None on a CPU.
+        event: the end of the current stream's queue at the last `record`; None on a CPU.
     """
 
     memory: torch.Tensor

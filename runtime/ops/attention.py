@@ -53,10 +53,10 @@ def attention_with_output(
         out: [T, H, Dv], written.
         layer_name: key into the forward context.
         save_kv_cache: False where the piece before has written k and v.
-        unrotated: what the piece before makes q and k of: q [1, T, H, D], k [1, T, Hk, D], cos and sin [1, T, D], and
+        unrotated: the inputs of the piece's q and k: q [1, T, H, D], k [1, T, Hk, D], cos and sin [1, T, D], and
             the weights [D] of the norms before the rotation where there are some. For steps whose attention does that
             itself, and writes k and v: the piece has left it out (cache_inputs).
-        eps: of these norms.
+        eps: these norms' eps.
 
     Raises:
         RuntimeError: no forward context is set, or it does not know the layer.

@@ -249,7 +249,7 @@ def split_decode(
         done: [R, Hk] int32, zeros, and zeros again in the end.
         page_size: tokens of a page.
         max_splits: N at most, a power of two.
-        sm_scale: of the products; soft_cap: tanh's, 0 for none; window_left: keys seen before the own, -1 for all.
+        sm_scale: factor of the products; soft_cap: tanh's, 0 for none; window_left: earlier keys seen, -1 for all.
         fetch_first: a token's keys are of earlier steps but for its own. Not so where a step holds several tokens of
             a request.
     """

@@ -29,7 +29,7 @@ class ProgramExecutor:
     ) -> None:
         """
         Args:
-            program: what to run.
+            program: the program to run.
             pieces: piece id → compiled function.
             weights: name → tensor, in its final place.
 

@@ -25,7 +25,7 @@ from mllm_compile.runtime.program.unpacked import Unpacked, check_room
 PieceSuffix = Literal[".pt2", ".py"]
 PACKAGE_SUFFIX: PieceSuffix = ".pt2"
 SOURCE_SUFFIX: PieceSuffix = ".py"
-# What AOTInductor packs; anything else (a pickled constant, a weight) is not of our making.
+# Members that AOTInductor packs; anything else (a pickled constant, a weight) is not of our making.
 _MEMBER_SUFFIXES = frozenset({".so", ".cubin", ".cpp", ".json"})
 _MEMBER_NAMES = frozenset({"version", "archive_format", "archive_version", "byteorder", "serialization_id"})
 _MAX_UNPACKED_BYTES = 1 << 30

@@ -54,7 +54,7 @@ class UnrotatedStep:
 
     Attributes:
         values: names of q, k, cos and sin, and of the norms' weights where there are some.
-        eps: of these norms.
+        eps: these norms' eps.
     """
 
     values: tuple[str, ...]
@@ -107,8 +107,8 @@ class DecodeForm:
     Attributes:
         most_sequences: requests x KV heads that it serves; None: any number.
         piece: its id (ops/split_decode.py), or None: `kernels` decode.
-        splits: of the piece.
-        kernels: of runtime/attention/hopper/: those of clusters, one for each split, or the one of shares.
+        splits: the piece's splits.
+        kernels: kernels of runtime/attention/hopper/: those of clusters, one for each split, or the one of shares.
     """
 
     most_sequences: int | None = None

@@ -32,7 +32,7 @@ _BAD_WORD_CHARACTERS = 1024
 _MOST_ALLOWED = 2**20  # more than any vocabulary has
 MAX_N = 1024
 MAX_BIAS = 100.0  # OpenAI's range
-# Of a vocabulary or a context: a larger number asks for no more than this, and would not fit the device's tables.
+# Bound of a vocabulary or a context: a larger number asks for no more, and would not fit the device's tables.
 _MOST_TOKENS = 2**31 - 1
 _ID_DIGITS = 10  # of the largest of them
 NO_TOKEN = -1  # in a token's place: not sampled, or its logits were no numbers

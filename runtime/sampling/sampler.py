@@ -48,7 +48,7 @@ class SamplingPieces:
     """The choice of tokens as kernels of the program, for its logits' width and type; see ops/greedy.py, ops/draw.py.
 
     Attributes:
-        dtype: of the program's logits.
+        dtype: the type of the program's logits.
         greedy: (logits [S, V] of that type,) → ([S] int64,), NO_TOKEN among them as above; likewise the next two.
         from_logits: (logits [S, V] of that type, temperatures [S], seeds [S], positions [S]) → ([S] int64,).
         from_scores: (float32 scores [S, padded V], seeds, positions) → the same.
@@ -229,7 +229,7 @@ def _draw(
 ) -> torch.Tensor:
     """One token a row from what temperature and filters leave, or NO_TOKEN. [S, V] → [S] int64."""
     is_filtered = top_ks is not None or top_ps is not None or log_min_ps is not None
-    # What penalties or biases were at is float32, whatever the type of the program's own logits is.
+    # Logits with penalties or biases are float32, whatever the type of the program's own logits is.
     if pieces is not None and not is_filtered and logits.dtype == pieces.dtype:
         return pieces.from_logits([logits.contiguous(), temperatures.float(), seeds.long(), positions.long()])[0]
     scores = padded_scores(logits, temperatures)

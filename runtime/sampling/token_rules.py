@@ -70,7 +70,7 @@ class ForbiddenPhrases:
         """Make these the slot's phrases, none of them empty; without any it is cleared.
 
         Args:
-            output_token_ids: of the request so far.
+            output_token_ids: the request's output so far.
         """
         self._widen(len(phrases), max((len(phrase) - 1 for phrase in phrases), default=0))
         _, num_phrases, width = self._prefixes.shape
@@ -105,6 +105,6 @@ class ForbiddenPhrases:
             self._last_ids = pad(self._last_ids, (0, more))
             self._prefixes = pad(self._prefixes, (0, 0, 0, more), value=_NEVER)
         if longer:
-            # What was forbidden before looks back no further: an entry that never matches still has its own column.
+            # Older phrases look back no further: an entry that never matches still has its own column.
             self._prefixes = pad(self._prefixes, (longer, 0), value=_ANY)
             self._outputs = pad(self._outputs, (longer, 0), value=_NO_OUTPUT)

@@ -49,8 +49,8 @@ class Scheduler:
         self._free_slots = list(range(num_rows - 1, 0, -1))
         self._leaving: set[int] = set()  # slots that get no further step and wait for their last one's update
         self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by slot
-        # By slot, once all scheduled steps are over: tokens with KV, that number after which no step is left, and the
-        # steps not updated yet.
+        # For each slot, once all scheduled steps are over: tokens with KV, their number after which no step is left,
+        # and the steps not updated yet.
         self._computed = np.zeros(num_rows, dtype=np.int32)
         self._last_computed = np.zeros(num_rows, dtype=np.int32)
         self._in_flight = np.zeros(num_rows, dtype=np.int32)

@@ -13,7 +13,7 @@ class HostPageTable:
 
     Args:
         num_rows: rows of the slot table, the dummy row included.
-        max_tokens: of one row.
+        max_tokens: most tokens of one row.
     """
 
     def __init__(self, num_rows: int, max_tokens: int, page_size: int) -> None:

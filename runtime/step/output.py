@@ -67,12 +67,12 @@ class StepOutput:
 
     Attributes:
         token_ids: [R] int64; NO_TOKEN in rows that were not sampled, or whose logits hold NaN or inf or nothing finite.
-        requests: of the rows.
-        scores: of the sampled tokens, None when no request wants them.
+        requests: the rows' requests.
+        scores: the sampled tokens' scores, None when no request wants them.
         score_rows: [S] index into R of the sampled rows, and so of each row of `scores`.
-        prompt_scores: of prompt tokens, None when no row of the step has any.
+        prompt_scores: prompt tokens' scores, None when no row of the step has any.
         prompt_rows: [N] index into R of each row of `prompt_scores`, ascending.
-        all_scores: by row, log-probabilities of the whole vocabulary, [V] float32, of requests that asked for them.
+        all_scores: row → log-probabilities of the whole vocabulary, [V] float32, for requests that asked.
     """
 
     token_ids: np.ndarray

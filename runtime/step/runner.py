@@ -88,7 +88,7 @@ class StepRunner:
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.runtime.max_model_len, runner.config.runtime.page_size)
         self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
-        # Of the last batch: ScheduledBatch promises the very same list while no request comes or goes.
+        # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:

@@ -116,7 +116,7 @@ def load_weights(
     """Fills `weights` from the safetensors files of `folder`.
 
     Args:
-        specs: what to read.
+        specs: the weights to read.
         weights: tensors from allocate_weights, filled in place.
         folder: the model folder.
         advance: called with the bytes read so far done, for a progress bar.

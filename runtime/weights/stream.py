@@ -36,7 +36,7 @@ class TensorRead:
     Attributes:
         path: the safetensors file.
         entry: its bytes, dtype and shape there.
-        place: what it fills; any strides, any dtype.
+        place: the tensor to fill; any strides, any dtype.
         view: makes the tensor of the file the shape of `place`; None where it has it.
     """
 

@@ -14,7 +14,7 @@ class BenchEngine(Protocol):
 
     Attributes:
         version: the engine's.
-        settings: what it runs with, for the record.
+        settings: the engine's settings, for the record.
         start_parts: seconds of each part of its start, in order; empty where the engine does not tell.
     """
 

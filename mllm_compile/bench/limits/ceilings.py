@@ -20,7 +20,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """
     Args:
         device: a CUDA device (then the current one) or the CPU with torch's number of threads.
-        dtype: of the GEMM.
+        dtype: the GEMM's.
     """
     num_bytes, size = _READ_BYTES[device.type], _GEMM_SIZE[device.type]
     read_s = _best_seconds(_reader(torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)), device)

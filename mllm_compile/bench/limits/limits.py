@@ -23,7 +23,7 @@ class ModelFigures:
         head_params: parameters of the head, which only sampled rows are multiplied with.
         weight_itemsize: bytes a parameter.
         kv_bytes_per_token: over all layers.
-        attention_flops_per_pair: of one query token with one key, over all heads and layers.
+        attention_flops_per_pair: operations of one query token with one key, over all heads and layers.
         vocab_size: rows of the embedding.
         context_len: tokens that the model was made for.
     """

@@ -30,7 +30,7 @@ _GEMM_NAME = re.compile(
     r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$)|^aten::(add)?mm$", re.I
 )
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
-# Of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
+# Kernels of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
 _READS_LOGITS = "_block_numbers_kernel"
 _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}
 
@@ -121,7 +121,7 @@ class RooflineRow:
         count: kernels a step.
         us: their time, all together.
         num_bytes, flops: likewise.
-        limit_us: what the ceilings would allow.
+        limit_us: the least time by the ceilings.
     """
 
     label: str
@@ -173,7 +173,7 @@ def jobs_by_name(
     """Jobs for a captured step's kernels from another step's: the n-th of a name has the job of the n-th there.
 
     Args:
-        logits_bytes: what choosing tokens has to read.
+        logits_bytes: bytes that choosing tokens reads.
     """
     return [
         known_jobs[same] if same is not None else _captured_job(kernel.name, logits_bytes)

@@ -43,7 +43,7 @@ class StepMap:
         span_us: from the first kernel's beginning to the last one's end.
         rows: the most time lost first.
         parts: (index in program.steps, µs of its kernels), in the program's order.
-        other_us: of the kernels of no step: inputs made ready, tokens chosen.
+        other_us: time of the kernels of no step: inputs made ready, tokens chosen.
     """
 
     batch: int

@@ -23,9 +23,9 @@ class StepPart:
         index: its place in program.steps.
         piece: the piece's id; None for an attention.
         layer: how many attentions come before it.
-        weight_bytes: of the weights that it reads, whole.
-        kv_bytes: of the KV cache that it reads.
-        flops: of its matrix products.
+        weight_bytes: bytes of the weights that it reads, whole.
+        kv_bytes: bytes of the KV cache that it reads.
+        flops: operations of its matrix products.
     """
 
     index: int

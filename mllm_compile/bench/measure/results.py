@@ -21,10 +21,10 @@ class Measurement:
     Attributes:
         name: tpot, prefill, mixed256, …
         unit: ms and s are better low, tok/s better high.
-        median: of the samples (tpot: by its definition, of the calls it is made of).
+        median: the samples' (tpot: by its definition, that of the calls it is made of).
         samples: one a repeat, in the order in which they were taken.
         batch: requests at once, where the work has several.
-        limit: what the machine's measured ceilings would allow, in the same unit; None where that is not known.
+        limit: the best value by the machine's measured ceilings, in the same unit; None if not known.
     """
 
     name: str
@@ -83,8 +83,8 @@ class EngineRun:
     Attributes:
         engine: mllm, vllm or transformers; of an ablation, what is left out of mllm.
         version: the engine's.
-        settings: what it ran with, every default filled in as far as the engine tells.
-        measurements: in the order of the work.
+        settings: its settings, every default filled in as far as the engine tells.
+        measurements: its results, in the order of the work.
     """
 
     engine: str

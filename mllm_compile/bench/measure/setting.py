@@ -21,10 +21,10 @@ class Setting:
     """One comparison's common ground; goes to worker processes as JSON.
 
     Attributes:
-        source: what was asked for, as config_or_runtime takes it.
+        source: the config or runtime, as config_or_runtime takes it.
         changes: keys of the config, by section, that the benchmark's rules set for our own engine.
         model_folder: local folder with config.json.
-        dtype, device: of the model; the device is `cpu` or `cuda:N`.
+        dtype, device: the model's; the device is `cpu` or `cuda:N`.
         random_weights: random ones in place of the checkpoint's.
         max_model_len: most tokens of one request.
         vocab_size: prompts' ids are below it.

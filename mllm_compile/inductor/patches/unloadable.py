@@ -1,4 +1,4 @@
-"""Packages that a process can let go of. Some libraries glibc never unloads, and so Inductor's, by two ways.
+"""Makes packages that a process can unload: glibc never unloads some libraries, Inductor's for two reasons.
 
 Each start of the embedded model left 5 MiB behind, and four unlinked files under $TMPDIR that took room until the
 process ended (torch 2.13, CPU).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Of a package's interface: what went wrong last, a string a thread (2.13; where there is none nothing is replaced). A
+# A package's interface keeps its last error in a string a thread (2.13; where there is none nothing is replaced). A
 # library whose thread-local data has something to destroy stays until each thread that touched it ends; a string a
 # thread that is never destroyed does not hold it.
 _LAST_ERROR = "static thread_local std::string g_aoti_last_error;"

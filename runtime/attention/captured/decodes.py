@@ -27,8 +27,8 @@ class DecodeSteps:
         """
         Args:
             groups: one a plan group.
-            space: of those that are the program's own kernels, if there are any.
-            buffers: what the captured kernels of each group read.
+            space: the space of the program's own kernels, if there are any.
+            buffers: the buffers that each group's captured kernels read.
         """
         self._groups = groups
         self._space = space
@@ -79,8 +79,8 @@ def make_graph_buffers(
 
     Args:
         max_rows: R of the largest capture.
-        max_pages: of one request.
-        kv_indices, kv_indptr: of the first group, [≥ R * max_pages] and [R + 1] int32.
+        max_pages: most pages of one request.
+        kv_indices, kv_indptr: the first group's, [≥ R * max_pages] and [R + 1] int32.
         last_page_len: [R] int32, of all groups: page lists and their offsets differ between windows, how full the last
             page is does not.
     """

@@ -34,7 +34,7 @@ class MixedStep:
 
     Attributes:
         num_rows: R.
-        decodes: what decodes, a plan group each.
+        decodes: the decodes' kernels, one a plan group.
         prefills: likewise of the prompts.
     """
 
@@ -57,7 +57,7 @@ class MixedSteps:
         """
         Args:
             decodes, prefills: one a plan group, in the same order.
-            space: of the decodes.
+            space: the decodes' space.
         """
         self._decodes = decodes
         self._prefills = prefills

@@ -15,7 +15,7 @@ def use_kernels_from(folder: Path) -> None:
         from flashinfer.jit import env
     except ImportError:
         return
-    # By a handle that stays open: FlashInfer loads some kernels late, from this very folder whatever its name is then.
+    # A handle that stays open: FlashInfer loads some kernels late, from this very folder whatever its name is then.
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     # FlashInfer reads it anew for every kernel ("This helps AOT script to override envs", flashinfer/jit/env.py).
     env.FLASHINFER_AOT_DIR = Path(f"/proc/self/fd/{handle}")

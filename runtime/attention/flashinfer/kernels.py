@@ -20,7 +20,7 @@ from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Of FlashInfer, whose fa3 was seen to read nothing of a batch but its plan and the page ids (captured/mixed.py).
+# The FlashInfer whose fa3 was seen to read nothing of a batch but its plan and the page ids (captured/mixed.py).
 _CAPTURED_VERSION = "0.6.18"
 # µs of a layer: what a captured step may take longer in attention than by the best kernel. What a graph spares the host
 # for it, 35 to 50 µs, is hidden behind the GPU in part.
@@ -54,7 +54,7 @@ class PrefillKernel:
 
     Attributes:
         name: 'fa2' or 'fa3', as FlashInfer has it.
-        splits: whether blocks may share the keys of a query; fa3's never do.
+        splits: blocks may share the keys of a query; fa3's never do.
     """
 
     name: str

@@ -30,7 +30,7 @@ __device__ __forceinline__ float load_peer(const float* place, u32 rank) {
   return v;
 }
 
-struct Sums {  // of some keys: weighted values, the largest logit, the weights' sum
+struct Sums {  // over some keys: weighted values, the largest logit, the weights' sum
   float values[GROUP][D], top[GROUP], total[GROUP];
 };
 struct Shared {
@@ -104,7 +104,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   start_dependents();  // its weight comes while this one waits and attends
   wait_for_prerequisites();
   if (threadIdx.x == 0) {
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what TMA reads
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what others stored
     if (waits_for_key) ask(mine - 1);
   }
 
@@ -163,7 +163,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     for (int n = 0; n < D / 16; n++) {
       u32 value[4];
       load_transposed(value, chunk_address(tile + 2 * HALF_BYTES, warp * 16 + lane % 16, n * 2 + lane / 16));
-      // What stands behind the last key may be anything, infinite too.
+      // Memory behind the last key may hold anything, infinity too.
       value[0] &= is_key[0], value[1] &= is_key[1], value[2] &= is_key[0], value[3] &= is_key[1];
       multiply_add(sums[2 * n], weights[0], 0, weights[1], 0, value[0], value[1]);
       multiply_add(sums[2 * n + 1], weights[0], 0, weights[1], 0, value[2], value[3]);

@@ -36,8 +36,8 @@ class ClusterDecode:
         """
         Args:
             kernels: one for each split that batches need.
-            binaries: by name; checked by the caller: they are executed.
-            sm_scale: of the products.
+            binaries: binaries by name; checked by the caller: they are executed.
+            sm_scale: factor of the products.
 
         Raises:
             ArtifactError: one is missing.
@@ -80,7 +80,7 @@ class ShareDecode:
         self._maps = TensorMaps()
         with torch.cuda.device(device):
             self._loaded = load_kernel(kernel, binaries)
-        # What blocks leave to each other within a launch, at whose end all of it is MISSING again.
+        # Parts that blocks leave to each other within a launch, at whose end all of them are MISSING again.
         num_words = kernel.num_blocks * HEADS * kernel.part_floats
         self._parts = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 

@@ -15,7 +15,7 @@ HEAD_DIM = 128
 class DecodeKernel(CudaKernel):
     """
     Attributes:
-        kv_heads: of the cache.
+        kv_heads: KV heads of the cache.
         group: query heads that share one.
         page_size: tokens of a page.
     """

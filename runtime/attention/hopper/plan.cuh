@@ -8,12 +8,12 @@ struct Request {
   int row, num_keys, head;  // the first of its heads
   int first, last;          // the first tile, and the one behind the last
 };
-// Of all requests; a length of 0 is padding.
+// Sums over all requests; a length of 0 is padding.
 struct Counts {
   int of_warps[HEADS], lengths[MOST_REQUESTS];
   int first_tiles[MOST_REQUESTS + 1];  // and the number of all tiles
 };
-// Of all tiles, as they are divided.
+// The division of all tiles.
 struct Plan {
   const Counts& counts;
   int num_requests;

@@ -16,7 +16,7 @@ struct ReadyRequests {
   }
 };
 
-// What a warp loads to make a request, or a part of it, ready: every PREPARERS-th of its heads.
+// A warp's loads to make a request, or a part of it, ready: every PREPARERS-th of its heads.
 constexpr int HEADS_LOADED = (HEADS + PREPARERS - 1) / PREPARERS;
 struct Loaded {
   Request request;

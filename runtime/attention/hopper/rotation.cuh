@@ -13,7 +13,7 @@ struct Rotation {
 };
 
 constexpr int HEAD_PAIRS = 64, HALF_PAIRS = HEAD_PAIRS / 2;
-// Of heads on their way from the lanes that rotate them to those that multiply: rows of other banks.
+// The stride of heads on their way from the lanes that rotate them to those that multiply: rows of other banks.
 constexpr int ROW_PAIRS = HEAD_PAIRS + 4;
 typedef u32 Row[ROW_PAIRS];
 

@@ -39,12 +39,12 @@ struct Shared {
   Counts counts;
 };
 
-// What a warp has of a head: a lane of two columns of each eight, for the query head lane / 4.
+// A warp's part of a head: each lane has two columns of each eight, for the query head lane / 4.
 struct Sums {
   float values[D / 8][4];  // rows 0 to 7 of a product; the others, [2] and [3], are zero
   float top, total;        // the largest logit; the sum of weights, of this lane's keys
 };
-struct Part {  // of a request's keys, as one block leaves it to another
+struct Part {  // sums over part of a request's keys, as one block leaves them to another
   float2 values[D / 8][32], weights[32];  // the largest logit and the sum
 };
 
@@ -78,7 +78,7 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
     for (int i = 0; i < count; i++) {
       if (__shfl_sync(~0u, (int)its.has_new_key, i) && !has_waited) {
         wait_for_prerequisites();
-        asm volatile("fence.proxy.async.global;" ::: "memory");  // what others stored is what is copied
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // copies what others stored
         start_dependents();
         has_waited = true;
       }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   for (int n = 0; n < D / 16; n++) {
     u32 b[4];
     load_transposed(b, chunk_address(values.at, lane % 16, n * 2 + lane / 16));
-    // What stands behind the last key may be anything, infinite too.
+    // Memory behind the last key may hold anything, infinity too.
     b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
     multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
     multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, b[2], b[3]);

@@ -15,7 +15,7 @@ MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
 MISSING = -1  # what a word of a part is until it is left: all bits set
 _ROW_WORDS = HEAD_DIM // 2 + 4  # of a head on its way (rotation.cuh)
 
-# Of tiles' keys or values. With 3 and 6 the kernel is as fast; no block of the next one fits beside, for registers.
+# Slots of tiles' keys or values. With 3 and 6 it is as fast; no block of the next kernel fits beside, for registers.
 _SLOTS = 4
 # Warps that make requests ready for those that compute. With these a multiprocessor's quarters have three warps each: a
 # further one would take registers from all.

@@ -30,9 +30,9 @@ class Decoder:
     """A kernel that decodes batches of some size.
 
     Attributes:
-        piece: of the program, or kernels in its place.
+        piece: a piece of the program, or kernels in its place.
         most_sequences: requests x KV heads that it serves; None: any number.
-        splits: of a piece that needs scratch for them.
+        splits: the splits of a piece that needs scratch for them.
         rotates: given queries that are not rotated, it does that, and writes keys and values into the cache.
     """
 
@@ -67,9 +67,9 @@ class SplitDecodeSpace:
     ) -> None:
         """
         Args:
-            groups: those that are served so, and by what.
+            groups: the groups that are served so, and their decoders.
             req_to_token: [rows, columns] int32: the slot of each position.
-            dtype: of queries and cache.
+            dtype: the type of queries and cache.
         """
         self._dtype = dtype
         self._page_size = page_size

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Splits:
     """
     Attributes:
-        blocks: of all sequences (requests x KV heads), about as many as an H200 has at work at once: of the piece for
-            few requests two fit on a multiprocessor, of the other 4.
-        most: of one sequence, a power of two; the piece is compiled for it.
+        blocks: blocks of all sequences (requests x KV heads), about as many as an H200 runs at once: a
+            multiprocessor has room for two of the piece for few requests, for 4 of the other.
+        most: most blocks of one sequence, a power of two; the piece is compiled for it.
     """
 
     blocks: int

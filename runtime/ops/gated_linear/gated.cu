@@ -59,13 +59,13 @@ struct Tile {
 struct Tokens {
   int count, tiles, units, larger, box;  // box: tokens of a copy of x
 };
-// What a block multiplies: tiles in turns, every second time from the last cluster to the first, so that neighbouring tiles
+// A block's work: tiles in turns, every second time from the last cluster to the first, so that neighbouring tiles
 // of more and fewer units are shared out evenly.
 struct Work : Tokens {
   int rank, cluster, clusters;
   __device__ __forceinline__ Work(const Tokens& tokens)
       : Tokens(tokens), rank(blockIdx.x % SHARE), cluster(blockIdx.x / SHARE), clusters(gridDim.x / SHARE) {}
-  // Whether there is a tile in this turn.
+  // True if there is a tile in this turn.
   __device__ __forceinline__ bool has(int turn) const { return index(turn) < tiles * SETS; }
   // Bands of tokens, in them the weight's rows, in those the tokens.
   __device__ __forceinline__ Tile tile(int turn) const {

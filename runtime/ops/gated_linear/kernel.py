@@ -34,7 +34,7 @@ class GatedKernel(CudaKernel):
     """
     Attributes:
         rows, columns: N and K.
-        tile_rows: of the weight, a tile's.
+        tile_rows: rows of the weight in a tile.
     """
 
     source: ClassVar[str] = "ops/gated_linear/gated.cu"

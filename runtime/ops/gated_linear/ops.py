@@ -69,7 +69,7 @@ def load_gated_kernels(kernels: Iterable[GatedKernel], binaries: Mapping[str, by
     """Makes these kernels those that the op launches on `device`.
 
     Args:
-        binaries: by the kernel's name; checked by the caller: they are executed.
+        binaries: binaries by the kernel's name; checked by the caller: they are executed.
 
     Raises:
         ArtifactError: one is missing.

@@ -1,5 +1,5 @@
-// What tiles.cu and wide.cu have in common: how they ask for boxes of the weight and of x, the norm's factors, and what
-// the next norm's are made of.
+// The common part of tiles.cu and wide.cu: asking for boxes of the weight and of x, the norm's factors, and the sums for
+// the next norm's.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
 

@@ -17,9 +17,9 @@
 constexpr int TILE = 8, TOKENS = 8;  // of m16n8k16 half of the rows, and all columns
 constexpr int OUTPUTS = GATED ? N / 2 : N, GROUPS = OUTPUTS / TILE, PARTS = GATED ? 2 : 1, ALL_TILES = TILES * PARTS;
 constexpr int STEP = 32, ALL_STEPS = K / STEP, STEPS = (ALL_STEPS + WARPS - 1) / WARPS;  // inputs of a step; a warp's steps
-// Of shared memory: a lane's; a warp's, for weights of a tile and a step, then for a tile's sums; a block's.
+// Bytes of shared memory: a lane's; a warp's, for weights of a tile and a step, then for a tile's sums; a block's.
 constexpr int PLACE = 16, WARP_PLACES = 32 * PLACE, PLACES = WARPS * WARP_PLACES, WEIGHT_BYTES = STEPS * ALL_TILES * PLACES;
-// Whether a warp has a step, and a block a tile.
+// True if a warp has a step, and a block a tile.
 __device__ __forceinline__ bool is_step(int step) { return ALL_STEPS % WARPS == 0 || step < ALL_STEPS; }
 __device__ __forceinline__ bool is_group(int group) { return GROUPS % TILES == 0 || group < GROUPS; }
 static_assert(TILES <= WARPS && TOKENS <= WARPS, "a warp finishes one tile, and adds up the squares of one token");
@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy(u32 to, const char* from, bool is_there, u6
 __device__ __forceinline__ u32 rounded(float2 sum, u32 bias) {
   return BIAS ? pack(sum.x + first_of(bias), sum.y + second_of(bias)) : pack(sum.x, sum.y);
 }
-// What the warps have at `sums`, a place of each.
+// Adds up the warps' values at `sums`, a place of each.
 __device__ __forceinline__ float2 add_up(const char* sums, float factor) {
   float2 all = {0.f, 0.f};
 #pragma unroll

@@ -29,8 +29,8 @@ _MOST_BYTES = 112 << 10  # of a block: two may be on a multiprocessor
 class LaneTiling(LinearTiling):
     """
     Attributes:
-        tiles: of TILE_ROWS outputs, a block's.
-        warps: of a block; they divide the columns.
+        tiles: a block's tiles of TILE_ROWS outputs.
+        warps: warps of a block; they divide the columns.
     """
 
     source: ClassVar[str] = "ops/stream_linear/lanes.cu"

@@ -67,7 +67,7 @@ def load_kernels(tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes],
     """Makes these kernels those that the ops launch on `device`.
 
     Args:
-        binaries: by the tiling's name; checked by the caller: they are executed.
+        binaries: binaries by the tiling's name; checked by the caller: they are executed.
 
     Raises:
         ArtifactError: one is missing.

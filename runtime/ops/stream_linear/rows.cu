@@ -126,7 +126,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       }
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    // Who sent the sums before has read them.
+    // The block that sent the sums before has read them.
     if (turn) asm volatile("bar.sync 2, %0;" ::"n"(32 * WARPS) : "memory");
 #pragma unroll
     for (int i = 0; i < 4; i++) shared.sums[warp][(quad * 2 + i % 2) * LD + lane / 4 + i / 2 * 8] = even[i] + odd[i];
@@ -143,7 +143,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     send(address_of_peer(to, owner), sum, address_of_peer(arrived + 8 * place, owner));
   }
 
-  // What the cluster did in turns `place * SPLIT + rank` is finished here: four outputs of a token by a lane, or two.
+  // Finishes the cluster's turns `place * SPLIT + rank`: four outputs of a token by a lane, or two.
   for (int place = warp; place * SPLIT + rank < turn; place += WARPS) {
     const int group = first_group + (place * SPLIT + rank) * CLUSTERS;
     const int row = group * OUT_ROWS + quad * (OUT_ROWS / 4), at = (token * OUTPUTS + row) / 2;

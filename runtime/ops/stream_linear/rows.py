@@ -51,10 +51,10 @@ class RowTiling(LinearTiling):
     Attributes:
         split: blocks of a cluster, which divide the columns.
         clusters: they take groups of rows in turns.
-        warps: of a block.
+        warps: warps of a block.
         resident: blocks of a multiprocessor.
         piece: columns of a row in a stage.
-        stages: of the ring, each NORM_ROWS rows.
+        stages: stages of the ring, each NORM_ROWS rows.
     """
 
     source: ClassVar[str] = "ops/stream_linear/rows.cu"

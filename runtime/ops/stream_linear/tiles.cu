@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full
   if (lane == 0) arrive(empty + 8 * before(slot));
 }
 
-// What a thread finishes, PLACES groups of rows: of each two neighbouring outputs, and two that are eight behind (of a gated
+// A thread finishes PLACES groups of rows: of each two neighbouring outputs, and two that are eight behind (of a gated
 // one gates and ups), of two tokens.
 struct Outputs {
   int token, first_row, rank, num_tokens;  // row and token of the first one

@@ -43,10 +43,10 @@ _MANY_ROWS = 128  # of tiles that a block takes in turns
 class TileTiling(LinearTiling):
     """
     Attributes:
-        rows: of the weight, a tile's: a multiple of NORM_ROWS.
+        rows: rows of the weight in a tile: a multiple of NORM_ROWS.
         split: blocks of a cluster, which divide the columns.
-        panels: of 64 columns, of a stage.
-        stages: of the ring.
+        panels: panels of 64 columns in a stage.
+        stages: stages of the ring.
     """
 
     source: ClassVar[str] = "ops/stream_linear/tiles.cu"

@@ -23,7 +23,7 @@ constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, TILES = ROW_TILES * TOKEN_TILES
 constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = TOKENS * ROW_BYTES, RING_BYTES = W_STAGES * W_BYTES + X_STAGES * X_BYTES;
 constexpr int STEPS = K / SPLIT / COLUMNS;  // stages of a tile, a block's
 constexpr int SUMS = TOKENS / 2;            // of a thread: of each 8 tokens four, of two tokens and two rows
-// What a warp transposes at a time: 8 outputs of a token for each lane.
+// A warp's outputs transposed at a time: 8 of a token for each lane.
 constexpr int LANE_OUTPUTS = 8, UNIT_TOKENS = 32 * LANE_OUTPUTS / WARP_OUTPUTS, UNITS = (TOKENS + UNIT_TOKENS - 1) / UNIT_TOKENS;
 constexpr int OWN_UNITS = (UNITS + SPLIT - 1) / SPLIT, UNIT_BLOCKS = UNIT_TOKENS / 8;
 static_assert(SPLIT == 1 || SPLIT == 2 && TILES == CLUSTERS, "what the other block sends is of one tile");
@@ -117,7 +117,7 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full
   if (lane == 0) arrive(empty + 8 * before);
 }
 
-// What a lane finishes of a unit: LANE_OUTPUTS neighbours of one token.
+// A lane's outputs of a unit: LANE_OUTPUTS neighbours of one token.
 struct Outputs {
   int token, row, local, rank, box;  // the lane's first token, in all and in the tile
   __device__ __forceinline__ bool is_row() const { return row < OUTPUTS; }
@@ -176,7 +176,7 @@ __device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, con
     else
       parts[2 * b % 4] = low, parts[(2 * b + 1) % 4] = high;
   }
-  // Of one that is not gated every second part is of the rows that are eight behind.
+  // If not gated, every second part belongs to the rows that are eight behind.
   const int matrix = lane / 8, row = GATED ? lane : matrix % 2 * 16 + matrix / 2 * 8 + lane % 8;
   __syncwarp();  // the unit before has been read
   store_transposed(shared_address(place + row), parts);

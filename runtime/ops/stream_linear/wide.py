@@ -43,7 +43,7 @@ _STAGE_CYCLES, _STAGE_BYTES_A_CYCLE = 300, 32  # from asking for a stage until i
 class WideTiling(LinearTiling):
     """
     Attributes:
-        groups: of four warps, each of which multiplies 64 rows of the weight.
+        groups: groups of four warps, each of which multiplies 64 rows of the weight.
         token_tiles: how many tiles the tokens are divided among.
         split: blocks of a cluster, which divide the columns.
     """
