@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,21 +30,11 @@ class ForwardMode(IntEnum):
         """True for EXTEND or MIXED: some request brings more than its last sampled token."""
         return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
-    def is_prefill(self) -> bool:
-        """Alias of is_extend."""
-        return self.is_extend()
-
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
 
-    def is_mixed(self) -> bool:
-        return self is ForwardMode.MIXED
-
     def is_idle(self) -> bool:
         return self is ForwardMode.IDLE
-
-    def is_decode_or_idle(self) -> bool:
-        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
 
 
 @dataclass(kw_only=True)
@@ -78,13 +67,6 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]
-
-    @cached_property
-    def extend_start_loc(self) -> torch.Tensor | None:
-        """[R] int32: first row of each request in [T]; None in DECODE. Computed when first asked for."""
-        if self.extend_seq_lens is None:
-            return None
-        return torch.cumsum(self.extend_seq_lens, 0, dtype=torch.int32) - self.extend_seq_lens
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ Shape legend: T tokens, R requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,11 +37,6 @@ class CommonAttentionMetadata:
     max_query_len: int
     block_table: torch.Tensor  # [rows, max_context_len] int32: slot of each position; row i is req_pool_indices[i]
     slot_mapping: torch.Tensor  # [T] int64
-
-    @cached_property
-    def query_start_loc(self) -> torch.Tensor:
-        """query_start_loc_cpu on the device; uploaded when first asked for."""
-        return self.query_start_loc_cpu.to(self.seq_lens.device, non_blocking=True)
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
@@ -156,39 +150,6 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
         num_decode_tokens,
         common.num_actual_tokens - num_decode_tokens,
     )
-
-
-class ReorderableBatch(Protocol):
-    """A persistent batch whose rows can be exchanged."""
-
-    req_ids: Sequence[str]
-
-    def swap_states(self, i: int, j: int) -> None: ...
-
-
-class ScheduledTokens(Protocol):
-    """How many new tokens each request of the step brings."""
-
-    num_scheduled_tokens: Mapping[str, int]
-
-
-def reorder_batch_to_split_decodes_and_prefills(
-    input_batch: ReorderableBatch, scheduler_output: ScheduledTokens, decode_threshold: int = 1
-) -> bool:
-    """Swap rows of `input_batch` until requests of at most `decode_threshold` new tokens come first.
-
-    As few swaps as possible: only decodes that lie behind the border change places with prefills before it.
-
-    Returns:
-        Whether anything moved.
-    """
-    is_decode = [scheduler_output.num_scheduled_tokens[req] <= decode_threshold for req in input_batch.req_ids]
-    num_decodes = sum(is_decode)
-    misplaced_prefills = [i for i in range(num_decodes) if not is_decode[i]]
-    misplaced_decodes = [i for i in range(num_decodes, len(is_decode)) if is_decode[i]]
-    for prefill, decode in zip(misplaced_prefills, misplaced_decodes, strict=True):
-        input_batch.swap_states(prefill, decode)
-    return bool(misplaced_prefills)
 
 
 def get_per_layer_parameters(layers: Iterable[AttentionLayer]) -> dict[str, PerLayerParameters]:

@@ -34,4 +34,4 @@ def mark_nothing_unique() -> None:
         own = ["fno-gnu-unique"] if cpp_builder.is_gcc() else []  # clang marks nothing so, and knows no such flag
         return [*plain(*arguments), *own]
 
-    cpp_builder._get_shared_cflags = flags
+    cpp_builder._get_shared_cflags = flags  # type: ignore[assignment]

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from mllm_compile.runtime.attention.metadata import (
     get_kv_cache_layout,
     get_per_layer_parameters,
     infer_global_hyperparameters,
-    reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
 )
 from mllm_compile.runtime.errors import UnsupportedModelError
@@ -25,7 +22,7 @@ def test_common_metadata_of_a_mixed_batch():
     batch = make_case(LAYER, [6, 0, 3], [1, 5, 2]).batch
     common = CommonAttentionMetadata.of(batch)
     assert batch.forward_mode is ForwardMode.MIXED
-    assert common.query_start_loc_cpu.tolist() == common.query_start_loc.tolist() == [0, 1, 6, 8]
+    assert common.query_start_loc_cpu.tolist() == [0, 1, 6, 8]
     assert common.num_computed_tokens_cpu.tolist() == [6, 0, 3]
     assert common.seq_lens_cpu.tolist() == [7, 5, 5]
     assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (3, 8, 5)
@@ -36,13 +33,6 @@ def test_common_metadata_of_a_decode_batch():
     common = CommonAttentionMetadata.of(make_case(LAYER, [6, 2], [1, 1]).batch)
     assert common.query_start_loc_cpu.tolist() == [0, 1, 2]
     assert common.num_computed_tokens_cpu.tolist() == [6, 2]
-
-
-def test_new_tokens_start_where_those_of_the_request_before_end():
-    start = make_case(LAYER, [6, 0, 3], [1, 5, 2]).batch.extend_start_loc
-    assert start.tolist() == [0, 1, 6]
-    assert start.dtype == torch.int32
-    assert make_case(LAYER, [6, 2], [1, 1]).batch.extend_start_loc is None, "a decode"
 
 
 def test_a_batch_without_host_copies_is_refused_with_the_way_to_make_one():
@@ -72,26 +62,6 @@ def test_leading_single_tokens_are_decodes_and_the_rest_prefills(new_lens, expec
 def test_the_threshold_of_what_counts_as_a_decode_can_be_raised():
     common = CommonAttentionMetadata.of(make_case(LAYER, [2, 2, 2], [2, 1, 4]).batch)
     assert split_decodes_and_prefills(common, decode_threshold=2) == (2, 1, 3, 4)
-
-
-class Rows:
-    def __init__(self, req_ids: str) -> None:
-        self.req_ids = list(req_ids)
-
-    def swap_states(self, i: int, j: int) -> None:
-        self.req_ids[i], self.req_ids[j] = self.req_ids[j], self.req_ids[i]
-
-
-@pytest.mark.parametrize(("ids", "moved"), [("DDPP", False), ("PDPD", True), ("PPD", True), ("P", False), ("", False)])
-def test_reordering_puts_decodes_first_and_says_whether_it_moved_anything(ids, moved):
-    rows = Rows("".join(f"{kind}" for kind in ids))
-    rows.req_ids = [f"{kind}{i}" for i, kind in enumerate(ids)]
-    tokens = SimpleNamespace(num_scheduled_tokens={r: 1 if r[0] == "D" else 7 for r in rows.req_ids})
-    before = sorted(rows.req_ids)
-    assert reorder_batch_to_split_decodes_and_prefills(rows, tokens) is moved
-    kinds = "".join(r[0] for r in rows.req_ids)
-    assert kinds == "".join(sorted(kinds)), "D sorts before P"
-    assert sorted(rows.req_ids) == before
 
 
 def test_the_builder_gives_every_layer_the_same_metadata():
