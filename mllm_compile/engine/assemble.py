@@ -22,7 +22,7 @@ from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, seconds_since_start, timeline_of
-from mllm_compile.runtime.device.idle_threads import end_idle_threads
+from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -84,9 +84,8 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         except BaseException:  # also Ctrl-C
             runner.shutdown()
             raise
+    prepare_thread = _thread_preparation(compiled, timeline) if runner.device.type == "cpu" else _nothing
     _tell_ready(compiled, runner, timeline)
-    if runner.device.type == "cpu":
-        end_idle_threads()  # the engine has a thread of its own
     return EngineParts(
         scheduler=scheduler,
         step_runner=step_runner,
@@ -96,6 +95,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         default_params=default_params,
         check_device=_device_check(runner.device),
         shutdown=runner.shutdown,
+        prepare_thread=prepare_thread,
         config=compiled.config,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
     )
@@ -168,6 +168,19 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
         "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
     }
     write_measured(folder, key, with_start(read_measured(folder, key), compiled.config, start))
+
+
+def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline) -> Callable[[], None]:
+    """What the engine's thread calls first, so that it computes by as many threads as the model has work for."""
+    threads = threads_for(sum(spec.num_bytes for spec in compiled.artifact.weights))
+    timeline.note(f"CPU threads: {threads.count} ({threads.why})")
+    if threads.count > 1:
+        wait_briefly()
+    return lambda: use_threads(threads.count)
+
+
+def _nothing() -> None:
+    """On a GPU."""
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:

@@ -99,6 +99,7 @@ class Engine:
             parts.step_runner,
             check_device=parts.check_device,
             shutdown=parts.shutdown,
+            prepare_thread=parts.prepare_thread,
             forward_times=parts.forward_times,
             log_interval_s=log_interval_s,
         )

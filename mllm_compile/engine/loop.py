@@ -99,6 +99,7 @@ class EngineCore:
         step_runner: likewise.
         check_device: raises when the device cannot be used any more; asked after a step has failed.
         shutdown: gives the device's memory back; called once, by `close`, after the last step.
+        prepare_thread: called first on the engine's thread.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
     """
@@ -110,11 +111,13 @@ class EngineCore:
         *,
         check_device: Callable[[], None] = _nothing,
         shutdown: Callable[[], None] = _nothing,
+        prepare_thread: Callable[[], None] = _nothing,
         forward_times: ForwardTimesSource = tuple,
         log_interval_s: float = 10.0,
     ) -> None:
         self._scheduler = scheduler
         self._check_device = check_device
+        self._prepare_thread = prepare_thread
         self._shutdown = shutdown
         self._log_interval_s = log_interval_s
         self._next_log = time.monotonic() + log_interval_s
@@ -254,6 +257,7 @@ class EngineCore:
     def _run(self, runner: StepRunner) -> None:
         error = self._stopped_unseen
         try:
+            self._prepare_thread()
             while self._take_commands():
                 self._step(runner)
             self._finish_step_in_flight()

@@ -25,6 +25,7 @@ class EngineParts:
         default_params: for requests without SamplingParams.
         check_device: raises when the device cannot be used any more.
         shutdown: gives the device's memory back; called once, after the last step.
+        prepare_thread: called on the engine's thread before its first step.
         config: the engine's config, every `auto` resolved.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
     """
@@ -37,5 +38,6 @@ class EngineParts:
     default_params: SamplingParams = field(default_factory=SamplingParams)
     check_device: Callable[[], None] = lambda: None
     shutdown: Callable[[], None] = lambda: None
+    prepare_thread: Callable[[], None] = lambda: None
     config: ResolvedConfig | None = None
     forward_times: ForwardTimesSource = tuple

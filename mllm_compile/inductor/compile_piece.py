@@ -58,6 +58,11 @@ def inductor_options(device: str) -> dict[str, Any]:
         options["triton.enable_pdl"] = "early_launch" not in left_out() and use_dependent_launch()
         # Templates would start as early and not wait, so an environment that asks for some is not heard.
         options["max_autotune"] = options["max_autotune_gemm"] = False
+    else:
+        # A package may run with other threads than there are here: it asks for their number when it is called. Of 1
+        # Inductor would write loops that no other number helps.
+        options["cpp.dynamic_threads"] = True
+        options["cpp.threads"] = 2
     return options
 
 

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,6 +228,18 @@ def test_a_second_load_compiles_nothing(inductor_cache):
     again = load_or_compile(tiny_config(inductor_cache))
     assert again.was_cached
     assert not {"import transformers", "trace", "compile pieces"} & {name for name, _ in again.stages}
+
+
+def test_packages_ask_for_the_number_of_threads_when_they_run(inductor_cache):
+    """Also those of a compile that had one thread, for which Inductor would write loops that no other number helps."""
+    folder = load_or_compile(tiny_config(inductor_cache)).folder
+    sources = []
+    for path in (folder / "pieces").glob("*.pt2"):
+        with zipfile.ZipFile(path) as package:
+            sources += [package.read(name).decode() for name in package.namelist() if name.endswith(".cpp")]
+    text = "\n".join(sources)
+    assert "#pragma omp parallel\n" in text
+    assert "num_threads(" not in text
 
 
 def test_all_layers_between_two_attentions_are_one_piece(inductor_cache):

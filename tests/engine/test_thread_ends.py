@@ -212,3 +212,18 @@ def test_a_start_that_is_interrupted_gives_back(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fake_engine(shutdown=lambda: given_back.append(True))
     assert given_back == [True]
+
+
+def test_the_engines_thread_is_prepared_before_its_first_step(runner):
+    prepared = []
+    with fake_engine(runner, prepare_thread=lambda: prepared.append(threading.current_thread().name)) as engine:
+        engine.generate("abc", params())
+    assert prepared == ["mllm-engine"]
+
+
+def test_a_preparation_that_fails_ends_the_engine_and_nobody_waits_for_ever(runner):
+    def fail():
+        raise RuntimeError("no such library")
+
+    with fake_engine(runner, prepare_thread=fail) as engine, pytest.raises(EngineDeadError, match="no such library"):
+        engine.generate("abc", params())
