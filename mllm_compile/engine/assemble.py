@@ -171,7 +171,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
 
 
 def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline) -> Callable[[], None]:
-    """What the engine's thread calls first, so that it computes by as many threads as the model has work for."""
+    """Return what the engine's thread calls first: it sets as many threads as the model has work for."""
     threads = threads_for(sum(spec.num_bytes for spec in compiled.artifact.weights))
     timeline.note(f"CPU threads: {threads.count} ({threads.why})")
     if threads.count > 1:

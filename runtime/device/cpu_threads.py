@@ -34,7 +34,7 @@ class CpuThreads:
 
 
 def choose_threads(weight_bytes: int, cores: int, allowed: int) -> CpuThreads:
-    """As many as there is work for.
+    """Choose as many threads as there is work for.
 
     Args:
         weight_bytes: of the whole model.
