@@ -27,7 +27,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mllm_compile.runtime.shown import brief
+from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.text.template_protocol import (
     FRAME,
     MAX_CHARACTERS,
@@ -40,6 +40,7 @@ from mllm_compile.text.template_protocol import (
 )
 
 _MAX_REASON = 1000  # characters
+_MAX_NAME = 60
 
 # Names a message's reasoning goes by; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -140,14 +141,19 @@ class Templates:
         if unread:
             given = {"messages", "add_generation_prompt", *self._special_tokens}
             known = ", ".join(sorted(compiled.variables - given)) or "none"
+            name = unread[0] if unread[0].isidentifier() and len(unread[0]) <= _MAX_NAME else shown(unread[0])
             raise Refused(
-                f"{unread[0]}: the model's chat template reads no such variable; beside messages and "
-                f"add_generation_prompt it may read: {known}."
+                f"{name}: the model's chat template reads no such variable; beside messages and "
+                f"add_generation_prompt it may read: {_cut(known)}."
             )
 
 
 def _reason(error: Exception) -> str:
-    text = str(error) or type(error).__name__
+    """One line: what a template says, or Python of its values, may have many."""
+    return _cut(" ".join(str(error).split())) or type(error).__name__
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
 
 
@@ -246,13 +252,25 @@ def main() -> None:
 
 def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:
     try:
-        return TEXT, templates.render(**json.loads(request)).encode("utf-8", "surrogatepass")
+        return TEXT, templates.render(**_parsed(request)).encode("utf-8", "surrogatepass")
     except Refused as refusal:
         return REFUSAL, str(refusal).encode("utf-8", "surrogatepass")
     except TooLong:
         return TOO_LONG, b""
     except MemoryError:
         return TOO_MUCH_MEMORY, b""
+
+
+def _parsed(request: bytes) -> dict[str, Any]:
+    """A caller that has raised Python's own limits writes JSON that this process does not read.
+
+    Raises:
+        Refused: it is nested too deep, or has an integer of too many digits.
+    """
+    try:
+        return json.loads(request)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"chat messages, tools and variables must be plain JSON data: {_reason(error)}.") from None
 
 
 @contextmanager

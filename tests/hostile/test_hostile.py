@@ -1,5 +1,5 @@
-"""Hostile requests, checkpoints, tokenizers and runtimes: each is served or refused in one line, and then a plain
-request gets its right tokens.
+"""Hostile requests, checkpoints, tokenizers, chats and runtimes: each is served or refused in one line, and then a
+plain request gets its right tokens.
 
 Other cases with every commit (seeds.py); a failure says how to repeat it. 1,000 in all always run, 20,000 are slow.
 """
@@ -25,15 +25,17 @@ from mllm_compile.files.sealed_json import write_sealed
 from mllm_compile.runtime.weights.safetensors_header import read_header
 from mllm_compile.store.artifact import MANIFEST, PROGRAM, open_artifact
 from mllm_compile.store.publish import runtimes_folder
+from mllm_compile.text.chat_template import ChatTemplate
 from mllm_compile.text.generation_defaults import default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import load_tokenizer
+from tests.hostile.chats import conversations, options, template
 from tests.hostile.makers import damaged_bytes, damaged_json, damaged_text, maybe_damaged, parameters, prompt
 from tests.hostile.seeds import cases, repeat_with
 from tests.tiny_model import TINY, tiny_config
 
 PROBE = "The for statement is used to"
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
-COUNTS = {"requests": 600, "checkpoints": 200, "tokenizers": 50, "runtimes": 150}
+COUNTS = {"requests": 500, "checkpoints": 150, "tokenizers": 50, "chats": 200, "runtimes": 100}
 SLOW_FACTOR = 20
 
 
@@ -60,15 +62,24 @@ def probe(engine: Engine) -> Callable[[], None]:
     return check
 
 
+def check_said(error: str) -> None:
+    assert "\n" not in error.strip()
+    assert len(error) < 4000, "a message is for a person"
+    assert "process ended" not in error, "by its limits, or not at all"
+
+
+def survive_one(attack: Callable[[], object]) -> None:
+    try:
+        attack()
+    except MllmError as error:
+        check_said(str(error))
+
+
 def survive(kind: str, count: int, attack: Callable[[random.Random], object], probe: Callable[[], None]) -> None:
     """Runs every case: what it raises is an MllmError of one line, and the probe gets its tokens after it."""
     for number, chance in cases(kind, count):
         try:
-            try:
-                attack(chance)
-            except MllmError as error:
-                assert "\n" not in str(error).strip()
-                assert len(str(error)) < 4000, "a message is for a person"
+            survive_one(lambda: attack(chance))  # noqa: B023 - called at once
             probe()
         except BaseException as error:
             error.add_note(repeat_with(kind, number))
@@ -120,14 +131,6 @@ def test_checkpoints(model, probe, factor):
     survive("checkpoints", COUNTS["checkpoints"] * factor, attack, probe)
 
 
-def survive_one(read: Callable[[], Any]) -> None:
-    try:
-        read()
-    except MllmError as error:
-        assert "\n" not in str(error).strip()
-        assert len(str(error)) < 4000
-
-
 def test_tokenizers(model, probe, factor):
     whole = json.loads((model / "tokenizer.json").read_text())
     as_text = {name: json.dumps(value) for name, value in whole.items()}
@@ -145,6 +148,31 @@ def test_tokenizers(model, probe, factor):
             survive_one(lambda: tokenizer.decode([0, 5, 10**6]))
 
     survive("tokenizers", COUNTS["tokenizers"] * factor, attack, probe)
+
+
+def test_chats(engine, probe, factor, monkeypatch):
+    """Half of them with the model's own template, whose process serves on; half with a template of their own."""
+    params = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+
+    def answer() -> list[int]:
+        return engine.chat([{"role": "user", "content": "What is a loop?"}], GREEDY)[0].outputs[0].token_ids
+
+    expected = answer()
+    assert len(expected) == 2
+
+    def attack(chance: random.Random) -> None:
+        with monkeypatch.context() as patch:
+            if chance.random() < 0.5:
+                sources = {"default": template(chance), "tool_use": template(chance)}
+                patch.setattr(engine.tokenizer, "_chat_template", ChatTemplate(sources, {"bos_token": "<s>"}))
+            for output in engine.chat(conversations(chance), params, progress=False, **options(chance)):
+                check_said(output.error or "")
+
+    def probes() -> None:
+        probe()
+        assert answer() == expected
+
+    survive("chats", COUNTS["chats"] * factor, attack, probes)
 
 
 def test_runtimes(eager_cache, tmp_path, probe, factor):

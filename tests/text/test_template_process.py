@@ -114,6 +114,33 @@ def test_what_is_said_of_a_refusal_has_an_end_too(template):
         template.render(chat("long error"))
 
 
+def test_a_refusal_of_many_lines_is_told_in_one():
+    with pytest.raises(RequestError, match=r"refuses these messages: a b$"):
+        ChatTemplate({"default": "{{ raise_exception('a\n\n b') }}"}, {}).render(CHAT)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "", "x" * 10_000])
+def test_a_variable_that_is_not_read_is_named_in_brief(name):
+    template = ChatTemplate({"default": "".join(f"{{{{ a{i} }}}}" for i in range(1000))}, {})
+    with pytest.raises(
+        RequestError, match=r"^'.*: the model's chat template reads no such .* read: a0, .*…\.$"
+    ) as refused:
+        template.render(CHAT, **{name: 1})
+    assert len(str(refused.value)) < 1300
+
+
+def test_a_caller_whose_integers_have_no_limit_is_refused_by_a_process_that_has_one(template):
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        with pytest.raises(RequestError, match=r"must be plain JSON data: Exceeds the limit \(4300 digits\)"):
+            template.render(chat(10**5000))
+    finally:
+        sys.set_int_max_str_digits(limit)
+    template.render(CHAT)
+    assert len(processes(template)) == 1, "the same served on"
+
+
 def test_a_chat_that_is_too_large_is_refused_before_it_is_sent(template):
     with pytest.raises(RequestError, match=r"the chat is 3355\d{4} bytes as JSON; expected at most 33554432\. Shorten"):
         template.render(chat("x" * (32 << 20)))
