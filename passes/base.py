@@ -1,8 +1,7 @@
 """The contract of a pass: it rewrites a graph and counts its matches. The manager does everything else.
 
 A pass rewrites `gm` in place and may add to `gm.meta` (keys below). It keeps `meta["val"]` (a fake tensor or SymInt) on
-every node that it makes; match/nodes.py has helpers. Timing, linting, recompiling, dumping and verifying are done by
-pipeline.py.
+every node that it makes; match/nodes.py has helpers. pipeline.py times, lints, recompiles, dumps and verifies.
 """
 
 from __future__ import annotations

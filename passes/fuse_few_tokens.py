@@ -36,13 +36,13 @@ class FuseFewTokens:
         y, scaled, squares = mllm.few_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.few_linear(scaled, weight, squares, eps, False)
 
-    and silu(gate) * up of one linear's halves is `few_linear(…, True)`. A norm that no such linear makes stays as it is
-    before a plain `few_linear`.
+    and silu(gate) * up of one linear's halves is `few_linear(…, True)`. A norm whose input is no such linear
+    stays as it is, before a plain `few_linear`.
 
     Requires: deduplicated pieces on CUDA in bfloat16 or float16. The pieces for any number of tokens stay as they are;
         the new forms are submodules named in gm.meta[SMALL_FORMS].
-    Preserves: the meaning. A norm that goes is rounded once, with its weight in and its factor left out; the factor is
-        applied to the product in float32. In bfloat16 alone: float16 could overflow without the factor.
+    Preserves: the meaning. A fused norm is rounded once, with its weight but without its factor, which is applied to
+        the product in float32. Norms are fused in bfloat16 only: float16 could overflow without the factor.
     """
 
     name: ClassVar[str] = "fuse_few_tokens"

@@ -41,7 +41,7 @@ class FuseRopeCache:
     Requires: lowered attention on CUDA in bfloat16 or float16, a cache of the same type, and the rotation of whole
         heads by halves, as Transformers writes it. Slots, keys and values are new inputs; the piece that has the call
         declares that it writes them.
-    Preserves: the meaning; in float32 throughout where the trace rounds after every operation.
+    Preserves: the meaning; computes in float32 throughout, where the trace rounds after every operation.
     """
 
     name: ClassVar[str] = "fuse_rope_cache"

@@ -27,9 +27,8 @@ from mllm_compile.passes.match.nodes import (
 class GatherRowsEarly:
     """Moves the head's row gather up to the last attention.
 
-    Why: a prompt's tokens but the last leave keys and values in each layer, and nothing else is read of what the last
-        layer makes of them: its output projection and feed-forward, most of a layer's products, are for S rows then in
-        place of T (figures in docs/performance.md).
+    Why: the last layer needs only keys and values of a prompt's tokens before the last one. So its output projection
+        and feed-forward, most of a layer's products, work on S rows in place of T (figures in docs/performance.md).
 
     Before::
 
@@ -39,9 +38,9 @@ class GatherRowsEarly:
 
         y = residual[:, rows] + linear(out[rows], o); z = y + mlp(norm(y)); logits = linear(norm(z), head)
 
-    Requires: attention lowered. What lies between the last attention and the gather must work on each token by itself:
-        linears, and what `_RULES` knows. Of any other graph nothing is changed.
-    Preserves: every row's numbers, but for the order of sums that the library chooses by the number of rows.
+    Requires: attention lowered. All nodes between the last attention and the gather must work on each token by itself:
+        linears, and the operations of `_RULES`. Any other graph is left unchanged.
+    Preserves: every row's numbers, except for the order of sums, which the library chooses by the number of rows.
     """
 
     name: ClassVar[str] = "gather_rows_early"

@@ -15,9 +15,9 @@ from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_call
 class MultiplyOuterProducts:
     """Turns matrix products that add nothing up into multiplications.
 
-    Why: Transformers 5.17 has the angles of rotary positions as such a product (5.23 multiplies). A library's GEMM for
-        it is a kernel of its own, with another ahead of it that converts the positions, at the start of every step; a
-        multiplication becomes a part of the kernel that takes the cosines.
+    Why: Transformers 5.17 computes the angles of rotary positions by such a product (5.23 multiplies). A GEMM is a
+        kernel of its own at the start of every step, after another that converts the positions; a multiplication
+        becomes part of the kernel that takes the cosines.
 
     Before::
 

@@ -1,12 +1,12 @@
 """The passes, in the order in which they run.
 
-1. canonicalise        names, sizes and dead ends of what Dynamo captured
-2. multiply_outer_products  the angles of rotary positions need no GEMM
+1. canonicalise        one form of Dynamo's names, sizes, writes and spellings
+2. multiply_outer_products  rotary angles by multiplication, without a GEMM
 3. pack_projections    q, k, v and gate, up as one GEMM each
 4. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
 5. fuse_rope_cache     on CUDA, norms and rotation of q and k and the write into the KV cache as one kernel
-6. rotate_in_attention on Hopper, attention is told what that kernel makes q and k of: decodes do without it
-7. gather_rows_early   of the last layer only the rows whose logits are wanted
+6. rotate_in_attention on Hopper, decode attention norms and rotates itself, without that kernel
+7. gather_rows_early   the last layer computes only the rows whose logits are wanted
 8. split_at_attention  one submodule per stretch between attentions, and one for the head
 9. deduplicate_pieces  equal stretches share one module
 10. fuse_single_token  on CUDA, a further form of each piece, for steps of one token

@@ -17,10 +17,9 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 class RotateInAttention:
     """Lets decodes do without a kernel between the projections and attention.
 
-    Why: with one token a request that kernel is launches and waiting. A kernel of attention that norms and rotates a
-        query when it reads it, and writes the new key and value of the requests whose last keys it reads, takes the
-        same time, and its keys are on their way while the projections still run (figures in
-        docs/performance.md).
+    Why: with one token a request that kernel is only launching and waiting. An attention kernel that norms and rotates
+        a query when it reads it, and writes the new key and value of requests whose last keys it reads, takes the same
+        time, and its keys arrive while the projections still run (figures in docs/performance.md).
 
     Before::
 

@@ -19,8 +19,8 @@ PIECE_PREFIX = "piece_"
 class SplitAtAttention:
     """Makes each stretch between attentions a submodule, called from a parent graph.
 
-    Why: attention reads the forward context and is planned per batch, so it stays outside of what Inductor compiles and
-        (for prefill) outside of CUDA graphs; the head works on S rows, not T tokens, so it is its own piece.
+    Why: attention reads the forward context and is planned per batch, so it stays outside of Inductor's pieces and (for
+        prefill) of CUDA graphs; the head works on S rows, not T tokens, so it is its own piece.
 
     Before::
 
@@ -53,8 +53,8 @@ class _Stage:
     attention: fx.Node | None = None  # the attention that follows the stage's nodes
 
     def inputs(self) -> list[fx.Node]:
-        """Tensors that come from outside, in order of first use, which is what makes equal layers read alike; the KV
-        cache, which the executor adds, is last."""
+        """Tensors from outside in order of first use, so that equal layers read alike; the KV cache, which the
+        executor adds, is last."""
         inside = set(self.nodes)
         found: dict[fx.Node, None] = {}
         for node in self.nodes:

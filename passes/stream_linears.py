@@ -26,8 +26,7 @@ class StreamLinears:
 
     Why: kernels that ask for as much of their weight as a multiprocessor holds before the kernel ahead has ended, give
         every multiprocessor the same share, and read large weights in long pieces (figures in docs/performance.md).
-        They need what Triton has no words for: copies that arrive while
-        a block waits, and blocks that add up in each other's memory.
+        Triton cannot express them: copies arrive while a block waits, and blocks add up in each other's memory.
 
     Before::
 
@@ -42,7 +41,7 @@ class StreamLinears:
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
         large weight their form is for up to 208 tokens, with a head for up to 64. The compiler's driver leaves this
         pass out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
-        the form of `fuse_single_token` goes where this one is the faster.
+        the form of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
 

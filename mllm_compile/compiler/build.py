@@ -1,6 +1,6 @@
 """A compile: lower → plan weights → pieces and kernels → self-check → a published folder.
 
-The stages' own work is in the modules that this one calls. Imported when something is to be compiled.
+The modules that this one calls do the stages' work. Imported only for a compile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turns a config, or a runtime's folder, into an opened runtime.
 
-resolve → look (target.py) → found: open it; else compile it (compiler/build.py, imported when there is something to
-compile) → check that the checkpoint is the one that it serves.
+resolve → look (target.py) → found: open it; else compile it (compiler/build.py, imported only for that) → check that
+the runtime serves this checkpoint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a model folder to pieces: build on meta, trace, gate, passes, sources. Every graph is written as text as well.
 
-Each stage's own work is in the module that it calls; transformers is imported here and not before.
+The modules that it calls do each stage's work; Transformers is imported here and not before.
 """
 
 from __future__ import annotations

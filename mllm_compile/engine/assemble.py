@@ -1,7 +1,7 @@
 """Makes the parts of an engine from a config: the cached runtime loaded, pools allocated, graphs captured.
 
-All that is slow to import or needs the device is here and below; Engine imports it when it is made. A warm start comes
-through here too, so nothing in it may import Transformers, Dynamo or Inductor.
+Everything that is slow to import or needs the device is here and below; Engine imports it when it is made. A warm
+start runs this too, so it may not import Transformers, Dynamo or Inductor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Engine: the object with which a Python program generates text.
 
-A thin room: requests are made by engine/requests.py, run by engine/loop.py, answers put together by answers.py. Many
+A thin layer: engine/requests.py makes requests, engine/loop.py runs them, answers.py makes the answers. Many
 threads may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks from the same one.
 """
 

@@ -1,8 +1,8 @@
 """The engine's one thread: takes requests in, runs steps, hands tokens out.
 
 EngineCore owns the scheduler and the step runner; only its thread touches them while it runs. Callers put commands
-into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the tokens of
-step n are waited for, so the device is not idle while the host works. Free of torch: any StepRunner will do.
+into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the wait
+for step n's tokens, so the device is not idle while the host works. Free of torch: any StepRunner will do.
 
 When a step fails, its requests end with an error and their pages come back; the others go on if the device still
 answers, else the engine is dead and says why. However the thread ends, all waiting callers are told. Read next:

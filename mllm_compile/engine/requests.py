@@ -1,8 +1,8 @@
 """Turns a caller's input into Submissions, or refuses it and says what is wrong; runs on the caller's thread.
 
-A prompt is a text, token ids, or vLLM's dict of either. A list of prompts is taken apart here, texts become token ids,
-and each prompt is checked against the vocabulary. What depends on the KV cache (too long to ever fit) is the
-scheduler's to refuse, also before the request is queued.
+A prompt is a text, token ids, or vLLM's dict of either. This module splits a list of prompts, tokenizes texts and
+checks each prompt against the vocabulary. The scheduler refuses a prompt that could never fit the KV cache, also before
+it is queued.
 """
 
 from __future__ import annotations

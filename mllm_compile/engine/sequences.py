@@ -1,8 +1,8 @@
 """A prompt on its way through the engine: its requests, what they have produced, and the sink that waits for it.
 
 A Submission is one prompt; it has `n` Sequences, each with a runtime Request. The engine's thread calls
-`Sequence.advance` and `Sequence.end`; everything that a reader's thread can do instead (detokenizing without stop
-strings, log-probability dictionaries, metrics) is left to it: see answers.py.
+`Sequence.advance` and `Sequence.end`; the reader's thread does all that it can do instead (detokenizing without stop
+strings, log-probability dictionaries, metrics): see answers.py.
 """
 
 from __future__ import annotations

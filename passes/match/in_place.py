@@ -3,8 +3,8 @@
 A pass that drops, moves or copies a node looks at who reads it. With `y = x * 1.0; y.mul_(2)` that is not enough: x in
 the place of y would be written to. So passes get graphs in which no call of a trace changes what it is given.
 
-The trace's fake tensors say which values share memory. A write into a view (`q[..., :8].copy_(k)`) makes its
-base anew, through the views between them, and other views of it are taken again when they are read.
+The trace's fake tensors say which values share memory. A write into a view (`q[..., :8].copy_(k)`) makes a new base,
+through the views between them; other views of the base are taken again when they are read.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the prefills
 (flashinfer/prefill.py), and one for the decodes, which come first in a batch (flashinfer/decode.py), unless the program
-brings its own kernel for them (split_decode.py). Which of FlashInfer's kernels each gets is decided in
-flashinfer/kernels.py; pages and plan buffers are flashinfer/plan.py's.
-Decodes can be captured in a CUDA graph (captured/decodes.py); so can steps with prompts, where fa3 and the program's
-own kernels serve them (captured/mixed.py).
+brings its own kernel for them (split_decode.py). flashinfer/kernels.py chooses FlashInfer's kernel for each;
+flashinfer/plan.py has pages and plan buffers. Decodes can be captured in a CUDA graph (captured/decodes.py); so can
+steps with prompts, where fa3 and the program's own kernels serve them (captured/mixed.py).
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """

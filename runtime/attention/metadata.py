@@ -1,7 +1,7 @@
 """Turns a ForwardBatch into attention's input: one builder makes `attn_metadata[layer]`, shared by all layers.
 
-What all backends need of a batch is CommonAttentionMetadata, on the host wherever planning is done there. Plans of a
-particular kernel library stay in its backend.
+CommonAttentionMetadata is the part of a batch that all backends need, on the host wherever planning is done there.
+Plans of a particular kernel library stay in its backend.
 
 Shape legend: T tokens, R requests.
 """

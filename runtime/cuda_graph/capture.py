@@ -1,6 +1,6 @@
 """Captures CUDA graphs: one memory pool and one stream for all, no garbage collection while a capture runs.
 
-Owns the mechanics of one capture, and the figures of all. What is captured is piece_graphs.py's and graph_runner.py's.
+Owns the mechanics of one capture, and the figures of all; piece_graphs.py and graph_runner.py decide what to capture.
 """
 
 from __future__ import annotations

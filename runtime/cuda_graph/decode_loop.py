@@ -2,7 +2,7 @@
 
 One launch is a whole step. Its first kernel reads which requests decode from pinned memory, and their newest tokens
 from where the step before left them; its last kernels choose the tokens, keep them for the next step and write them to
-pinned memory. So nothing stands between two steps on the device but the launch, and the host packs a few numbers.
+pinned memory. So the device does nothing between two steps but the launch, and the host packs a few numbers.
 
 The memory has NUM_TURNS parts, used in turn by whichever captured decode runs next: the device counts the turns, the
 host as well. Every replay of a graph with these kernels is one turn.

@@ -1,7 +1,7 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
-FULL is one graph for a whole decode, with what makes its inputs ready and chooses its tokens (decode_loop.py) or its
-attention made ready before every replay; or one for any step up to its head. PIECEWISE replays the pieces around eager
+FULL is one graph for a whole decode, which either prepares its inputs and chooses its tokens (decode_loop.py) or has
+its attention planned before every replay; or one for any step up to its head. PIECEWISE replays the pieces around eager
 attention. Padding rows belong to the dummy row: at most they write to page 0 and read one key of it.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.

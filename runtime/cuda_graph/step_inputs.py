@@ -1,6 +1,6 @@
 """The inputs of a step at fixed addresses, padding included, brought there by one upload.
 
-Captured graphs read them there. A batch whose tensors were made elsewhere is copied in on the device.
+Captured graphs read them there. A batch with tensors elsewhere is copied in on the device.
 
 Shape legend: T tokens of the step, R requests; M and N the most of either that fit.
 """

@@ -1,7 +1,7 @@
 """The compiled program: a list of steps over named values, as it is stored; free of torch. executor.py runs it.
 
 A step is a piece (a compiled function of tensors) or an attention (the op that reads the forward context). Values are
-the batch's inputs, weights by name, and what pieces give. Stored as JSON; how pieces become callables is pieces.py's.
+the batch's inputs, weights by name, and outputs of pieces. Stored as JSON; pieces.py makes pieces callable.
 
 Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vocabulary.
 """

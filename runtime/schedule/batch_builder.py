@@ -1,6 +1,6 @@
 """Puts a planned step into arrays: the decodes' constant part, kept between steps, and the chunks of prompts behind it.
 
-What goes into a step is scheduler.py's decision. Free of torch. R rows, N page writes.
+scheduler.py decides what goes into a step. Free of torch. R rows, N page writes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The pages of each running request: the host's page tables over the allocator and the prefix cache.
 
-A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. Of two requests
-that compute the same prefix at once one is published first; the other's pages stay private until it is released, so a
-row's page never changes under a step in flight, and no request ever holds a page more than its tokens need. Policy is
-scheduler.py's.
+A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. If two requests
+compute the same prefix at once, one is published first; the other's pages stay private until it is released. So a row's
+page never changes under a step in flight, and no request ever holds a page more than its tokens need. scheduler.py has
+the policy.
 
 Pages may be given away while a step that writes them is in flight: steps run in order on one stream, so the next
 owner's writes come later. Shape legend: P pages of a row, N page writes. Free of torch.

@@ -1,7 +1,7 @@
 """Radix tree over full KV pages: which prefixes of tokens have their KV in which pages.
 
-Owns the pages of its nodes until it evicts them. What a request holds privately, and when KV counts as written, is the
-business of page_tables.py and scheduler.py. Free of torch. One node is one page, so edges never split; matching costs a
+Owns the pages of its nodes until it evicts them. page_tables.py and scheduler.py know which pages a request holds
+privately, and when KV counts as written. Free of torch. One node is one page, so edges never split; matching costs a
 dictionary look-up a page.
 """
 

@@ -4,9 +4,9 @@ The policy: decodes first, then chunks of prompts under the token budget, then a
 then arrival). When pages run out the least urgent running request is preempted and later recomputed. The most urgent
 running request always moves, which is why nothing starves.
 
-Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on, save where
-its length ends it, which the host can count. A request found finished while a later step of its is in flight keeps its
-slot and pages until that step's update, and that step's token is dropped. A preempted one gives its pages up at once
+Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
+length ends it, which the host can count. A request found finished while a later step of its own is in flight keeps its
+slot and pages until that step's update, which drops that step's token. A preempted one gives up its pages at once
 (steps run in order on one stream), keeps its slot until its last step is over, and keeps that step's token.
 
 Read first: request.py, scheduled_batch.py, page_tables.py. Single-threaded; free of torch. R rows of a step.

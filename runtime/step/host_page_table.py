@@ -1,6 +1,6 @@
 """The page table of the steps that were launched, on the host: says where a new token's KV goes, without the device.
 
-The scheduler's own table is a step ahead of it. Free of torch.
+The scheduler's own table is one step ahead. Free of torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """One engine step: ScheduledBatch → ForwardBatch → logits → tokens, with the host never waiting for the device.
 
-Sampled ids stay on the device, where the next step's decodes take them from; the host gets a copy when it asks. A step
-of decodes alone is one launch, where they are captured so (cuda_graph/decode_loop.py). Host work of any other: one
-packed upload, of which what captured graphs read goes to their places; one asynchronous download. Steps run in the
-order in which they are submitted, on one stream, so a step may be submitted before the tokens of the one before are
-known.
+Sampled ids stay on the device, where the next step's decodes read them; the host gets a copy when it asks. A step of
+decodes alone is one launch if they are captured so (cuda_graph/decode_loop.py). The host work of any other step is one
+packed upload, partly to the places that captured graphs read, and one asynchronous download. Steps run in the order in
+which they are submitted, on one stream, so a step may be submitted before the tokens of the one before are known.
 
-What goes in and comes out is planned in step/plan.py. Used by one thread.
+step/plan.py plans inputs and outputs. Used by one thread.
 """
 
 from __future__ import annotations

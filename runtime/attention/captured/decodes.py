@@ -1,6 +1,6 @@
 """Attention of captured decodes, one token a request: a capture for each number of rows.
 
-What a captured kernel reads stays where it was at the capture; only its contents change with each replay.
+A captured kernel's inputs stay in place; only their contents change with each replay.
 
 Shape legend: R rows of a captured batch, P page entries.
 """

@@ -7,8 +7,8 @@ the int workspace, and page ids; nothing else of a batch, not even the offsets t
 page ids are the decode kernels' page table, each request's at its own row, and a replay costs two launches for that
 table, at most two for the decodes' lengths, and a plan.
 
-Decodes come first in a batch, and prompts are written behind them: rows past the decodes are passed over by the
-kernels of the one, rows before the prompts by those of the other, padding by both.
+Decodes come first in a batch, prompts behind them. The decodes' kernels skip rows past the decodes, the prompts'
+kernels skip rows before the prompts, and both skip padding.
 
 Shape legend: T tokens of a captured step, R requests that it may have, W pages of a request.
 """

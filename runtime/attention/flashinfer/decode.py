@@ -1,7 +1,7 @@
 """Decodes of one plan group: by FlashInfer's planned wrappers, or by the program's own pieces, which need no plan.
 
-The backend asks a group for a wrapper (`run(q, pages, out=…)`) per batch, or per captured batch size. What a captured
-kernel reads stays where it was at the capture; only its contents change.
+The backend asks a group for a wrapper (`run(q, pages, out=…)`) per batch, or per captured batch size. A captured
+kernel's inputs stay in place; only their contents change.
 
 Shape legend: R requests, P page entries of a batch.
 """

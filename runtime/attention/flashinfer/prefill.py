@@ -1,6 +1,6 @@
 """Prefills of one plan group, by FlashInfer's wrappers: planned on the host for every batch, run per layer.
 
-Which kernel a batch gets is decided in flashinfer/kernels.py.
+flashinfer/kernels.py chooses the kernel of a batch.
 
 Shape legend: R requests with prefills.
 """
