@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ PROBE = "The for statement is used to"
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 COUNTS = {"requests": 500, "checkpoints": 150, "tokenizers": 50, "chats": 200, "runtimes": 100}
 SLOW_FACTOR = 20
+COUNTS_ON_PAGE = re.compile(r"^\| (\w+) \| (\d+) \| ([\d,]+) \|", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,13 @@ def survive(kind: str, count: int, attack: Callable[[random.Random], object], pr
 @pytest.fixture(params=[1, pytest.param(SLOW_FACTOR, marks=pytest.mark.slow)], ids=["some", "many"])
 def factor(request: pytest.FixtureRequest) -> int:
     return request.param
+
+
+def test_the_page_on_security_has_the_counts():
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    rows = {kind: (int(some), int(many.replace(",", ""))) for kind, some, many in COUNTS_ON_PAGE.findall(page)}
+    assert rows == {kind: (count, count * SLOW_FACTOR) for kind, count in COUNTS.items()}
+    assert sum(COUNTS.values()) == 1000
 
 
 def test_requests(engine, probe, factor):
