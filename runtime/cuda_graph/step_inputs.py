@@ -7,15 +7,13 @@ Shape legend: T tokens of the step, R requests; M and N the most of either that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import numpy as np
 import torch
 
 from mllm_compile.runtime.device.packed_fields import FieldLayout, layout_of, upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.step_fields import StepFields
 
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
 
@@ -69,45 +67,43 @@ class StepInputs(TokenPlaces):
         self.max_tokens = max_tokens
         self.max_requests = max_requests
         self.padding_len = padding_len
-        self._layout = FieldLayout(
-            {
-                "input_ids": max_tokens,
-                "positions": max_tokens,
-                "out_cache_loc": max_tokens,
-                "req_pool_indices": max_requests,
-                "seq_lens": max_requests,
-            }
+        largest = StepFields(
+            input_ids=max_tokens,
+            positions=max_tokens,
+            out_cache_loc=max_tokens,
+            req_pool_indices=max_requests,
+            seq_lens=max_requests,
         )
+        self._layout = FieldLayout(largest.inputs())
         self._block = torch.zeros(self._layout.end + _OTHER_BYTES, dtype=torch.uint8, device=device)
-        views = self._layout.views(self._block)
-        super().__init__(views["input_ids"], views["positions"], views["out_cache_loc"])
-        self.req_pool_indices, self.seq_lens = views["req_pool_indices"], views["seq_lens"]
+        places = StepFields(**self._layout.views(self._block))
+        super().__init__(places.input_ids, places.positions, places.out_cache_loc)
+        self.req_pool_indices, self.seq_lens = places.req_pool_indices, places.seq_lens
         self.seq_lens.fill_(padding_len)
         self.seq_lens_cpu = torch.full((max_requests,), padding_len, dtype=torch.int32)
         self._staging = StagingRing(device)
         self._host_arrays: dict[int, dict[str, np.ndarray]] = {}  # address of a staging buffer → its fields
         # Layout of the last step: a steady decode has the same shape as the one before.
         self._last_shape = (0, 0)
-        self._last_fields: dict[str, torch.Tensor] = {}
+        self._last_inputs = places.inputs()
+        self._last_fields = places
 
     def holds(self, num_tokens: int, num_requests: int) -> bool:
         """True if a step of that size fits."""
         return num_tokens <= self.max_tokens and num_requests <= self.max_requests
 
-    def upload(
-        self, values: dict[str, np.ndarray], others: Mapping[str, np.ndarray] = MappingProxyType({})
-    ) -> dict[str, torch.Tensor]:
-        """Bring a step's values (one array for each field) to their places, and padding behind them, without waiting.
-
-        Args:
-            others: arrays of the step that come by the same copy, valid until the next upload.
+    def upload(self, fields: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
+        """Bring a step's inputs to their places, and padding behind them, without waiting.
 
         Returns:
-            The places, as long as the values, and the others.
+            The places, as long as the values; and what else the step has, by the same copy, until the next upload.
         """
+        values, others = fields.inputs(), fields.others()
         packed = layout_of(others, self._layout.end)
+        beside = {}
         if packed.end > self._block.nbytes:
-            return self.upload(values) | upload_fields(others, self._staging, self._block.device)
+            beside = upload_fields(others, self._staging, self._block.device)
+            others, packed = {}, layout_of({}, self._layout.end)
         buffer = self._staging.next(self._block.nbytes)
         host = buffer.memory[: self._block.nbytes]
         packed.write(others, host)
@@ -122,11 +118,14 @@ class StepInputs(TokenPlaces):
         self.seq_lens_cpu.numpy()[:] = arrays["seq_lens"]
         self._block[: packed.end].copy_(host[: packed.end], non_blocking=True)
         buffer.record()
-        shape = (values["positions"].size, values["seq_lens"].size)
+        shape = (fields.positions.size, fields.seq_lens.size)
         if shape != self._last_shape:
             self._last_shape = shape
-            self._last_fields = {name: getattr(self, name)[: value.size] for name, value in values.items()}
-        return self._last_fields | packed.views(self._block) if others else self._last_fields
+            self._last_inputs = {name: getattr(self, name)[: value.size] for name, value in values.items()}
+            self._last_fields = StepFields(**self._last_inputs)
+        if not (others or beside):
+            return self._last_fields
+        return StepFields(**self._last_inputs, **beside, **packed.views(self._block))
 
     def take_requests(self, batch: ForwardBatch, padded: int) -> None:
         """Like take_tokens, for a decode's requests."""

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.device.staging import StagingRing
+from mllm_compile.runtime.step_fields import DTYPES
 
 _ALIGNMENT = 16  # bytes
-_INT32_FIELDS = frozenset({"seq_lens", "num_new", "prefix_lens", "sampled_positions", "page_slots"})  # others are int64
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
 
 
@@ -25,13 +25,13 @@ class FieldLayout:
     def __init__(self, sizes: Mapping[str, int], start: int = 0) -> None:
         """
         Args:
-            sizes: elements by name, which says the dtype on the device: int32 of a few, int64 of all others.
+            sizes: elements by name, one of StepFields, which says the dtype.
             start: bytes to leave free ahead of the first one.
         """
         self._places: dict[str, tuple[int, int, torch.dtype]] = {}
         self.end = start
         for name, size in sizes.items():
-            dtype = torch.int32 if name in _INT32_FIELDS else torch.int64
+            dtype: torch.dtype = getattr(torch, DTYPES[name])
             # Compiled pieces copy an array that begins elsewhere, and write into the copy.
             begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
             self.end = begin + size * dtype.itemsize

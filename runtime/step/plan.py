@@ -16,6 +16,7 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
+from mllm_compile.runtime.step_fields import StepFields
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -25,12 +26,7 @@ class StepPlan:
     """Arrays of a step.
 
     Attributes:
-        inputs: what the model reads. Of tokens: `input_ids` (0 for decodes: theirs are on the device), `positions`,
-            `out_cache_loc`. Of rows that attention sees: `req_pool_indices`, `seq_lens` int32.
-        extras: what a step that is no plain decode needs beside them. Of rows that attention sees, in EXTEND:
-            `num_new`, `prefix_lens`. Of logits: `logits_indices` (EXTEND: those to sample; all rows otherwise), and
-            where they are not `req_pool_indices` and `seq_lens` `sampled_slots` and `sampled_positions`; of prompt
-            positions `prompt_targets`, and `scored_indices` (EXTEND; all rows otherwise).
+        fields: what is uploaded, but for new pages.
         is_decode: every row of attention is one token.
         sampled: [S] index of the requests whose next token is sampled.
         token_indices: [S] where the tokens of `sampled` are among the sampled rows.
@@ -39,8 +35,7 @@ class StepPlan:
         prompt_num_top: alternatives that are wanted there.
     """
 
-    inputs: dict[str, np.ndarray]
-    extras: dict[str, np.ndarray]
+    fields: StepFields[np.ndarray]
     is_decode: bool
     sampled: np.ndarray
     token_indices: np.ndarray
@@ -56,31 +51,30 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
         pages: the page table, the batch's own writes included.
     """
     seq_lens = batch.seq_lens
-    rows = {"req_pool_indices": batch.rows, "seq_lens": seq_lens}
     if batch.num_decodes == batch.num_requests:
         positions = seq_lens - 1
-        inputs = rows | {
-            "input_ids": np.zeros_like(positions),
-            "positions": positions,
-            "out_cache_loc": pages.slots(batch.rows, positions),
-        }
-        return _finish(batch, inputs, {}, sampled=np.arange(batch.num_requests), is_decode=True)
+        fields = StepFields(
+            input_ids=np.zeros_like(positions),
+            positions=positions,
+            out_cache_loc=pages.slots(batch.rows, positions),
+            req_pool_indices=batch.rows,
+            seq_lens=seq_lens,
+        )
+        return _finish(batch, fields, sampled=np.arange(batch.num_requests), is_decode=True)
 
     ends = np.cumsum(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
-    extras = {"num_new": batch.num_new, "prefix_lens": batch.prefix_lens}
+    fields = StepFields(**_tokens(batch, starts, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
+    fields.num_new, fields.prefix_lens = batch.num_new, batch.prefix_lens
     sampled = np.flatnonzero(batch.sample_mask)
     if len(sampled) < batch.num_requests:
-        extras["sampled_slots"] = batch.rows[sampled]
-        extras["sampled_positions"] = seq_lens[sampled]
+        fields.sampled_slots, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
     # The head takes at least one row; with nothing to sample its logits are not looked at.
-    extras["logits_indices"] = (ends[sampled] if sampled.size else ends[:1]) - 1
+    fields.logits_indices = (ends[sampled] if sampled.size else ends[:1]) - 1
     prompt_rows, prompt_indices, targets = _prompt_positions(batch, starts)
     if targets.size:
-        extras["scored_indices"] = prompt_indices
-        extras["prompt_targets"] = targets
-    inputs = rows | _tokens(batch, starts, pages)
-    return _finish(batch, inputs, extras, sampled=sampled, is_decode=False, prompt_rows=prompt_rows)
+        fields.scored_indices, fields.prompt_targets = prompt_indices, targets
+    return _finish(batch, fields, sampled=sampled, is_decode=False, prompt_rows=prompt_rows)
 
 
 def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) -> StepPlan:
@@ -105,16 +99,15 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     def padded(values: np.ndarray) -> np.ndarray:
         return np.pad(values, (0, num_rows - batch.num_tokens))
 
-    inputs = {name: padded(values) for name, values in tokens.items()} | {
-        "req_pool_indices": padded(np.repeat(batch.rows, batch.num_new)),
-        "seq_lens": padded(tokens["positions"]) + 1,
-    }
-    extras = {"sampled_slots": slots}
-    if prompt_rows.size:
-        extras["prompt_targets"] = targets
+    fields = StepFields(
+        **{name: padded(values) for name, values in tokens.items()},
+        req_pool_indices=padded(np.repeat(batch.rows, batch.num_new)),
+        seq_lens=padded(tokens["positions"]) + 1,
+        sampled_slots=slots,
+        prompt_targets=targets if prompt_rows.size else None,
+    )
     return StepPlan(
-        inputs=inputs,
-        extras=extras,
+        fields=fields,
         is_decode=True,
         sampled=sampled,
         token_indices=last_rows,
@@ -126,8 +119,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
 
 def _finish(
     batch: ScheduledBatch,
-    inputs: dict[str, np.ndarray],
-    extras: dict[str, np.ndarray],
+    fields: StepFields[np.ndarray],
     *,
     sampled: np.ndarray,
     is_decode: bool,
@@ -135,8 +127,7 @@ def _finish(
 ) -> StepPlan:
     """A plan in which only sampled rows have logits, and only scored ones have scores."""
     return StepPlan(
-        inputs=inputs,
-        extras=extras,
+        fields=fields,
         is_decode=is_decode,
         sampled=sampled,
         token_indices=np.arange(len(sampled)),

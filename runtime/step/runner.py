@@ -10,7 +10,7 @@ step/plan.py plans inputs and outputs. Used by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +31,7 @@ from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.output import ScoreTable, StepOutput
 from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step
+from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.decode_loop import Turn
@@ -57,7 +58,7 @@ class StepHandle:
         token_ids = np.full(self._batch.num_requests, NO_TOKEN, dtype=np.int64)
         if tokens is not None:
             token_ids[plan.sampled] = tokens[plan.token_indices]
-        targets = plan.extras.get("prompt_targets")
+        targets = plan.fields.prompt_targets
         return StepOutput(
             token_ids=token_ids,
             requests=self._batch.requests,
@@ -124,11 +125,10 @@ class StepRunner:
             return None
         self._follow_slots(batch)
         self.state.flush()
-        inputs, flags = plan.inputs, self.state.flags
-        decode = self._runner.decode(inputs["req_pool_indices"], inputs["seq_lens"], inputs["out_cache_loc"])
+        fields, flags = plan.fields, self.state.flags
+        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
         if not flags.chooses_plainly:  # then the graph's choice is not used
-            fields = {"req_pool_indices": decode.rows, "seq_lens": decode.seq_lens}
-            return self._sample(batch, plan, fields, LogitsProcessorOutput(decode.logits))
+            return self._sample(batch, plan, LogitsProcessorOutput(decode.logits), (decode.rows, decode.seq_lens))
         if flags.max_logprobs is None:
             scores = None
         else:
@@ -137,17 +137,13 @@ class StepRunner:
         return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
-        fields = self._upload(plan, self._page_writes(batch))
+        if batch.page_ids.size:
+            plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
+            plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+        fields = self._upload(plan.fields)
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
         self._follow_slots(batch)  # while the device is busy
-        return self._sample(batch, plan, fields, output)
-
-    def _page_writes(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
-        """The slots of new pages, to be written into the device's table; empty if there are no new pages."""
-        if not batch.page_ids.size:
-            return {}
-        places = self._pages.places_of(batch.page_rows, batch.page_positions)
-        return {"page_places": places, "page_slots": self._pages.slots_of(batch.page_ids)}
+        return self._sample(batch, plan, output, fields.sampled, fields)
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
         config = self._runner.config
@@ -155,68 +151,71 @@ class StepRunner:
             return plan_fixed_rows(batch, self._pages, config.runtime.max_num_batched_tokens)
         return plan_step(batch, self._pages)
 
-    def _upload(self, plan: StepPlan, page_writes: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The plan's arrays on the device, by name; inputs of the model in the graphs' own places if they fit.
+    def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
+        """The arrays on the device; inputs of the model in the graphs' own places if they fit.
 
         Also enters new pages in the device's table, as they come with the same copy.
         """
         device, graphs = self._runner.device, self._runner.graph_runner
-        num_tokens, num_rows = plan.inputs["positions"].size, plan.inputs["seq_lens"].size
-        others = plan.extras | page_writes
-        if graphs is not None and graphs.inputs.holds(num_tokens, num_rows):
-            fields = graphs.inputs.upload(plan.inputs, others)
+        if graphs is not None and graphs.inputs.holds(arrays.positions.size, arrays.seq_lens.size):
+            fields = graphs.inputs.upload(arrays)
         else:
-            fields = upload_fields(plan.inputs | others, self._uploads, device)
-        if page_writes:
-            self._runner.req_to_token_pool.write_page_slots(fields["page_places"], fields["page_slots"])
+            fields = StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
+        if fields.page_places is not None and fields.page_slots is not None:
+            self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots)
         return fields
 
-    def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor]) -> ForwardBatch:
-        rows, input_ids = fields["req_pool_indices"], fields["input_ids"]
+    def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
+        rows, input_ids = fields.req_pool_indices, fields.input_ids
         if batch.num_decodes:
             torch.index_select(self._last_tokens, 0, rows[: batch.num_decodes], out=input_ids[: batch.num_decodes])
         if plan.is_decode:
             return self._runner.prepare_forward_batch_decode(
                 input_ids,
                 rows,
-                fields["seq_lens"],
-                fields["out_cache_loc"],
-                seq_lens_cpu=torch.from_numpy(plan.inputs["seq_lens"].astype(np.int32, copy=False)),
-                positions=fields["positions"],
+                fields.seq_lens,
+                fields.out_cache_loc,
+                seq_lens_cpu=torch.from_numpy(plan.fields.seq_lens.astype(np.int32, copy=False)),
+                positions=fields.positions,
             )
+        num_new, prefix_lens = fields.num_new, fields.prefix_lens
+        assert num_new is not None and prefix_lens is not None, "a plan that is no decode has both"
         forward_batch = self._runner.prepare_forward_batch_extend(
             input_ids,
             rows,
-            fields["seq_lens"],
-            fields["num_new"],
-            fields["prefix_lens"],
-            fields["out_cache_loc"],
+            fields.seq_lens,
+            num_new,
+            prefix_lens,
+            fields.out_cache_loc,
             num_decodes=batch.num_decodes,
             extend_seq_lens_cpu=torch.from_numpy(batch.num_new.copy()),
             extend_prefix_lens_cpu=torch.from_numpy(batch.prefix_lens.copy()),
-            return_logprob="scored_indices" in fields,
-            positions=fields["positions"],
+            return_logprob=fields.scored_indices is not None,
+            positions=fields.positions,
         )
-        forward_batch.logits_indices = fields["logits_indices"]
+        forward_batch.logits_indices = fields.logits_indices
         return forward_batch
 
     def _sample(
-        self, batch: ScheduledBatch, plan: StepPlan, fields: dict[str, torch.Tensor], output: LogitsProcessorOutput
+        self,
+        batch: ScheduledBatch,
+        plan: StepPlan,
+        output: LogitsProcessorOutput,
+        sampled_rows: tuple[torch.Tensor, torch.Tensor],
+        fields: StepFields[torch.Tensor] | None = None,
     ) -> _Results:
+        """Chooses the tokens of `sampled_rows` (StepFields.sampled); scores prompts, which need `fields`."""
         tokens = scores = prompt_scores = all_scores = None
         logits = output.next_token_logits
         if plan.sampled.size:
-            slots = fields.get("sampled_slots", fields["req_pool_indices"])
-            positions = fields.get("sampled_positions", fields["seq_lens"])
+            slots, positions = sampled_rows
             sampled = self._sampler(logits, self.state, slots, self.state.flags, positions)
             tokens, scores = sampled.token_ids, sampled.logprobs
             all_scores = self._score_all(batch, plan, logits)
             # The next step may be under way before the host knows that there was no token: its embedding needs an id.
             self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
-        if output.logits_of is not None:
-            prompt_scores = self._score(output.logits_of, plan, fields["scored_indices"], fields["prompt_targets"])
-        elif plan.prompt_rows.size:
-            prompt_scores = token_logprobs(logits, fields["prompt_targets"], plan.prompt_num_top)
+        if fields is not None and fields.prompt_targets is not None:
+            prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
         # Also for a step without results: the host must not run ahead of the device without bound.
         buffer = self._downloads.next(0 if tokens is None else tokens.nbytes)
         token_ids = None
@@ -233,18 +232,16 @@ class StepRunner:
         indices = upload(plan.token_indices[np.searchsorted(plan.sampled, rows)], logits.device)
         return rows, all_logprobs(logits.index_select(0, indices))
 
-    def _score(
-        self,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
-        plan: StepPlan,
-        indices: torch.Tensor,
-        targets: torch.Tensor,
+    def _score_prompts(
+        self, plan: StepPlan, fields: StepFields[torch.Tensor], targets: torch.Tensor, output: LogitsProcessorOutput
     ) -> TokenLogprobs:
-        """Log-probabilities of `targets` [N] at `indices` [N]; with the logits of a part of them at a time."""
+        """Log-probabilities of `targets` [N]; with the logits of a part of them at a time."""
+        if fields.scored_indices is None or output.logits_of is None:
+            return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top)
         num_rows = max(1, _SCORED_LOGITS // self._runner.vocab_size)
-        parts = zip(indices.split(num_rows), targets.split(num_rows), strict=True)
+        parts = zip(fields.scored_indices.split(num_rows), targets.split(num_rows), strict=True)
         return TokenLogprobs.concatenate(
-            [token_logprobs(logits_of(part), part_targets, plan.prompt_num_top) for part, part_targets in parts]
+            [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )
 
     def _follow_slots(self, batch: ScheduledBatch) -> None:

@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
+from mllm_compile.runtime.step_fields import INPUTS, StepFields
 from tests.runtime.attention.attention_cases import make_case, make_layer
 
-NAMES = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+
+def values(num_tokens: int, num_requests: int, **others: np.ndarray) -> StepFields[np.ndarray]:
+    sizes = dict.fromkeys(INPUTS[:3], num_tokens) | dict.fromkeys(INPUTS[3:], num_requests)
+    inputs = {name: np.arange(size) + 10 * i + 2 for i, (name, size) in enumerate(sizes.items())}
+    return StepFields(**inputs, **others)
 
 
-def values(num_tokens: int, num_requests: int) -> dict[str, np.ndarray]:
-    sizes = dict.fromkeys(NAMES[:3], num_tokens) | dict.fromkeys(NAMES[3:], num_requests)
-    return {name: np.arange(size) + 10 * i + 2 for i, (name, size) in enumerate(sizes.items())}
+def numbers(fields: StepFields) -> dict[str, list[int]]:
+    return {name: value.tolist() for name, value in (fields.inputs() | fields.others()).items()}
 
 
 def inputs_padded_by(padding_len: int) -> StepInputs:
@@ -42,11 +46,11 @@ def test_padding_requests_are_as_long_as_attention_asks_for(padding_len):
 def test_an_upload_fills_the_places_and_pads_behind_them(inputs):
     inputs.upload(values(8, 4))
     fields = inputs.upload(values(5, 2))
-    assert {name: field.tolist() for name, field in fields.items()} == {k: v.tolist() for k, v in values(5, 2).items()}
-    for name in NAMES:
+    assert numbers(fields) == numbers(values(5, 2))
+    for name in INPUTS:
         place = getattr(inputs, name)
-        assert fields[name].data_ptr() == place.data_ptr()
-        assert set(place[len(fields[name]) :].tolist()) == {1 if name == "seq_lens" else 0}
+        assert getattr(fields, name).data_ptr() == place.data_ptr()
+        assert set(place[len(getattr(fields, name)) :].tolist()) == {1 if name == "seq_lens" else 0}
     assert inputs.seq_lens_cpu.tolist() == [42, 43, 1, 1]
     assert (inputs.seq_lens.dtype, inputs.positions.dtype) == (torch.int32, torch.int64)
 
@@ -54,18 +58,19 @@ def test_an_upload_fills_the_places_and_pads_behind_them(inputs):
 def test_more_uploads_than_host_buffers_still_bring_the_last_values(inputs):
     for count in range(1, 8):
         fields = inputs.upload(values(count, 1))
-    assert fields["positions"].tolist() == values(7, 1)["positions"].tolist()
+    assert numbers(fields) == numbers(values(7, 1))
 
 
 @pytest.mark.parametrize("num_pages", [3, 2000])
 def test_what_else_a_step_has_comes_with_its_inputs_however_much_it_is(inputs, num_pages):
-    others = {"page_slots": np.arange(64 * num_pages), "page_places": np.arange(num_pages), "empty": np.arange(0)}
+    others = {"page_slots": np.arange(64 * num_pages), "page_places": np.arange(num_pages), "num_new": np.arange(0)}
     for seed in range(6):
-        fields = inputs.upload(values(5, 2), {name: array + seed for name, array in others.items()})
-        assert fields["page_slots"].dtype == torch.int32
-        assert {name: fields[name].tolist() for name in others} == {k: (v + seed).tolist() for k, v in others.items()}
-        assert fields["positions"].tolist() == inputs.positions[:5].tolist() == values(5, 2)["positions"].tolist()
-    assert set(inputs.upload(values(5, 2))) == set(NAMES)
+        arrays = values(5, 2, **{name: array + seed for name, array in others.items()})
+        fields = inputs.upload(arrays)
+        assert (fields.page_slots.dtype, fields.page_places.dtype) == (torch.int32, torch.int64)
+        assert numbers(fields) == numbers(arrays)
+        assert inputs.positions[:5].tolist() == arrays.positions.tolist()
+    assert inputs.upload(values(5, 2)).others() == {}
 
 
 def test_what_fits_is_decided_by_tokens_and_requests(inputs):
@@ -90,17 +95,17 @@ def test_a_batch_made_elsewhere_is_copied_in_and_padded(inputs):
 def test_a_batch_that_is_in_its_places_is_left_there(inputs):
     batch = make_case(make_layer(), [3, 9], [1, 1]).batch
     fields = inputs.upload(
-        {
-            "input_ids": np.array([5, 6]),
-            "positions": batch.positions.numpy(),
-            "out_cache_loc": batch.out_cache_loc.numpy(),
-            "req_pool_indices": batch.req_pool_indices.numpy(),
-            "seq_lens": batch.seq_lens.numpy(),
-        }
+        StepFields(
+            input_ids=np.array([5, 6]),
+            positions=batch.positions.numpy(),
+            out_cache_loc=batch.out_cache_loc.numpy(),
+            req_pool_indices=batch.req_pool_indices.numpy(),
+            seq_lens=batch.seq_lens.numpy(),
+        )
     )
-    for name, place in fields.items():
+    for name, place in fields.inputs().items():
         setattr(batch, name, place)
-    before = [getattr(inputs, name).clone() for name in NAMES]
+    before = [getattr(inputs, name).clone() for name in INPUTS]
     inputs.take_tokens(batch, padded=4)
     inputs.take_requests(batch, padded=4)
-    assert all(torch.equal(getattr(inputs, name), old) for name, old in zip(NAMES, before, strict=True))
+    assert all(torch.equal(getattr(inputs, name), old) for name, old in zip(INPUTS, before, strict=True))

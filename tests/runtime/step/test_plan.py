@@ -44,13 +44,13 @@ def pages(mixed_batch):
 def test_a_mixed_step_samples_the_last_tokens_and_scores_the_prompt_s(mixed_batch, pages):
     plan = plan_step(mixed_batch, pages)
     assert not plan.is_decode
-    assert plan.inputs["input_ids"].tolist() == [0, 11, 12, 13, 14, 15, 21, 22]
-    assert plan.inputs["positions"].tolist() == [3, 0, 1, 2, 3, 4, 0, 1]
-    assert plan.extras["logits_indices"].tolist() == [0, 5]
-    assert plan.extras["sampled_positions"].tolist() == [4, 5]
+    assert plan.fields.input_ids.tolist() == [0, 11, 12, 13, 14, 15, 21, 22]
+    assert plan.fields.positions.tolist() == [3, 0, 1, 2, 3, 4, 0, 1]
+    assert plan.fields.logits_indices.tolist() == [0, 5]
+    assert plan.fields.sampled_positions.tolist() == [4, 5]
     assert plan.sampled.tolist() == [0, 1]
-    assert plan.extras["scored_indices"].tolist() == [1, 2, 3, 4]
-    assert plan.extras["prompt_targets"].tolist() == [12, 13, 14, 15]
+    assert plan.fields.scored_indices.tolist() == [1, 2, 3, 4]
+    assert plan.fields.prompt_targets.tolist() == [12, 13, 14, 15]
     assert plan.prompt_rows.tolist() == [1] * 4 and plan.prompt_num_top == 2
 
 
@@ -58,16 +58,16 @@ def test_fixed_rows_are_a_decode_of_one_token_each_and_padding(mixed_batch, page
     a, b, c = mixed_batch.rows.tolist()
     plan = plan_fixed_rows(mixed_batch, pages, num_rows=10)
     assert plan.is_decode
-    assert plan.inputs["req_pool_indices"].tolist() == [a, b, b, b, b, b, c, c, 0, 0]
-    assert plan.inputs["input_ids"].tolist() == [0, 11, 12, 13, 14, 15, 21, 22, 0, 0]
-    assert plan.inputs["positions"].tolist() == [3, 0, 1, 2, 3, 4, 0, 1, 0, 0]
-    assert plan.inputs["seq_lens"].tolist() == [4, 1, 2, 3, 4, 5, 1, 2, 1, 1]
+    assert plan.fields.req_pool_indices.tolist() == [a, b, b, b, b, b, c, c, 0, 0]
+    assert plan.fields.input_ids.tolist() == [0, 11, 12, 13, 14, 15, 21, 22, 0, 0]
+    assert plan.fields.positions.tolist() == [3, 0, 1, 2, 3, 4, 0, 1, 0, 0]
+    assert plan.fields.seq_lens.tolist() == [4, 1, 2, 3, 4, 5, 1, 2, 1, 1]
     first, second, third = (10 * row * PAGE_SIZE for row in (a, b, c))
     slots = [first + 3, *range(second, second + 5), third, third + 1]
-    assert plan.inputs["out_cache_loc"].tolist() == [*slots, 0, 0]
-    assert plan.extras["sampled_slots"].tolist() == [a, 0, 0, 0, 0, b, 0, 0, 0, 0]
+    assert plan.fields.out_cache_loc.tolist() == [*slots, 0, 0]
+    assert plan.fields.sampled_slots.tolist() == [a, 0, 0, 0, 0, b, 0, 0, 0, 0]
     assert plan.sampled.tolist() == [0, 1] and plan.token_indices.tolist() == [0, 5]
-    assert plan.extras["prompt_targets"].tolist() == [0, 12, 13, 14, 15, 0, 0, 0, 0, 0]
+    assert plan.fields.prompt_targets.tolist() == [0, 12, 13, 14, 15, 0, 0, 0, 0, 0]
     assert plan.score_indices.tolist() == [1, 2, 3, 4]
 
 
