@@ -1,7 +1,7 @@
 """JSON that came from elsewhere: parsed within bounds, and made into dataclasses by the types of their fields.
 
 `json.loads` alone raises RecursionError, keeps numbers of thousands of digits, and makes gigabytes of objects of some
-megabytes of brackets. What is read as a dataclass has every field's type, or is refused by the field's name.
+megabytes of brackets. A dataclass that is read has every field's type, or is refused by the field's name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
 
-Steps of an engine are made by step/runner.py, which turns a ScheduledBatch into a ForwardBatch and its logits into
-tokens.
+step/runner.py makes an engine's steps: it turns a ScheduledBatch into a ForwardBatch, and its logits into tokens.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab.
 """

@@ -4,7 +4,7 @@ Two requests are packed into one flat batch, at far-apart positions; where piece
 token alone, and the two requests so often that every kernel of their linears and the forms for any number run. A model
 that carries state from token to token, that reads its neighbours by place instead of by attention, or that a pass or
 Inductor broke, gives other logits than Transformers gives each request alone. The weights are small_weights.py's, so an
-8B model needs one layer's memory. What such batches do not reach is check/kernels.py's.
+8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
 """
 
 from __future__ import annotations

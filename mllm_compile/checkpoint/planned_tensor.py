@@ -1,8 +1,8 @@
 """A tensor of a checkpoint as a description: the parts of files that it is put together from.
 
-Transformers' own conversion operations (stack experts, join gate and up, split a fused qkv, transpose) run on these;
-what comes out says where each byte of a weight will come from, and the weight loader does it when the weights are
-loaded. Any operation that is not a mere rearrangement raises TypeError.
+Transformers' own conversion operations (stack experts, join gate and up, split a fused qkv, transpose) run on these.
+The result says where each byte of a weight will come from, and the weight loader does it at load time. Any operation
+that is not a mere rearrangement raises TypeError.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Resolves `model.path` to a local folder whose files can be served: config.json, weights, no quantisation.
 
-Hub ids are fetched with huggingface_hub. config.json is read as plain JSON; what it means is the tracer's business.
+Hub ids are fetched with huggingface_hub. config.json is read as plain JSON; the tracer interprets it.
 Transformers is imported only by `check_remote_code`, for the few folders that bring Python code.
 """
 

@@ -1,6 +1,6 @@
 """Makes a ResolvedConfig from the config, the model's folder and the device: every `auto` becomes a value, once.
 
-Nothing changes a value after this, and everything below reads this and never an `auto`. Each choice is kept with its
+No value changes after this, and all code below reads this and never an `auto`. Each choice is kept with its
 reason, to be printed. The numbers behind `auto` are the tables at the top.
 """
 

@@ -1,7 +1,7 @@
 """JSON files that carry their own sha256, so that a changed byte anywhere in them is seen.
 
-The seal finds damage, not forgery: who can write the file can seal it anew. Against that stand the folder's owner and
-mode (trusted_folder.py).
+The seal finds damage, not forgery: anyone who can write the file can seal it anew. The folder's owner and mode protect
+against that (trusted_folder.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reads files of a folder whose content gets executed: only what is ours, unwritable by others, and unchanged.
 
-The folder is opened once and everything is read below that handle, so a folder that is swapped for another afterwards
-changes nothing. A file is read once: the bytes that were hashed are the bytes that are used. What is promised with this
-is in docs/security.md.
+The folder is opened once and everything is read below that handle, so swapping it for another folder afterwards
+has no effect. A file is read once: the hashed bytes are the bytes in use. docs/security.md says what this promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Builds what packages share once: in a fork of the compiler process that begins before most is imported.
 
-A compile that needs it waits for that fork, which holds a lock until it ends, and looks what is there.
+A compile that needs it waits for that fork, which holds a lock until it ends, and uses the output if there is one.
 """
 
 from __future__ import annotations

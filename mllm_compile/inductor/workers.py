@@ -1,6 +1,6 @@
 """Compiles distinct pieces side by side: jobs for the compiler process, and what became of them.
 
-That process is started before tracing, so that importing Inductor (seconds) overlaps with it. What crosses the pipe is
+That process is started before tracing, so that importing Inductor (seconds) overlaps with it. The pipe carries
 JSON naming files; nothing is pickled.
 """
 

@@ -1,7 +1,7 @@
 """FlashInfer's kernels for a model, copied into its runtime, so that a machine without nvcc serves from it.
 
-Which kernels those are only FlashInfer and the backend know together. So the backend is made as an engine makes it,
-which loads (or builds) every kernel that a batch may get, and what FlashInfer then has registered is copied.
+Only FlashInfer and the backend together know which kernels those are. So the backend is made as an engine makes it,
+which loads (or builds) every kernel that a batch may get; then the kernels that FlashInfer has registered are copied.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The hook into Transformers: an attention implementation called "mllm" that emits one opaque op on flat tokens.
 
 Registered through Transformers' own AttentionInterface, so no model is changed. No mask function is registered under
-the name, hence Transformers builds no mask: causality and windows are the op's business. What a model says in a call
-that the op has no place for is written into the op's `refusals`, and the gate (mllm_compile/model/gate.py) reads it
-there.
+the name, hence Transformers builds no mask: the op does causality and windows. Arguments of a call that the op
+cannot express are written into its `refusals`, where the gate (mllm_compile/model/gate.py) reads them.
 """
 
 from __future__ import annotations

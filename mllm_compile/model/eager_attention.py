@@ -1,7 +1,7 @@
 """The other hook into Transformers: attention that runs, over the paged cache, for a model that is not compiled.
 
-As attention_hook.py, but every call does its work at once, through the op that the compiled program calls. Which layer
-it is follows from the order of the calls, as the names in the program did.
+Like attention_hook.py, but every call does its work at once, through the op that the compiled program calls. The order
+of the calls gives the layer, as it gave the names in the program.
 """
 
 from __future__ import annotations

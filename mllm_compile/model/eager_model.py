@@ -1,8 +1,8 @@
 """Serves with Transformers' own model in place of the compiled one (runtime.skip_compiled).
 
-For finding out whose a wrong answer is. Attention, KV cache, scheduling and sampling stay ours; graph, pieces and
-loading of weights are Transformers'. It takes memory and time: the weights are there twice, and every token of a step
-gets logits.
+Tells whether a wrong answer is Transformers' or ours. Attention, KV cache, scheduling and sampling stay ours; graph,
+pieces and loading of weights are Transformers'. It takes memory and time: the weights are there twice, and every token
+of a step gets logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transformers' own model, built without its weights: on meta, then as fake tensors of the target device.
 
-Owns what a trace needs of the model and what no checkpoint holds (non-persistent buffers, computed once on the CPU).
-Weights are runtime/weights/loader.py's business; which checkpoint tensor is which parameter is checkpoint/plan.py's.
+Owns the traced model and the buffers that no checkpoint holds (non-persistent ones, computed once on the CPU).
+runtime/weights/loader.py loads weights; checkpoint/plan.py assigns checkpoint tensors to parameters.
 """
 
 from __future__ import annotations

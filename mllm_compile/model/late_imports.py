@@ -2,8 +2,8 @@
 
 `transformers.modeling_utils` imports the losses of object detection, which import SciPy where that is installed, and
 what every model generates with imports assisted generation, which up to Transformers 5.17 imports scikit-learn, with
-SciPy and pandas: 4.9 s of a first compile on a machine with an H200, half of them for compiling their source. Both take
-one function. Here they are told that it is not there, and given one that imports it when it is called.
+SciPy and pandas: 4.9 s of a first compile on a machine with an H200, half of them for compiling their source. Both use
+one function. Here they are told that the package is not there, and get a function that imports it when called.
 
 To be removed when the oldest Transformers that is supported imports neither.
 """

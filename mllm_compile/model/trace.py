@@ -1,8 +1,8 @@
 """Traces a model once, whole, into one FX graph whose sizes are T tokens and S logit rows.
 
 torch.compile with a capturing backend and fullgraph; parameters are fake tensors, token ids and positions tiny real
-ones. T and S are *unbacked* symbols: a branch on either raises instead of being baked, so a finished trace is the proof
-that the graph holds for every size. What comes out has the placeholders `input_ids` [T], `positions` [T],
+ones. T and S are *unbacked* symbols: a branch on either raises instead of being baked, so a finished trace proves
+that the graph holds for every size. The graph has the placeholders `input_ids` [T], `positions` [T],
 `logits_indices` [S], and one per weight, `meta["weight_name"]` its fully-qualified name.
 """
 

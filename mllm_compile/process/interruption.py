@@ -1,7 +1,7 @@
 """Keeps interruptions from getting lost.
 
 A signal's handler raises wherever the main thread is. In a `__del__` or a callback of a weak reference Python reports
-what is raised and goes on: Ctrl-C would be a traceback on the terminal, and the work would continue.
+the exception and goes on: Ctrl-C would be a traceback on the terminal, and the work would continue.
 """
 
 from __future__ import annotations

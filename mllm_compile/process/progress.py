@@ -1,8 +1,8 @@
 """Shows the progress of long work: stages with a name, an optional count, and seconds.
 
-`Reporter` is what the compiler and the loader are handed. `reporter_for(stream)` picks the one that fits: bars on a
+The compiler and the loader get a `Reporter`. `reporter_for(stream)` picks the one that fits: bars on a
 terminal, plain lines for the command line elsewhere, the log "mllm_compile.progress" for a library call elsewhere. Bars
-and lines are for what takes long; all the rest is shown where details are asked for.
+and lines are for long stages; the rest is shown only with details.
 """
 
 from __future__ import annotations

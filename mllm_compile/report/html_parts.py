@@ -1,6 +1,6 @@
 """Pieces of HTML that the report is made of. Everything that comes from a runtime is escaped here.
 
-What is called a body, and every `Html`, is HTML already; all else is text.
+Arguments called `body`, and every `Html`, are HTML already; all others are text.
 """
 
 from __future__ import annotations

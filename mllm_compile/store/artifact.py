@@ -10,10 +10,9 @@
     graphs/                the graph after each pass, as text
     config.json, …         the model's own, for people who read the folder
     weights/               with --pack-weights: the weights in the program's own layout, as safetensors
-    measured/              what was measured on a device, one sealed file each (store/measurements.py); added while
-    serving
+    measured/              measurements of devices, one sealed file each (store/measurements.py); added while serving
 
-No pickle anywhere. Where folders lie and how they get there whole is store/publish.py's.
+No pickle anywhere. store/publish.py knows where folders lie and how they get there whole.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The key of a cached runtime: an explicit list of factors with their values, and the hash over them.
 
-A factor is whatever changes what a runtime holds: the program, its pieces, its kernels, where its weights lie, the
-tokenizer. Nothing else is in the key: no path, no file time, no environment, and of a batch's size only whether very
-many requests may decode, which have a kernel of their own. Values are text that people can compare; where one has parts
-(`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
+A factor is anything that changes a runtime's content: the program, its pieces, its kernels, the places of its weights,
+the tokenizer. Nothing else is in the key: no path, no file time, no environment. The batch size counts only by whether
+very many requests may decode, as these have a kernel of their own. Values are text that people can compare; if one has
+parts (`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
 """
 
 from __future__ import annotations

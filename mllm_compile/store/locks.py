@@ -1,6 +1,6 @@
 """Locks between processes, for compiling a key and for using the compilers' cache.
 
-What compilers keep between compiles lies beside the runtimes. All compiles that use it share a lock; removing it takes
+The compilers' cache lies beside the runtimes. All compiles that use it share a lock; removing it takes
 that lock alone. Where the file system has no locks, two compiles of one key both do the work, and nothing is removed.
 """
 

@@ -1,7 +1,7 @@
 """Measurements of a device, beside the runtime that they were made with: one sealed file a device.
 
 Keyed by the device's name and memory: an H100 and an H200 run the same code, but hold different numbers of KV pages. A
-damaged file is as good as none: what it held is measured again.
+damaged file counts as none: its values are measured again.
 """
 
 from __future__ import annotations

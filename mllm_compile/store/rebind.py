@@ -1,8 +1,8 @@
 """Finds the config and checkpoint that a runtime's folder serves when it is opened by itself, and whether the
 weights' data is what it was.
 
-Checkpoints of one shape share a runtime that holds no weights: a config brings its own. What the folder remembers, a
-config, a checkpoint's folder and the hashes of its data, is of one of them.
+Checkpoints of one shape share a runtime that holds no weights: a config brings its own. The folder stores a
+config, a checkpoint's folder and the hashes of its data for one of them.
 """
 
 from __future__ import annotations

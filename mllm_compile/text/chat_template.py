@@ -1,8 +1,8 @@
 """Chat messages to prompt text, by the Jinja template that comes with a model.
 
 Behaves as Transformers' `apply_chat_template`, without importing it. Templates are code from a stranger: they run in
-Jinja's immutable sandbox, see plain JSON data only, and are rendered in processes of their own, where time and memory
-have an end (template_process.py).
+Jinja's immutable sandbox, see plain JSON data only, and are rendered in processes of their own, with limits on time and
+memory (template_process.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Stop texts in a text that comes in pieces.
 
-Text that could be the beginning of a stop text is held back until it is or is not one, so that a stream never shows
-what the answer will not contain. How the text was cut into pieces does not change the outcome: the stop text that is
-complete first wins, the longest of several that end together.
+Text that could begin a stop text is held back until that is decided, so that a stream never shows text that the answer
+will not contain. The cuts between pieces do not change the outcome: the stop text that is complete first wins, the
+longest of several that end together.
 
 The engine's thread does this for every token, so its cost is per new character, whatever the stop texts are: they are
-one automaton (Aho and Corasick 1975), and what was looked at is not looked at again.
+one automaton (Aho and Corasick 1975), and no character is looked at twice.
 """
 
 from __future__ import annotations

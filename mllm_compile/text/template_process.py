@@ -1,7 +1,7 @@
 """Renders chat templates in processes that can be ended; they run template_server.py.
 
-A process starts with the first chat, in about a twentieth of a second, and is kept for the next ones; renders at the
-same time have one each, up to a limit, where the next ones wait. A template that does not end, or eats memory, costs
+A process starts with the first chat, in about a twentieth of a second, and is kept for the next ones; concurrent
+renders have one each, up to a limit; further ones wait. A template that does not end, or eats memory, costs
 its own process and its own request. Processes end with the object that started them, and with this process.
 """
 

@@ -1,11 +1,11 @@
 """The process that renders a model's chat templates; template_process.py starts it and talks to it.
 
-Templates are code from a stranger. Jinja's sandbox keeps them from reaching anything; that they end is left to the
-kernel: this process has a limit on its memory, each request a limit on its processor time, and who exceeds that is
-killed here, wherever it is, also in the middle of 10**(10**9). It knows nothing but the templates and the messages.
+Templates are code from a stranger. Jinja's sandbox keeps them from reaching anything; the kernel makes them end:
+this process has a limit on its memory, each request a limit on its processor time, and a template that exceeds one is
+killed here, even in the middle of 10**(10**9). This process knows only the templates and the messages.
 
 Behaves as Transformers' `apply_chat_template` (the same names are defined, whitespace is handled alike). Standard input
-is one end of a socket, template_protocol.py is what is said over it.
+is one end of a socket; template_protocol.py has its protocol.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text to token ids and back, from the `tokenizer.json` of a model, without Transformers.
 
 `export_tokenizer` runs at compile time and may import Transformers, to convert an older format once;
-`load_tokenizer` is what an engine starts from. A folder without a tokenizer serves prompts given as token ids.
+an engine starts from `load_tokenizer`. A folder without a tokenizer serves prompts given as token ids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host memory that copies to and from the device go through: pinned, made once, handed out in turn.
 
 Allocating pinned memory for every step costs more host time than the copy. A buffer comes back after `NUM_BUFFERS - 1`
-others; by then the copy that it was last used for is over, or is waited for.
+others; by then its last copy is over, or is waited for.
 """
 
 from __future__ import annotations

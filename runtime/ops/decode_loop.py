@@ -1,8 +1,8 @@
 """The work before and after the model in a captured decode: inputs made ready, tokens chosen and handed on.
 
 Triton by hand, as `torch.library.triton_op`: pieces of the program (mllm_compile/kernels/decode_loop.py). Only the
-piece compiler imports this module: a loaded package needs neither Triton nor these ops. What the tensors are, and who
-writes them when, is cuda_graph/decode_loop.py's.
+piece compiler imports this module: a loaded package needs neither Triton nor these ops. cuda_graph/decode_loop.py
+explains the tensors and who writes them when.
 
 Shape legend: S rows of the captured step, M most rows of any, R rows of the slot table and C columns, W pages of a row,
 V vocab, B blocks of BLOCK logits.

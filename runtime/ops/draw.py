@@ -3,9 +3,9 @@
 Triton by hand, as `torch.library.triton_op`: it is a piece of the program (mllm_compile/kernels/sampling.py). Only the
 piece compiler imports this module: a loaded package needs neither Triton nor this op.
 
-A row's draw depends on its own logits, temperature, seed and position alone. A score is what torch makes of a logit and
-a temperature to the last bit, and a block's sum does not depend on its order: so a row draws the same token from its
-logits here as from scores that were computed before, which is what rows get whose neighbours filter theirs.
+A row's draw depends on its own logits, temperature, seed and position alone. A score equals torch's, from a logit and a
+temperature, to the last bit, and a block's sum does not depend on its order. So a row draws the same token from its
+logits here as from scores that were computed before, as for rows whose neighbours filter theirs.
 
 Shape legend: S rows, V vocab, B blocks of BLOCK logits.
 """

@@ -4,9 +4,9 @@ Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compi
 of the program (mllm_compile/kernels/decode_attention.py). Only the piece compiler imports this module: a loaded package
 needs neither Triton nor this op.
 
-How many blocks a request gets is the caller's choice by the number of requests alone; a block without keys ends at
-once. The last block of a head to end adds up what the others left, always in the same order. So of the other requests
-only how many they are changes a request's numbers, and the deterministic mode holds that fixed.
+The caller chooses the number of blocks of a request by the number of requests alone; a block without keys ends at once.
+The last block of a head to end adds up the others' results, always in the same order. So only the number of other
+requests changes a request's numbers, and the deterministic mode holds that fixed.
 
 `examples/decode_attention_speed.py` compares it with FlashInfer's kernels.
 

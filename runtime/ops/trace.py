@@ -1,8 +1,8 @@
 """The op that stands for attention while a model is traced; a pass lowers it to runtime/ops/attention.py's
 attention_with_output.
 
-Tokens are flat and requests packed, so the op carries all that the interface of Transformers says about one call; what
-the op cannot express is named in `refusals` for the gate. Defined with torch.library's define/impl because calling a
+Tokens are flat and requests packed, so the op carries all that the interface of Transformers says about one call, and
+`refusals` names for the gate what it cannot express. Defined with torch.library's define/impl because calling a
 `torch.library.custom_op` imports Dynamo and Inductor.
 """
 

@@ -1,7 +1,7 @@
 """SamplingParams: what a user asks of one request, under vLLM's names and defaults, checked when it is made.
 
-Pure Python: no torch. The per-token fields are carried out by runtime/sampling/sampler.py, the stopping ones by the
-scheduler and the engine's detokenizer. Every field works or is refused here; none is accepted and ignored. Nothing
+Pure Python: no torch. runtime/sampling/sampler.py carries out the per-token fields, the scheduler and the engine's
+detokenizer the stopping ones. Every field works or is refused here; none is accepted and ignored. Nothing
 below this looks at a value's range again, so each is checked as the float32 or int64 that it becomes on the device.
 """
 

@@ -5,7 +5,7 @@ The way of a row's logits: bias, penalties, forbidden tokens; then argmax for a 
 row that does not use it bit for bit as it was, so a row's token is the same in any batch that gives it these logits.
 
 A row whose logits hold NaN or inf, or nothing but -inf, gets NO_TOKEN. It is found by the largest of its logits, and
-travels home in the token's place: nothing waits for it, and no other row's token changes.
+reaches the host in the token's place: nothing waits for it, and no other row's token changes.
 
 Ties: an argmax takes the lowest token id (the kernel's does; torch.argmax on CPU does, and on CUDA, as tests check).
 

@@ -1,7 +1,6 @@
 """Brings weights to their final, packed place on the device: from safetensors by name, or seeded random ones.
 
-What goes where was decided when the model was compiled (WeightSpec); how bytes get from a file to the device is
-weights/stream.py's.
+The compiler decided what goes where (WeightSpec); weights/stream.py brings bytes from a file to the device.
 """
 
 from __future__ import annotations

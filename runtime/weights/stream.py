@@ -1,8 +1,8 @@
 """Brings byte ranges of files into tensors: several readers, and on CUDA a small ring of pinned memory.
 
 On CUDA a reader copies a chunk from the page cache into one of its pinned buffers and goes on with the other while the
-copy engine takes it to the device, on a stream of its own. On a CPU a reader reads straight into the tensor. What needs
-another dtype, or does not lie in one stretch, is brought over as it is and converted on the device.
+copy engine takes it to the device, on a stream of its own. On a CPU a reader reads straight into the tensor. A tensor
+that needs another dtype, or does not lie in one stretch, is copied as it is and converted on the device.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Packed weights are compared with it at every start, on the device: a GPU reads its memory a hundred times as fast as a
 core computes sha256. A change within one word is always found, any other missed by chance alone (2^-64). It finds
-damage, not forgery: who can write the weights can write their sums too; against that stand the files' owner and mode.
+damage, not forgery: anyone who can write the weights can write their sums too; the files' owner and mode protect
+against that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a process for one measurement that ends with its starter, and silently when that is interrupted.
 
-It leads a process group, so that Ctrl-C reaches the starter alone, who ends it by SIGTERM (process/interruption.py).
+It leads a process group, so that Ctrl-C reaches the starter alone, which ends it by SIGTERM (process/interruption.py).
 """
 
 from __future__ import annotations

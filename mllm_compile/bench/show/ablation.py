@@ -1,8 +1,8 @@
 """Measures what each lever brings: the latency work with all of them, without one after another, and without any.
 
 A lever is a pass that can be left out, or a choice of the config that can be switched off. Each variant is a compiled
-runtime and a process of its own. What is complete is measured first and last: how far the two are apart says what a
-difference between variants is worth.
+runtime and a process of its own. The complete variant is measured first and last: the distance between the two shows
+the noise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ops that pieces for few tokens call on Hopper: schemas, fakes, and launches of the runtime's own binaries.
 
-Registered as runtime/ops/attention.py has it. What a kernel computes is lanes.cu's, rows.cu's, tiles.cu's or wide.cu's;
+Registered as in runtime/ops/attention.py. lanes.cu, rows.cu, tiles.cu and wide.cu do the computing;
 a norm between two linears works as in runtime/ops/few_tokens.py: the first linear leaves h · norm_weight and sums of
 squares of h, the second one multiplies by the norm's factor.
 
