@@ -30,58 +30,24 @@ from mllm_compile.version import __version__
 # Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
 # are launched (threads, shared memory, arguments).
 FORMAT_VERSION = 19
-# Sources that decide what is compiled; a change in any of them is a miss.
-_SHAPING_SOURCES = (
-    "model/*.py",
-    "compiler/lowering.py",
-    "compiler/program_builder.py",
-    "kernels/decode_attention.py",
-    "kernels/decode_loop.py",
-    "check/decode_loop.py",
-    "kernels/sampling.py",
-    "kernels/piece.py",
-    "check/program.py",
-    "check/kernels.py",
-    "checkpoint/plan.py",
-    "checkpoint/keys.py",
-    "checkpoint/planned_tensor.py",
-    "compiler/piece_source.py",
-    "inductor/compile_piece.py",
-    "inductor/job.py",
-    "inductor/toolchain.py",
-    "inductor/patches/*.py",
-    "kernels/cuda.py",
-    "kernels/nvrtc.py",
-    "runtime/sampling/counter_rng.py",
-    "runtime/ops/turns.py",
-    "runtime/ops/decode_loop.py",
-    "runtime/ops/dependent_launch.py",
-    "runtime/ops/draw.py",
-    "runtime/ops/greedy.py",
-    "runtime/ops/rope_cache.py",
-    "runtime/ops/few_tokens.py",
-    "runtime/ops/few_tokens_shapes.py",
-    "runtime/ops/silu_mul.py",
-    "runtime/cuda/*.py",
-    "runtime/cuda/*.cuh",
-    "runtime/ops/gated_linear/*.py",
-    "runtime/ops/gated_linear/*.cu",
-    "runtime/attention/hopper/*.py",
-    "runtime/attention/hopper/*.cu",
-    "runtime/attention/hopper/*.cuh",
-    "runtime/ops/stream_linear/*.py",
-    "runtime/ops/stream_linear/*.cu",
-    "runtime/ops/stream_linear/*.cuh",
-    "runtime/ops/single_token.py",
-    "runtime/ops/single_token_shapes.py",
-    "runtime/ops/split_decode.py",
-    "runtime/attention/split/splits.py",
-    "runtime/sampling/state.py",
-    "runtime/ops/trace.py",
-    "runtime/weights/loader.py",
-    "runtime/program/executor.py",
-    "runtime/program/spec.py",
+# Rooms that shape packages, stored programs or packed weights: a change in any of their sources is a miss. passes/ is a
+# factor of its own.
+_SHAPING_ROOMS = (
+    "check",
+    "checkpoint",
+    "compiler",
+    "inductor",
+    "kernels",
+    "model",
+    "runtime/attention/hopper",
+    "runtime/attention/split",
+    "runtime/cuda",
+    "runtime/ops",
+    "runtime/program",
+    "runtime/sampling",
+    "runtime/weights",
 )
+_SOURCE_SUFFIXES = (".py", ".cu", ".cuh")  # what Python and editors leave beside them is no source
 # Factors of the machine that loads a runtime's binaries.
 MACHINE_FACTORS = (
     "mllm_compile",
@@ -218,7 +184,8 @@ def _text(model: ModelFolder) -> str:
 @cache
 def _sources() -> str:
     root = Path(__file__).parents[1]
-    return _file_hashes(root, (path for pattern in _SHAPING_SOURCES for path in root.glob(pattern)))
+    paths = (path for room in _SHAPING_ROOMS for path in (root / room).rglob("*"))
+    return _file_hashes(root, (path for path in paths if path.suffix in _SOURCE_SUFFIXES))
 
 
 def _passes(disabled: Iterable[str]) -> str:
