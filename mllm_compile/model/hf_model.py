@@ -157,7 +157,7 @@ def compute_constants(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], 
     for module_name, module in model.named_modules():
         owner = _owner(model, module_name)
         names = [n for n, b in module._buffers.items() if b is not None and n in module._non_persistent_buffers_set]
-        # From two different beginnings: what is filled comes out the same.
+        # From two different beginnings: filled buffers come out the same.
         first, second = (_initialised(owner, module, names, filler) for filler in (0, 1))
         for name in names:
             full_name = f"{module_name}.{name}" if module_name else name

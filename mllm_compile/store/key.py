@@ -27,7 +27,7 @@ from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
 from mllm_compile.text.tokenizer import tokenizer_files
 from mllm_compile.version import __version__
 
-# Raised with whatever makes runtimes of before unreadable or wrong: their files, what a program says, and how binaries
+# Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries
 # are launched (threads, shared memory, arguments).
 FORMAT_VERSION = 19
 # Rooms that shape packages, stored programs or packed weights: a change in any of their sources is a miss. passes/ is a

@@ -235,7 +235,7 @@ def _draw(
     scores = padded_scores(logits, temperatures)
     has_token = _is_finite(scores.amax(dim=-1))  # of NaN torch makes NaN
     if is_filtered:
-        # Filters may drop what is no number, or search for ever among such.
+        # Filters may drop NaN and inf, or search for ever among them.
         scores.masked_fill_(~has_token[:, None], 0.0)
         scores = filter_scores(scores, top_ks, top_ps, log_min_ps)
     if pieces is None:

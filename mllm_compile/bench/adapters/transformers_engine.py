@@ -1,4 +1,4 @@
-"""Transformers' own generate: what a user has without any engine."""
+"""Runs Transformers' own generate, the baseline without any engine."""
 
 from __future__ import annotations
 

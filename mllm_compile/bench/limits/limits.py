@@ -38,7 +38,7 @@ class ModelFigures:
 
     @property
     def weight_bytes(self) -> int:
-        """Read in every step; an embedding table that is not the head is left out, as only few of its rows are."""
+        """Bytes read in every step; an embedding table that is not the head is left out, as few of its rows are."""
         return (self.layer_params + self.head_params) * self.weight_itemsize
 
     def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
@@ -91,7 +91,7 @@ def with_throughput_limits(
 
 
 def _mixed_seconds(call: Call, figures: ModelFigures, ceilings: Ceilings) -> float:
-    """All prompts at once, then all requests side by side, each until its last token."""
+    """Seconds of all prompts at once, then of all requests side by side, each until its last token."""
     prompt_lens = [len(prompt) for prompt in call.prompts]
     seconds = figures.prefill_seconds(ceilings, prompt_lens)
     for made in range(1, max(call.max_tokens)):  # the prefill gave each its first token

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: each kernel's bytes, its time, and what it loses against the ceilings.
+"""Shows where the time of a decode step goes: each kernel's bytes, time, and loss against the ceilings.
 
 Bytes are those that have to move, not those that a kernel happened to move: a matrix and its rows for a GEMM, the KV
 cache for an attention, and for whatever runs between two GEMMs what the first wrote and the second reads. Kernels
@@ -246,7 +246,7 @@ def _limit_us(job: Job, ceilings: Ceilings) -> float:
 
 
 def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[Job]:
-    """GEMMs get their matrices; those between two of them share what the first wrote and the second reads."""
+    """Jobs of a piece: GEMMs get their matrices; kernels between two share what one wrote and the other reads."""
     matrices = piece.matrices
     gemms = _gemm_positions(kernels, len(matrices))
     if gemms is None:
@@ -285,7 +285,7 @@ def _gemm_positions(kernels: Sequence[TracedKernel], count: int) -> list[int] | 
 
 
 def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[Job]:
-    """The longest kernel does all that the piece does."""
+    """Jobs of a fused piece: the longest kernel does all that the piece does."""
     first, last = piece.matrices[0].name, piece.matrices[-1].name
     label = first if first == last else f"{first} … {last}"
     moved = piece.in_bytes + piece.out_bytes + sum(matrix.num_bytes for matrix in piece.matrices)
@@ -294,7 +294,7 @@ def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: 
 
 
 def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[Job]:
-    """The longest kernel reads the cache; the others, if any (writing it, merging), move the new tokens' part."""
+    """Jobs of an attention: the longest kernel reads the cache; others (writing, merging) move the new part."""
     name = f"attention {attention.name}"
     if len(kernels) == 1:
         return [Job(name, attention.kv_bytes + attention.new_bytes)]

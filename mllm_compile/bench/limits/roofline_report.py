@@ -109,7 +109,7 @@ def run_roofline(source: str, work: StepWork) -> Roofline:
 
 
 def _remember(roofline: Roofline, probe: Probe, place: RuntimePlace) -> None:
-    """Beside the runtime, for its page."""
+    """Stores the result beside the runtime, for its page."""
     steps = [
         {
             "batch": step.batch,
@@ -230,7 +230,7 @@ def _names(row: RooflineRow) -> tuple[str, str]:
 
 
 def _cut(name: str, width: int) -> str:
-    """Both ends tell: the beginning what it is, the end which one."""
+    """Cuts the middle of a name: its beginning says what it is, its end which one."""
     return name if len(name) <= width else f"{name[: width - 13]}…{name[-12:]}"
 
 

@@ -1,4 +1,4 @@
-"""Where a figure was taken: the commit, the machine, the libraries, the date."""
+"""Describes where a figure was taken: the commit, the machine, the libraries, the date."""
 
 from __future__ import annotations
 

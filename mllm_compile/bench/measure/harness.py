@@ -1,4 +1,4 @@
-"""Starts a fresh process for whatever is measured and collects what it writes. Imports no torch: it only waits."""
+"""Starts a fresh process for each measurement and collects what it writes. Imports no torch: it only waits."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _check_engines(engines: Sequence[str]) -> None:
 
 
 def _has_descriptor(stream: Any) -> bool:
-    """A test may have replaced the stream by one in memory."""
+    """True if the stream has a descriptor: a test may have replaced it by one in memory."""
     try:
         stream.fileno()
     except (OSError, ValueError, AttributeError):

@@ -54,7 +54,7 @@ class Measurement:
 
     @property
     def share_of_limit(self) -> float | None:
-        """1 is all that the machine can do; None without a limit."""
+        """The share of the limit, 1 being all that the machine can do; None without a limit."""
         if self.limit is None:
             return None
         return self.median / self.limit if self.unit.startswith("tok/s") else self.limit / self.median

@@ -1,4 +1,4 @@
-"""Where the runtime lies that a benchmark ran, and on which device: what it found is kept there, for its page."""
+"""The place of a benchmark's runtime and its device: findings are kept there, for the runtime's page."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def changed_config(config: EngineConfig, changes: Changes) -> EngineConfig:
 
 
 def _room_for(config: EngineConfig, largest_batch: int) -> Changes:
-    """All requests of a batch run at once, unless the config says how many may; by default a CPU takes fewer."""
+    """Makes room for all requests of a batch at once, unless the config limits them; by default a CPU takes fewer."""
     runtime: dict[str, Any] = {}
     if config.runtime.max_running_requests == "auto":
         from mllm_compile.config.resolve import MAX_RUNNING_REQUESTS

@@ -1,4 +1,4 @@
-"""The work that engines are measured on: exact definitions, with what comes out of their times.
+"""Defines the work that engines are measured on, and the measurements that come out of its times.
 
 The defaults are the project's benchmark (docs/benchmarks.md); every size can be scaled down for a small machine. All
 of it is greedy or seeded, ignores the end-of-sequence token, and asks for no text. Free of torch: numbers in and out.
@@ -135,7 +135,7 @@ class ThroughputWork:
         return max(2 * self.mixed_range[1], self.prefill_len + 1)
 
     def mixed_call(self, vocab_size: int) -> Call:
-        """All prompts are drawn first, then all output lengths, from one generator seeded with 0."""
+        """Draws all prompts first, then all output lengths, from one generator seeded with 0."""
         draw = random.Random(0)
         last = largest_token_id(vocab_size)
         prompts = [
@@ -198,7 +198,7 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> Promp
 
 
 def largest_token_id(vocab_size: int) -> int:
-    """Random ids go from 0 to this."""
+    """The largest of the random ids, which begin at 0."""
     return min(_LARGEST_TOKEN_ID, vocab_size - 1)
 
 

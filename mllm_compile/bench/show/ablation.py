@@ -139,7 +139,7 @@ def ablation_table(result: BenchResult) -> Table:
 
 
 def _provenance(result: BenchResult) -> list[str]:
-    """One engine is behind all variants."""
+    """The note on where it was taken; one engine is behind all variants."""
     return provenance(replace(result, runs=(replace(result.runs[0], engine="mllm"),)))
 
 

@@ -1,4 +1,4 @@
-"""Latency against batch size, a line an engine, with the machine's limit and the share of it that each reaches."""
+"""Plots latency against batch size, a line an engine, with the machine's limit and each engine's share of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIMIT_NAME = "limit: measured ceilings"
 
 
 def check_picture(path: Path) -> None:
-    """Before anything is measured for a picture that cannot be drawn.
+    """Refuses a picture that cannot be drawn before anything is measured for it.
 
     Raises:
         BenchmarkError: matplotlib is not installed, or does not write files with this ending.
@@ -97,7 +97,7 @@ def _where(result: BenchResult) -> str:
 
 
 def _draw_times(axes: Any, result: BenchResult, name: str) -> None:
-    """A line an engine over its samples' range, the limit below, a value at each point."""
+    """Draws a line an engine over its samples' range, the limit below, a value at each point."""
     for index, run in enumerate(result.runs):
         lines, colour = _lines(run, name), _COLOURS[index % len(_COLOURS)]
         medians = [line.median for line in lines]
@@ -130,7 +130,7 @@ def _draw_shares(axes: Any, result: BenchResult, name: str) -> None:
         colour = _COLOURS[index % len(_COLOURS)]
         axes.plot([line.batch for line in lines], list(map(_percent, lines)), marker="o", ms=4, color=colour)
         for line in _spread(lines):
-            # Opposite to the times: who takes less reaches more.
+            # Opposite to the times: an engine that takes less reaches more.
             _write_value(axes, line.batch, _percent(line), f"{_percent(line):.0f} %", colour, -1 if index else 1)
     axes.set_title("Share of the limit, %", loc="left", fontsize=10)
     axes.set_ylim(0, max(130.0, axes.get_ylim()[1] * 1.1))  # with room for values above the points
@@ -144,7 +144,7 @@ def _percent(line: Measurement) -> float:
 
 
 def _draw_bars(axes: Any, result: BenchResult, name: str) -> None:
-    """A bar an engine, of the one batch size that there is."""
+    """Draws a bar an engine, for the one batch size that there is."""
     limits = _limits(result, name)
     limit = limits[0].limit if limits else None
     measured = [(run.engine, replace(line, limit=limit)) for run in result.runs for line in _lines(run, name)]
@@ -178,7 +178,7 @@ def _batch_axis(axes: Any, result: BenchResult) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """1, 2, 5, 10, …, written out: no powers of ten; more of them where the axis spans little."""
+    """Writes the ticks 1, 2, 5, 10, … out, without powers of ten; more of them where the axis spans little."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     lowest, highest = axis.get_view_interval()
@@ -196,7 +196,7 @@ def _frame(axes: Any, grid_axis: str) -> None:
 
 
 def _write_value(axes: Any, x: float | None, y: float, text: str, colour: str, side: int) -> None:
-    """Beside a point: above it (side 1) or below it (−1)."""
+    """Writes a value beside a point: above it (side 1) or below it (−1)."""
     axes.annotate(
         text,
         (x, y),
@@ -231,7 +231,7 @@ def _batches(result: BenchResult) -> list[int]:
 
 
 def _limits(result: BenchResult, name: str) -> list[Measurement]:
-    """One line a batch, of the first engine that has it."""
+    """The limits, one line a batch, of the first engine that has it."""
     found: dict[int | None, Measurement] = {}
     for run in result.runs:
         for line in _lines(run, name):

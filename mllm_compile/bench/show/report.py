@@ -1,4 +1,4 @@
-"""Results as tables: for a terminal, and as Markdown for docs/performance.md."""
+"""Prints results as tables: for a terminal, and as Markdown for docs/performance.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def print_result(result: BenchResult, stream: TextIO) -> None:
-    """A table with a row for each line of the work and engine, and where it was taken."""
+    """Prints a table with a row for each line of the work and engine, and where it was taken."""
     print_table(stream, f"{result.command}: {result.model}", *result_table(result))
     for line in provenance(result):
         print(line, file=stream)
@@ -61,7 +61,7 @@ def show_figure(value: float) -> str:
 
 
 def provenance(result: BenchResult) -> list[str]:
-    """Versions, commit, machine, ceilings: a figure without them is not one."""
+    """The versions, commit, machine and ceilings, without which a figure is not one."""
     engines = ", ".join(f"{run.engine} {run.version}" for run in result.runs)
     lines = [f"{engines}: " + ", ".join(f"{name} {value}" for name, value in result.environment.items())]
     if result.ceilings is not None:
@@ -114,7 +114,7 @@ def _markdown_group(title: str, group: list[BenchResult]) -> str:
 
 
 def _cell(line: Measurement | None) -> str:
-    """The median and how far the samples go to either side; one sample says nothing about that."""
+    """The median and the samples' distance to either side, which one sample does not have."""
     if line is None:
         return ""
     median = show_figure(line.median)

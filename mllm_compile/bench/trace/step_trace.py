@@ -70,7 +70,7 @@ def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ran
 
 
 def _requests(setting: Setting, batch: int, prompt_len: int) -> list[Request]:
-    """Endless ones, of random prompts."""
+    """Endless requests of random prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
     return [
         Request(request_id=str(index), prompt_token_ids=prompt, params=params)
@@ -79,7 +79,7 @@ def _requests(setting: Setting, batch: int, prompt_len: int) -> list[Request]:
 
 
 def _prefilled(parts: EngineParts, requests: Sequence[Request]) -> Callable[[], None]:
-    """The prompts done; returns what runs the next step."""
+    """Computes the prompts; returns the function that runs the next step."""
     for request in requests:
         parts.scheduler.add(request)
 

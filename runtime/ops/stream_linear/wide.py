@@ -16,8 +16,8 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
 from mllm_compile.runtime.ops.stream_linear.linear import Boxes, LinearKind, LinearTiling
 
-# A tiling is stored without what follows from these, for which its binary was compiled: who changes one raises
-# FORMAT_VERSION.
+# A tiling is stored without what follows from these, for which its binary was compiled: raise
+# FORMAT_VERSION with a change of one.
 _PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
 _GROUP_ROWS = 64  # of the weight, that four warps multiply
 _EIGHT = 8  # tokens, of which a tile has a multiple
