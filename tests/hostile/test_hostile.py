@@ -103,7 +103,8 @@ def test_the_page_on_security_has_the_counts():
 def test_requests(engine, probe, factor):
     def attack(chance: random.Random) -> None:
         params = SamplingParams(**parameters(chance))
-        engine.generate(prompt(chance), params, progress=False)
+        for output in engine.generate(prompt(chance), params, progress=False):
+            check_said(output.error or "")
 
     survive("requests", COUNTS["requests"] * factor, attack, probe)
 
