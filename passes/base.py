@@ -7,7 +7,7 @@ every node that it makes; match/nodes.py has helpers. pipeline.py times, lints, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import fx
 
@@ -36,12 +36,50 @@ class PassResult:
     nodes_after: int
 
 
-class GraphPass(Protocol):
-    """A rewriting of one FX graph. `name` is the file's name, the name in configs, in dumps and in tests."""
+@dataclass(frozen=True)
+class PassTarget:
+    """What a pass may ask of the compile that it is part of.
+
+    Attributes:
+        device_type: "cuda" or "cpu".
+        compiles_pieces: Inductor compiles them; if not, they run as traced, without kernels of ours.
+        compiles_cuda: CUDA C++ for Hopper can be compiled here, and runs on the device.
+        hopper_decode: compile.hopper_decode.
+        dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
+    """
+
+    device_type: str
+    compiles_pieces: bool
+    compiles_cuda: bool
+    hopper_decode: bool
+    dtype: str
+    kv_cache_dtype: str
+
+
+class GraphPass:
+    """A rewriting of one FX graph.
+
+    Attributes:
+        name: the file's name; the name in configs, in dumps and in tests.
+        needs: names of the ops of ours (runtime/ops) that it puts into graphs or looks for; all have kernels for CUDA.
+            A compile leaves the pass out where pieces have no such kernels.
+        is_required: the program cannot do without it; the others may be named in compile.disable_passes.
+    """
 
     name: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    is_required: ClassVar[bool] = False
 
-    def __call__(self, gm: fx.GraphModule) -> PassResult: ...
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        """Why the pass is of no use for `target`, besides what `needs` says; None where it is of use."""
+        return None
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        raise NotImplementedError
+
+
+NO_CUDA_COMPILER = "CUDA C++ for Hopper cannot be compiled here: it takes such a GPU, and NVRTC"
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.in_place import make_functional
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, identifier, input_node, is_symbolic, is_weight
 from mllm_compile.passes.match.spelling import spell
 
 
-class Canonicalise:
+class Canonicalise(GraphPass):
     """Normalises names, sizes, writes, spellings and dead ends.
 
     Why: Dynamo hands over sizes as graph inputs, range checks on them, and names made of module paths; a piece must be
@@ -39,6 +39,7 @@ class Canonicalise:
     """
 
     name: ClassVar[str] = "canonicalise"
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.nodes import is_symbolic
 from mllm_compile.passes.split_at_attention import PIECE_PREFIX
 
 
-class DeduplicatePieces:
+class DeduplicatePieces(GraphPass):
     """Shares one compiled binary among all layers that are alike.
 
     Why: a 36-layer model has three distinct pieces; compiling 37 costs twelve times as much for the same code.
@@ -32,6 +32,7 @@ class DeduplicatePieces:
     """
 
     name: ClassVar[str] = "deduplicate_pieces"
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.linear import Linear, match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
@@ -19,7 +19,7 @@ from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
 
 
-class FuseFewTokens:
+class FuseFewTokens(GraphPass):
     """Makes pieces for few tokens: a linear takes its gate or its residual, and the norm between two linears goes.
 
     Why: with a few tokens a step is still reads of weights and launches. cuBLAS splits the inputs of small weights
@@ -46,6 +46,7 @@ class FuseFewTokens:
     """
 
     name: ClassVar[str] = "fuse_few_tokens"
+    needs: ClassVar[tuple[str, ...]] = ("few_linear", "few_linear_residual", "few_linear_residual_norm")
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

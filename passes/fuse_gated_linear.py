@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS, PassResult
+from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.linear import match_linear, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
@@ -15,7 +15,7 @@ from mllm_compile.runtime.ops.gated_linear.shapes import is_taken
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
 
 
-class FuseGatedLinear:
+class FuseGatedLinear(GraphPass):
     """Activates a matrix product's sums before they leave the registers.
 
     Why: gates and ups are neither written nor read again, which is up to 8 % of the time of both for 512 to 8192 tokens
@@ -35,6 +35,11 @@ class FuseGatedLinear:
     """
 
     name: ClassVar[str] = "fuse_gated_linear"
+    needs: ClassVar[tuple[str, ...]] = ("gated_linear",)
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, CACHE_INPUTS, PassResult
+from mllm_compile.passes.base import (
+    ATTENTION_LAYERS,
+    CACHE_INPUT,
+    CACHE_INPUTS,
+    GraphPass,
+    PassResult,
+    PassTarget,
+)
 from mllm_compile.passes.match.nodes import (
     drop_dead_nodes,
     is_attention_with_output,
@@ -21,7 +28,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops import op
 
 
-class FuseRopeCache:
+class FuseRopeCache(GraphPass):
     """Puts one kernel between the projections and attention, which then finds its keys and values in the cache.
 
     Why: a decode step has few tokens, so each of these kernels costs its launch: norm and rotation of q and of k, and
@@ -45,6 +52,13 @@ class FuseRopeCache:
     """
 
     name: ClassVar[str] = "fuse_rope_cache"
+    needs: ClassVar[tuple[str, ...]] = ("rope_and_cache",)
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        if target.kv_cache_dtype != target.dtype:
+            return f"the runtime writes a {target.kv_cache_dtype} KV cache, as it knows how to round to it"
+        return None
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import called_pieces, replace_by_op, rewrite_pieces, takes_kernels
 from mllm_compile.runtime.ops import op
@@ -14,7 +14,7 @@ from mllm_compile.runtime.ops import op
 _COLUMNS_UNIT = 256  # a kernel's block is a power of two that divides the columns; smaller ones would not pay
 
 
-class FuseSiluMul:
+class FuseSiluMul(GraphPass):
     """Computes the activation between a feed-forward's two linears by a kernel as fast as the memory.
 
     Why: Inductor's kernel takes 61 µs for 8192 tokens of Qwen3-0.6B and 243 for those of 8B, where the bytes take 34
@@ -33,6 +33,7 @@ class FuseSiluMul:
     """
 
     name: ClassVar[str] = "fuse_silu_mul"
+    needs: ClassVar[tuple[str, ...]] = ("silu_mul",)
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

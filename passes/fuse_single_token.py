@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.linear import match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op
@@ -15,7 +15,7 @@ from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.single_token_shapes import is_taken
 
 
-class FuseSingleToken:
+class FuseSingleToken(GraphPass):
     """Makes pieces for one token: a linear takes its norm, its gate or its residual with it.
 
     Why: at one token a decode step is launches and reads of weights. cuBLAS' matrix-vector kernels run at a third of
@@ -38,6 +38,7 @@ class FuseSingleToken:
     """
 
     name: ClassVar[str] = "fuse_single_token"
+    needs: ClassVar[tuple[str, ...]] = ("norm_linear", "norm_gated_linear", "linear_residual")
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.base import HEAD_INPUT, PassResult
+from mllm_compile.passes.base import HEAD_INPUT, GraphPass, PassResult
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
@@ -24,7 +24,7 @@ from mllm_compile.passes.match.nodes import (
 )
 
 
-class GatherRowsEarly:
+class GatherRowsEarly(GraphPass):
     """Moves the head's row gather up to the last attention.
 
     Why: the last layer needs only keys and values of a prompt's tokens before the last one. So its output projection

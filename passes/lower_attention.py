@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, PassResult
+from mllm_compile.passes.base import ATTENTION_LAYERS, GraphPass, PassResult
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_attention
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops import op
 
 
-class LowerAttention:
+class LowerAttention(GraphPass):
     """Gives each call one name and an output of the caller's, and takes all that varies per layer out of the graph.
 
     Why: the runtime's op reads metadata, pages and slots from the forward context under a layer's name; scale, window,
@@ -34,6 +34,7 @@ class LowerAttention:
     """
 
     name: ClassVar[str] = "lower_attention"
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_call
 
 
-class MultiplyOuterProducts:
+class MultiplyOuterProducts(GraphPass):
     """Turns matrix products that add nothing up into multiplications.
 
     Why: Transformers 5.17 computes the angles of rotary positions by such a product (5.23 multiplies). A GEMM is a

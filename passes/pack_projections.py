@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import PACKED_WEIGHTS, PackedPart, PassResult
+from mllm_compile.passes.base import PACKED_WEIGHTS, GraphPass, PackedPart, PassResult
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
@@ -24,7 +24,7 @@ from mllm_compile.passes.match.nodes import (
 _MIN_ROWS = 8  # one-row gates gain nothing and their sums change order when joined (seen: 6e-6)
 
 
-class PackProjections:
+class PackProjections(GraphPass):
     """Packs q, k, v and gate, up into one GEMM each.
 
     Why: at few tokens a linear costs its weight's bytes plus a launch; one large read runs nearer the memory's speed

@@ -1,21 +1,7 @@
-"""The passes, in the order in which they run.
+"""The passes, in the order in which they run: PASSES is the list.
 
-1. canonicalise        one form of Dynamo's names, sizes, writes and spellings
-2. multiply_outer_products  rotary angles by multiplication, without a GEMM
-3. pack_projections    q, k, v and gate, up as one GEMM each
-4. lower_attention     the trace-time op becomes the runtime's op; layers get names and parameters
-5. fuse_rope_cache     on CUDA, norms and rotation of q and k and the write into the KV cache as one kernel
-6. rotate_in_attention on Hopper, decode attention norms and rotates itself, without that kernel
-7. gather_rows_early   the last layer computes only the rows whose logits are wanted
-8. split_at_attention  one submodule per stretch between attentions, and one for the head
-9. deduplicate_pieces  equal stretches share one module
-10. fuse_single_token  on CUDA, a further form of each piece, for steps of one token
-11. stream_linears     on Hopper, a form for steps of up to 64, 208 or 256 tokens
-12. fuse_few_tokens    on CUDA, a form for up to 16 tokens of pieces that have none by stream_linears
-13. fuse_gated_linear  on Hopper, gate_up and its activation as one kernel, for more tokens
-14. fuse_silu_mul      on CUDA, the activation of a feed-forward as one kernel, for any number of tokens
-
-To add a pass: a file with a class of the same name, a line here and in PASSES, its invariants in verify.py, a test.
+To add a pass: a file with a class of the same name, its import and its line in PASSES, a test. What it brings about and
+what must hold from then on goes into verify.py.
 """
 
 from __future__ import annotations
@@ -23,13 +9,13 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import fx
 
-from mllm_compile.passes.base import GraphPass, PassResult
+from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
@@ -39,6 +25,7 @@ from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
@@ -47,23 +34,24 @@ from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.verify import no_new_size_equalities, size_equalities, verify_graph
 
 PASSES: tuple[type[GraphPass], ...] = (
-    Canonicalise,
-    MultiplyOuterProducts,
-    PackProjections,
+    # The graph as it was traced.
+    Canonicalise,  # sizes and names, no writes, one spelling an operation
+    MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
+    PackProjections,  # q, k, v and gate, up as one GEMM each
+    # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,
-    FuseRopeCache,
-    RotateInAttention,
-    GatherRowsEarly,
+    FuseRopeCache,  # norms and rotation of q and k and the write into the KV cache as one kernel before attention
+    RotateInAttention,  # attention is told what that kernel makes q and k of: decodes do without it
+    GatherRowsEarly,  # of the last layer only the rows whose logits are wanted
+    # From here on the graph is pieces with attention between them.
     SplitAtAttention,
-    DeduplicatePieces,
-    FuseSingleToken,
-    StreamLinears,
-    FuseFewTokens,
-    FuseGatedLinear,
-    FuseSiluMul,
+    DeduplicatePieces,  # equal stretches share one module
+    FuseSingleToken,  # a further form of each piece, for steps of one token
+    StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
+    FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears
+    FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
+    FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
 )
-# Passes that every program needs; the others may be named in compile.disable_passes.
-REQUIRED = frozenset({"canonicalise", "lower_attention", "split_at_attention", "deduplicate_pieces"})
 
 Observer = Callable[["PassReport", fx.GraphModule], None]
 
@@ -86,7 +74,7 @@ class PassFailedError(Exception):
     """
 
     def __init__(self, name: str, what: str) -> None:
-        if name in REQUIRED:
+        if name not in optional_pass_names():
             remedy = "No model is served without it: report this with the model's config.json"
         else:
             remedy = f"Set compile.disable_passes: [{name}] to do without it, and report this"
@@ -100,12 +88,32 @@ def pass_names() -> list[str]:
 
 def optional_pass_names() -> list[str]:
     """Names that compile.disable_passes takes."""
-    return [name for name in pass_names() if name not in REQUIRED]
+    return [graph_pass.name for graph_pass in PASSES if not graph_pass.is_required]
+
+
+def passes_left_out(target: PassTarget, disabled: Collection[str] = ()) -> dict[str, str]:
+    """The passes that a compile for `target` does without, each with the reason.
+
+    Args:
+        disabled: names in compile.disable_passes.
+    """
+    reasons = {graph_pass.name: _why_left_out(graph_pass, target, disabled) for graph_pass in PASSES}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _why_left_out(graph_pass: type[GraphPass], target: PassTarget, disabled: Collection[str]) -> str | None:
+    if graph_pass.name in disabled:
+        return "compile.disable_passes names it"
+    if graph_pass.needs and target.device_type != nodes.KERNEL_DEVICE_TYPE:
+        return f"its kernels do not run on a {target.device_type.upper()}"
+    if graph_pass.needs and not target.compiles_pieces:
+        return "with compile.backend: eager pieces run as they were traced, without kernels"
+    return graph_pass.obstacle(target)
 
 
 def run_passes(
     gm: fx.GraphModule,
-    disabled: Iterable[str] = (),
+    left_out: Container[str] = (),
     verify: bool = True,
     observer: Observer | None = None,
 ) -> tuple[fx.GraphModule, list[PassReport]]:
@@ -113,7 +121,7 @@ def run_passes(
 
     Args:
         gm: a traced model; it is rewritten.
-        disabled: names of optional passes to leave out (validated by the config).
+        left_out: names of passes not to run (passes_left_out).
         verify: check each stage's invariants.
         observer: called after each pass with its report and the graph, to write dumps; the module cannot be called
             yet.
@@ -124,18 +132,17 @@ def run_passes(
     Raises:
         PassFailedError: naming the pass and its error with the line, or the invariant that it broke.
     """
-    off = set(disabled)
-    reports = []
+    reports: list[PassReport] = []
     assumed = size_equalities(gm)
     for make_pass in PASSES:
-        if make_pass.name in off:
+        if make_pass.name in left_out:
             continue
         start = time.perf_counter()
         result = _run(make_pass(), gm)
         gm = result.gm
         ms = (time.perf_counter() - start) * 1e3
         if verify:
-            _verify(gm, make_pass.name, assumed)
+            _verify(gm, make_pass.name, [*(report.name for report in reports), make_pass.name], assumed)
         report = PassReport(make_pass.name, result.matches, result.nodes_before, result.nodes_after, ms)
         reports.append(report)
         if observer is not None:
@@ -155,9 +162,9 @@ def _run(graph_pass: GraphPass, gm: fx.GraphModule) -> PassResult:
     return result
 
 
-def _verify(gm: fx.GraphModule, name: str, assumed: frozenset[str]) -> None:
+def _verify(gm: fx.GraphModule, name: str, done: Sequence[str], assumed: frozenset[str]) -> None:
     try:
-        verify_graph(gm, name)
+        verify_graph(gm, done)
         no_new_size_equalities(gm, assumed)
     except Exception as error:
         raise PassFailedError(name, f"broke the graph: {error}") from error

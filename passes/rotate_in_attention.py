@@ -8,13 +8,19 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, PassResult
+from mllm_compile.passes.base import (
+    ATTENTION_LAYERS,
+    NO_CUDA_COMPILER,
+    GraphPass,
+    PassResult,
+    PassTarget,
+)
 from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op
 from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 from mllm_compile.runtime.attention.layer import LayerSpec
 
 
-class RotateInAttention:
+class RotateInAttention(GraphPass):
     """Lets decodes do without a kernel between the projections and attention.
 
     Why: with one token a request that kernel is only launching and waiting. An attention kernel that norms and rotates
@@ -33,12 +39,19 @@ class RotateInAttention:
 
     Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/attention/hopper/ take.
         There may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
-        nothing then (runtime/ops/attention.py). The compiler's driver leaves this pass out where no such kernel can be
-        compiled or compile.hopper_decode is off.
+        nothing then (runtime/ops/attention.py). The pass is left out where no such kernel can be compiled or
+        compile.hopper_decode is off.
     Preserves: the meaning of both; a kernel rounds where the op does.
     """
 
     name: ClassVar[str] = "rotate_in_attention"
+    needs: ClassVar[tuple[str, ...]] = ("rope_and_cache",)
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        if not target.hopper_decode:
+            return "compile.hopper_decode is off"
+        return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, PassResult
+from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, GraphPass, PassResult
 from mllm_compile.passes.match.nodes import input_node, is_attention_with_output, is_call, is_symbolic
 
 PIECE_PREFIX = "piece_"
 
 
-class SplitAtAttention:
+class SplitAtAttention(GraphPass):
     """Makes each stretch between attentions a submodule, called from a parent graph.
 
     Why: attention reads the forward context and is planned per batch, so it stays outside of Inductor's pieces and (for
@@ -37,6 +37,7 @@ class SplitAtAttention:
     """
 
     name: ClassVar[str] = "split_at_attention"
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS, PassResult
+from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.forms import add_forms
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
 from mllm_compile.passes.match.linear import match_linear
@@ -21,7 +21,7 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
 )
 
 
-class StreamLinears:
+class StreamLinears(GraphPass):
     """Does what `fuse_few_tokens` does, with `mllm.stream_linear…` in place of `mllm.few_linear…`.
 
     Why: kernels that ask for as much of their weight as a multiprocessor holds before the kernel ahead has ended, give
@@ -39,13 +39,18 @@ class StreamLinears:
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their form is for up to 208 tokens, with a head for up to 64. The compiler's driver leaves this
-        pass out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
+        large weight their form is for up to 208 tokens, with a head for up to 64. The pass is
+        left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
         the form of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
 
     name: ClassVar[str] = "stream_linears"
+    needs: ClassVar[tuple[str, ...]] = ("stream_linear", "stream_linear_residual", "stream_linear_residual_norm")
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -1,15 +1,22 @@
-"""Invariants of the graph after each stage, declared in one table; a compile checks them all."""
+"""What must hold of a graph and its pieces, from which pass on; a compile checks all of it after every pass.
+
+A pass need not be named here: what the passes ahead of it have brought about holds after it as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.match.in_place import writes_in_place
 from mllm_compile.passes.match.nodes import is_attention, is_attention_with_output, is_symbolic
+from mllm_compile.passes.match.spelling import is_spelled
 
 Check = Callable[[fx.GraphModule], Iterator[str]]
 
@@ -18,16 +25,29 @@ class GraphInvariantError(AssertionError):
     """A pass broke an invariant: a bug of the pass, never a user's mistake."""
 
 
-def verify_graph(gm: fx.GraphModule, after: str) -> None:
-    """Checks what must hold after the pass called `after`.
+def verify_graph(gm: fx.GraphModule, done: Sequence[str]) -> None:
+    """Checks what must hold when the passes called `done` have run, in the graph and in its pieces.
 
     Raises:
-        GraphInvariantError: naming the pass, the invariant and the node.
+        GraphInvariantError: naming the last pass, the invariant and the node.
     """
-    gm.graph.lint()
-    problems = [problem for check in (*ALWAYS, *AFTER.get(after, ())) for problem in check(gm)]
+    checks = [*ALWAYS, *(check for name in done for check in FROM.get(name, ()))]
+    try:
+        for _, graph in _graphs(gm):
+            graph.lint()
+        problems = [problem for check in checks for problem in check(gm)]
+    except Exception as error:  # of FX, or of a check that meets what no graph should have
+        raise GraphInvariantError(f"after {done[-1]}: {error}") from error
     if problems:
-        raise GraphInvariantError(f"after {after}: " + "; ".join(problems[:5]))
+        raise GraphInvariantError(f"after {done[-1]}: " + "; ".join(problems[:5]))
+
+
+def _graphs(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Graph]]:
+    """The graph and those of its pieces, each with what its nodes' names are preceded by."""
+    yield "", gm.graph
+    for name, piece in gm.named_children():
+        if isinstance(piece, fx.GraphModule):
+            yield f"{name}.", piece.graph
 
 
 def size_equalities(gm: fx.GraphModule) -> frozenset[str]:
@@ -55,9 +75,10 @@ def no_new_size_equalities(gm: fx.GraphModule, known: frozenset[str]) -> None:
 
 
 def every_node_has_a_value(gm: fx.GraphModule) -> Iterator[str]:
-    for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method", "call_module", "placeholder") and "val" not in node.meta:
-            yield f"{node.name} has no meta['val']"
+    for prefix, graph in _graphs(gm):
+        for node in graph.nodes:
+            if node.op in ("call_function", "call_method", "call_module", "placeholder") and "val" not in node.meta:
+                yield f"{prefix}{node.name} has no meta['val']"
 
 
 def inputs_are_named_tensors(gm: fx.GraphModule) -> Iterator[str]:
@@ -67,6 +88,20 @@ def inputs_are_named_tensors(gm: fx.GraphModule) -> Iterator[str]:
                 yield f"input {node.name} is a size"
             elif not ("weight_name" in node.meta or "input_name" in node.meta):
                 yield f"input {node.name} is neither a weight nor a batch input"
+
+
+def nothing_writes_in_place(gm: fx.GraphModule) -> Iterator[str]:
+    for prefix, graph in _graphs(gm):
+        for node in graph.nodes:
+            if writes_in_place(node):
+                yield f"{prefix}{node.name} ({node.target}) writes into a tensor that others may read"
+
+
+def operations_have_one_spelling(gm: fx.GraphModule) -> Iterator[str]:
+    for prefix, graph in _graphs(gm):
+        for node in graph.nodes:
+            if not is_spelled(node):
+                yield f"{prefix}{node.name} is not spelled as match/spelling.py has it: {node.format_node()}"
 
 
 def attention_is_lowered(gm: fx.GraphModule) -> Iterator[str]:
@@ -102,24 +137,65 @@ def pieces_are_functions_of_tensors(gm: fx.GraphModule) -> Iterator[str]:
                 yield f"{name}.{node.name}: attention inside a piece"
 
 
+def pieces_fit_their_calls(gm: fx.GraphModule) -> Iterator[str]:
+    """Inputs and outputs of a piece are what its callers give and read."""
+    for node in gm.graph.find_nodes(op="call_module"):
+        piece: Any = gm.get_submodule(str(node.target))
+        given = [arg.meta["val"] for arg in node.args]  # type: ignore[union-attr]
+        yield from _misfits(f"{node.target}, called by {node.name},", _ends_of(piece), (given, node.meta["val"]))
+
+
+def forms_fit_their_pieces(gm: fx.GraphModule) -> Iterator[str]:
+    """A form for few tokens stands in its piece's place."""
+    for name, forms in gm.meta.get(SMALL_FORMS, {}).items():
+        piece: Any = gm.get_submodule(name)
+        for form_name in forms.values():
+            form: Any = gm.get_submodule(form_name)
+            yield from _misfits(f"{form_name}, a form of {name},", _ends_of(form), _ends_of(piece))
+
+
+_Ends = tuple[Sequence[Any], Sequence[Any]]  # values of inputs, and of outputs
+
+
+def _ends_of(piece: fx.GraphModule) -> _Ends:
+    output = piece.graph.output_node().args[0]
+    inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    return inputs, [node.meta["val"] for node in output]  # type: ignore[union-attr]
+
+
+def _misfits(who: str, ours: _Ends, theirs: _Ends) -> Iterator[str]:
+    symbols: dict[str, str] = {}  # equal pieces may be of T tokens at one call and of S rows at another
+    for what, our_vals, their_vals in zip(("input", "output"), ours, theirs, strict=True):
+        if len(our_vals) != len(their_vals):
+            yield f"{who} has {len(our_vals)} {what}s in place of {len(their_vals)}"
+            continue
+        for index, (our_val, their_val) in enumerate(zip(our_vals, their_vals, strict=True)):
+            if not _is_alike(our_val, their_val, symbols):
+                yield f"{who} has {what} {index} {_form_of(our_val)} in place of {_form_of(their_val)}"
+
+
+def _is_alike(ours: torch.Tensor, theirs: torch.Tensor, symbols: dict[str, str]) -> bool:
+    sizes = [(str(one), str(other)) for one, other in zip(ours.shape, theirs.shape, strict=False)]
+    return (
+        (ours.dtype, ours.device, ours.dim()) == (theirs.dtype, theirs.device, theirs.dim())
+        and all(one.isdecimal() == other.isdecimal() for one, other in sizes)
+        and all(one == other if one.isdecimal() else symbols.setdefault(one, other) == other for one, other in sizes)
+    )
+
+
+def _form_of(val: torch.Tensor) -> str:
+    return f"{str(val.dtype).removeprefix('torch.')} {[str(size) for size in val.shape]}"
+
+
 ALWAYS: tuple[Check, ...] = (every_node_has_a_value,)
-_TRACED: tuple[Check, ...] = (inputs_are_named_tensors,)
-_LOWERED: tuple[Check, ...] = (inputs_are_named_tensors, attention_is_lowered)
-_SPLIT: tuple[Check, ...] = (attention_is_lowered, only_pieces_and_attention, pieces_are_functions_of_tensors)
-# Every pass of the pipeline, in its order.
-AFTER: dict[str, tuple[Check, ...]] = {
-    "canonicalise": _TRACED,
-    "multiply_outer_products": _TRACED,
-    "pack_projections": _TRACED,
-    "lower_attention": _LOWERED,
-    "fuse_rope_cache": _LOWERED,
-    "rotate_in_attention": _LOWERED,
-    "gather_rows_early": _LOWERED,
-    "split_at_attention": _SPLIT,
-    "deduplicate_pieces": _SPLIT,
-    "fuse_single_token": _SPLIT,
-    "stream_linears": _SPLIT,
-    "fuse_few_tokens": _SPLIT,
-    "fuse_gated_linear": _SPLIT,
-    "fuse_silu_mul": _SPLIT,
+# By pass: what it brings about, and all after it leave.
+FROM: dict[str, tuple[Check, ...]] = {
+    "canonicalise": (inputs_are_named_tensors, nothing_writes_in_place, operations_have_one_spelling),
+    "lower_attention": (attention_is_lowered,),
+    "split_at_attention": (
+        only_pieces_and_attention,
+        pieces_are_functions_of_tensors,
+        pieces_fit_their_calls,
+        forms_fit_their_pieces,
+    ),
 }

@@ -141,6 +141,7 @@ def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
         "compiled": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "stages": timeline.stages,
         "passes": [asdict(report) for report in lowered.reports],
+        "passes left out": dict(lowered.left_out),
     }
 
 

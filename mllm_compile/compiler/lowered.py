@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,8 @@ class Lowered:
         hf_model: the model that was traced.
         graph: the parent graph; its children are the pieces.
         program: the same as steps.
-        reports: one a pass.
+        reports: one a pass that has run.
+        left_out: the passes that have not, each with the reason.
         symbols: the graph's size symbols → T, S, P, L.
         written_pieces: pieces of the program that are no part of the graph: attention of decodes, the choice of tokens,
             and the decode loop.
@@ -34,6 +36,7 @@ class Lowered:
     graph: fx.GraphModule
     program: Program
     reports: list[PassReport]
+    left_out: Mapping[str, str]
     symbols: dict[str, str]
     written_pieces: tuple[WrittenPiece, ...]
 

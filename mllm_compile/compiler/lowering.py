@@ -30,18 +30,9 @@ if TYPE_CHECKING:
     from mllm_compile.inductor.job import PieceJob
     from mllm_compile.model.hf_model import HFModel
     from mllm_compile.model.trace import Trace
+    from mllm_compile.passes.base import PassTarget
     from mllm_compile.passes.pipeline import Observer
     from mllm_compile.runtime.weights.loader import WeightSpec
-
-# Passes that put kernels of ours into pieces.
-KERNEL_PASSES = (
-    "fuse_rope_cache",
-    "fuse_single_token",
-    "stream_linears",
-    "fuse_few_tokens",
-    "fuse_gated_linear",
-    "fuse_silu_mul",
-)
 
 
 def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> HFModel:
@@ -107,10 +98,11 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
         CompileError: a pass failed; the message names it and how to do without it.
     """
     from mllm_compile.compiler.program_builder import build_program, size_symbols
-    from mllm_compile.passes.pipeline import PassFailedError, run_passes
+    from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
     try:
-        graph, reports = run_passes(trace.graph_module, _disabled_passes(config), observer=observer)
+        left_out = passes_left_out(pass_target(config), config.compile.disable_passes)
+        graph, reports = run_passes(trace.graph_module, left_out, observer=observer)
     except PassFailedError as error:
         raise CompileError(str(error)) from error
     program, decode_pieces = add_decode_attention(config, build_program(graph))
@@ -120,7 +112,7 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
     program, loop_pieces = add_decode_loop(config, program, logits)
     program = replace(program, linears=streamed_linears(graph, program), gated_linears=gated_linears(graph, program))
     written = (*decode_pieces, *sampling_pieces, *loop_pieces)
-    return Lowered(hf_model, graph, program, reports, size_symbols(graph), written)
+    return Lowered(hf_model, graph, program, reports, left_out, size_symbols(graph), written)
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
@@ -149,18 +141,18 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
     return jobs
 
 
-def _disabled_passes(config: ResolvedConfig) -> tuple[str, ...]:
-    """The passes that the config disables, and those that this compile cannot use.
+def pass_target(config: ResolvedConfig) -> PassTarget:
+    """What passes decide by whether they are of use."""
+    from mllm_compile.passes.base import PassTarget
 
-    With the eager backend pieces run as traced: no kernels of ours in them. A cache of another dtype than the model's
-    is written by the runtime, which knows how to round to it. The CUDA kernels need a Hopper GPU and NVRTC.
-    """
-    kernels = KERNEL_PASSES if config.compile.backend == "eager" else ()
-    converts = ("fuse_rope_cache",) if config.runtime.kv_cache_dtype != config.model.dtype else ()
-    can_compile = can_compile_kernels(config.runtime.device)
-    hopper = () if can_compile else ("stream_linears", "fuse_gated_linear")
-    rotated = () if can_compile and config.compile.hopper_decode else ("rotate_in_attention",)
-    return (*config.compile.disable_passes, *kernels, *converts, *hopper, *rotated)
+    return PassTarget(
+        device_type=config.runtime.device.partition(":")[0],
+        compiles_pieces=config.compile.backend != "eager",
+        compiles_cuda=can_compile_kernels(config.runtime.device),
+        hopper_decode=config.compile.hopper_decode,
+        dtype=config.model.dtype,
+        kv_cache_dtype=config.runtime.kv_cache_dtype,
+    )
 
 
 def plan_lowered_weights(

@@ -167,7 +167,9 @@ def _passes(subject: Subject) -> str:
         lines.append(parts.folded(name, remark, f"{report['ms']:.0f} ms", _diff(texts[before], texts[after])))
     trace = [parts.folded("trace", "the model as captured", "", parts.source(_head(texts[names[0]])))] if names else []
     nothing = [parts.note(f"Found nothing to do: {', '.join(idle)}.")] if idle else []
-    return "".join(trace + lines + nothing)
+    left_out = [f"{name} ({why})" for name, why in artifact.manifest.about.get("passes left out", {}).items()]
+    others = [parts.note(f"Left out: {'; '.join(left_out)}.")] if left_out else []
+    return "".join(trace + lines + nothing + others)
 
 
 def _passes_remark(subject: Subject) -> str:

@@ -16,12 +16,10 @@ import torch
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.check import kernels as kernel_check
 from mllm_compile.check import program as self_check
-from mllm_compile.compiler import lowering
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import ArtifactError, CompileError
 from mllm_compile.kernels import cuda
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
-from mllm_compile.passes.match import nodes
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.report.page import write_page
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
@@ -34,7 +32,7 @@ from mllm_compile.store import source as artifact_source
 from mllm_compile.store.artifact import CUBINS, open_artifact
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
-from tests.passes.support.stand_ins import streamed_ops_on_cpu
+from tests.passes.support.stand_ins import only_kernel_passes, streamed_ops_on_cpu
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -64,9 +62,7 @@ def stand_ins() -> Iterator[None]:
 
 @pytest.fixture
 def loads(monkeypatch) -> Loads:
-    monkeypatch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
-    others = [name for name in lowering.KERNEL_PASSES if name not in (StreamLinears.name, FuseGatedLinear.name)]
-    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)
+    only_kernel_passes(monkeypatch, StreamLinears, FuseGatedLinear)
     monkeypatch.setattr(cuda, "compile_cuda", lambda source, name, architecture: name.encode())
     recorder = Loads()
     for module in (artifact_source, self_check):
@@ -90,8 +86,8 @@ def config_of(folder: Path, cache: str = "cache", widths: dict[str, int] = WIDTH
 
 def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     config = config_of(tmp_path)
-    artifact = load_or_compile(config).artifact
-    program = artifact.program
+    compiled = load_or_compile(config)
+    artifact, program = compiled.artifact, compiled.artifact.program
     assert {form.max_size for form in program.all_small_forms()} == {MAX_STREAMED_TOKENS}
     names = {tiling.name for tiling in program.linears}
     assert len(names) == len(program.linears) == len({tiling.kind for tiling in program.linears}) * len(TOKEN_BUCKETS)
@@ -105,7 +101,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     of_self_check, of_engine = loads.calls
     assert of_self_check == of_engine == {name: name.encode() for name in names}
     assert loads.gated_calls == [{name: name.encode() for name in gated}] * 2
-    write_page(artifact, tmp_path / "page.html")
+    write_page(artifact, compiled.config, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert all(name in page for name in names)
     assert all(name in page for name in gated)
@@ -155,7 +151,7 @@ def test_a_prompt_has_the_scores_that_it_has_without_the_pass(loads, tmp_path, m
 
     ours = scores(config_of(tmp_path))
     assert len(loads.calls[-1]) > 0
-    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: lowering.KERNEL_PASSES)
+    only_kernel_passes(monkeypatch)
     plain = scores(config_of(tmp_path, "plain"))
     assert loads.calls[-1] == {}
     assert (ours - plain).abs().max() < 0.05

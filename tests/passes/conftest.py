@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mllm_compile.compiler import lowering
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from tests.passes.support.stand_ins import only_kernel_passes
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -49,8 +49,5 @@ def stand_in() -> Iterator[None]:
 def rope_on_cpu(stand_in, monkeypatch):
     """Of the passes that put kernels into pieces only those that are about rotation run, for a CPU, in float32, on
     pieces that run as traced."""
-    monkeypatch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(nodes, "KERNEL_DTYPES", (torch.float32,))
-    rotation = {FuseRopeCache.name, RotateInAttention.name}
-    others = [name for name in lowering.KERNEL_PASSES if name not in rotation]
-    monkeypatch.setattr(lowering, "_disabled_passes", lambda config: others)
+    only_kernel_passes(monkeypatch, FuseRopeCache, RotateInAttention)

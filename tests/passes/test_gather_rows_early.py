@@ -14,7 +14,7 @@ from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.match.nodes import is_attention_with_output
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.verify import verify_graph
-from tests.passes.support.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, run, targets
+from tests.passes.support.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, done, run, targets
 
 Body = Callable[[GraphBuilder, fx.Node], fx.Node]
 
@@ -62,7 +62,7 @@ def assert_moved(gm: fx.GraphModule) -> fx.GraphModule:
     before, tokens = run(gm), gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
     result = GatherRowsEarly()(gm)
     assert result.matches == 1
-    verify_graph(result.gm, "gather_rows_early")
+    verify_graph(result.gm, done("gather_rows_early"))
     result.gm.recompile()
     torch.testing.assert_close(run(result.gm), before)
     for node in behind_attention(result.gm):
@@ -79,7 +79,7 @@ def test_the_last_layer_is_computed_of_the_wanted_rows():
 
 def test_the_head_stays_a_piece_of_its_own():
     gm = apply(SplitAtAttention(), assert_moved(model(feed_forward)))
-    verify_graph(gm, "split_at_attention")
+    verify_graph(gm, done("split_at_attention"))
     calls = [name for name in targets(gm) if name.startswith(("piece", "attention"))]
     attention = "attention_with_output.default"
     assert calls == ["piece_0", attention, "piece_1", attention, "piece_2", "piece_3"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,18 @@ from torch import fx
 
 from mllm_compile.compiler.graph_text import GraphDumper, readable
 from mllm_compile.passes import pipeline
-from mllm_compile.passes.base import PassResult
+from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.match.nodes import call, input_node
-from mllm_compile.passes.pipeline import PASSES, REQUIRED, PassFailedError, optional_pass_names, pass_names, run_passes
+from mllm_compile.passes.pipeline import (
+    PASSES,
+    PassFailedError,
+    optional_pass_names,
+    pass_names,
+    passes_left_out,
+    run_passes,
+)
+from mllm_compile.runtime.ops import OPS
 from tests.passes.support.graph_builder import model_of_layers, run
 
 # Files of passes/ that are no pass.
@@ -38,10 +47,6 @@ def test_a_pass_is_one_file_one_class_one_test_of_one_name_and_shows_what_it_doe
     assert (Path(__file__).parent / f"test_{graph_pass.name}.py").is_file()
     for heading in ("Why:", "Before::", "After::", "Requires:", "Preserves:"):
         assert heading in inspect.getdoc(graph_pass)
-
-
-def test_the_header_lists_the_passes_in_their_order():
-    assert re.findall(r"^\d+\. (\w+)", pipeline.__doc__, re.MULTILINE) == pass_names()
 
 
 def test_numbers_are_those_of_the_trace_and_each_pass_reports():
@@ -66,8 +71,8 @@ def test_an_optional_pass_can_be_left_out_and_numbers_stay():
     builder, logits = model_of_layers(2)
     gm = builder.finish(logits)
     before = run(gm)
-    gm, reports = run_passes(gm, disabled=optional_pass_names())
-    assert [report.name for report in reports] == [name for name in pass_names() if name in REQUIRED]
+    gm, reports = run_passes(gm, left_out=optional_pass_names())
+    assert [report.name for report in reports] == [name for name in pass_names() if name not in optional_pass_names()]
     torch.testing.assert_close(run(gm), before, rtol=0, atol=0)
 
 
@@ -96,7 +101,7 @@ def test_what_is_written_of_a_stage_is_the_graph_and_the_pieces_as_they_are_then
     assert stages[0] == 1 and stages[-1] > 1
 
 
-class BreaksTheGraph:
+class BreaksTheGraph(GraphPass):
     name = "canonicalise"
 
     def __call__(self, gm):
@@ -112,7 +117,7 @@ def test_a_pass_that_breaks_an_invariant_is_named(monkeypatch):
     run_passes(builder.finish(logits), verify=False)
 
 
-class TakesTokensForRows:
+class TakesTokensForRows(GraphPass):
     """As fake tensors allow: a tensor of S rows is viewed as T tokens, which fails where S is not T."""
 
     name = "pack_projections"
@@ -136,7 +141,7 @@ def test_a_pass_that_takes_one_size_for_another_is_named_with_what_does_without_
 
 
 def test_an_error_in_a_pass_names_it_and_the_line(monkeypatch):
-    class Broken:
+    class Broken(GraphPass):
         name = "broken"
 
         def __call__(self, gm):
@@ -149,7 +154,7 @@ def test_an_error_in_a_pass_names_it_and_the_line(monkeypatch):
 
 
 def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch):
-    class Broken:
+    class Broken(GraphPass):
         name = "broken"
 
         def __call__(self, gm):
@@ -160,3 +165,32 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
     places = rf"\(test_pipeline\.py, line {line}, in nodes\.py, line \d+\)"
     with pytest.raises(PassFailedError, match=rf"ValueError: x has no meta\['val'\].*{places}"):
         run_passes(fx.GraphModule({}, fx.Graph()))
+
+
+HOPPER = PassTarget("cuda", True, True, True, "bfloat16", "bfloat16")
+KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
+
+
+def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
+    assert passes_left_out(HOPPER) == {}
+    assert passes_left_out(HOPPER, ["pack_projections"]) == {"pack_projections": "compile.disable_passes names it"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "left_out", "why"),
+    [
+        ({"compiles_pieces": False}, KERNEL_PASSES, "compile.backend: eager"),
+        ({"device_type": "cpu"}, KERNEL_PASSES, "do not run on a CPU"),
+        ({"compiles_cuda": False}, {"rotate_in_attention", "stream_linears", "fuse_gated_linear"}, "NVRTC"),
+        ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
+        ({"kv_cache_dtype": "float8_e4m3fn"}, {"fuse_rope_cache"}, "float8_e4m3fn KV cache"),
+    ],
+)
+def test_a_pass_says_where_it_is_of_no_use(changes, left_out, why):
+    reasons = passes_left_out(replace(HOPPER, **changes))
+    assert reasons.keys() == left_out != set()
+    assert all(why in reason for reason in reasons.values())
+
+
+def test_passes_need_ops_that_there_are():
+    assert {name for graph_pass in PASSES for name in graph_pass.needs} <= OPS.keys()

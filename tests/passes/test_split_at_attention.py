@@ -10,12 +10,12 @@ from torch import fx
 from mllm_compile.passes.match.nodes import is_symbolic
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.verify import verify_graph
-from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets, text
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, done, model_of_layers, run, targets, text
 
 
 def split(gm: fx.GraphModule) -> fx.GraphModule:
     gm = apply(SplitAtAttention(), gm)
-    verify_graph(gm, "split_at_attention")
+    verify_graph(gm, done("split_at_attention"))
     return gm
 
 

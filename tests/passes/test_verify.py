@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.passes.pipeline import pass_names
+from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.forms import copy_of
+from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.split_at_attention import SplitAtAttention
-from mllm_compile.passes.verify import AFTER, GraphInvariantError, verify_graph
-from tests.passes.support.graph_builder import GraphBuilder, apply, model_of_layers
+from mllm_compile.passes.verify import FROM, GraphInvariantError, verify_graph
+from tests.passes.support.graph_builder import GraphBuilder, apply, done, model_of_layers
 
 
 def traced() -> fx.GraphModule:
@@ -79,6 +81,49 @@ def add_attention(piece: fx.GraphModule) -> None:
         piece.graph.call_function(torch.ops.mllm.attention_with_output.default, (x, x, x, x, "layer"))
 
 
+def widen_output(piece: fx.GraphModule) -> None:
+    output = piece.graph.output_node()
+    with piece.graph.inserting_before(output):
+        wide = piece.graph.call_method("to", (output.args[0][0], torch.float64))
+    wide.meta["val"] = output.args[0][0].meta["val"].double()
+    output.args = ((wide, *output.args[0][1:]),)
+
+
+def add_input(piece: fx.GraphModule) -> None:
+    first = next(iter(piece.graph.nodes))
+    with piece.graph.inserting_before(first):
+        node = piece.graph.placeholder("extra")
+    node.meta["val"] = first.meta["val"]
+
+
+def write_in_place(piece: fx.GraphModule) -> None:
+    first = next(iter(piece.graph.nodes))
+    with piece.graph.inserting_after(first):
+        node = piece.graph.call_method("mul_", (first, 2.0))
+    node.meta["val"] = first.meta["val"]
+
+
+def spell_otherwise(piece: fx.GraphModule) -> None:
+    first = next(iter(piece.graph.nodes))
+    with piece.graph.inserting_after(first):
+        node = piece.graph.call_function(torch.mul, (first, 2.0))
+    node.meta["val"] = first.meta["val"]
+
+
+def use_before_definition(piece: fx.GraphModule) -> None:
+    first = next(node for node in piece.graph.nodes if node.op != "placeholder")
+    piece.graph.output_node().append(first)
+
+
+def with_a_form(change: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
+    gm = split()
+    form = copy_of(gm.get_submodule("piece_1"))
+    change(form)
+    gm.add_module("piece_1_form", form)
+    gm.meta[SMALL_FORMS] = {"piece_1": {8: "piece_1_form"}}
+    return gm
+
+
 @pytest.mark.parametrize(
     ("make", "after", "said"),
     [
@@ -90,26 +135,33 @@ def add_attention(piece: fx.GraphModule) -> None:
         (lambda: piece_with(add_size_input), "split_at_attention", r"piece_1\.tokens: a size crosses a cut"),
         (lambda: piece_with(add_attribute), "deduplicate_pieces", r"piece_1\.table reads an attribute"),
         (lambda: piece_with(add_attention), "deduplicate_pieces", "attention inside a piece"),
+        (lambda: piece_with(write_in_place), "deduplicate_pieces", r"piece_1\.mul_ .* writes into a tensor"),
+        (lambda: piece_with(spell_otherwise), "fuse_silu_mul", r"piece_1\.mul.* is not spelled as"),
+        (lambda: piece_with(use_before_definition), "fuse_silu_mul", "after fuse_silu_mul: .*used before it has been"),
+        (lambda: piece_with(add_input), "fuse_silu_mul", r"piece_1, called by .*, has \d+ inputs in place of \d"),
+        (lambda: piece_with(widen_output), "fuse_silu_mul", r"output 0 float64 \['u\d', '16'\] in place of float32"),
+        (lambda: with_a_form(widen_output), "stream_linears", "piece_1_form, a form of piece_1, has output 0 float64"),
     ],
 )
 def test_a_broken_invariant_is_named_with_its_pass_and_node(make, after, said):
     with pytest.raises(GraphInvariantError, match=said):
-        verify_graph(make(), after)
+        verify_graph(make(), done(after))
 
 
 def test_whole_graphs_pass():
-    verify_graph(traced(), "trace")
-    verify_graph(canonical(), "canonicalise")
-    verify_graph(split(), "split_at_attention")
+    verify_graph(traced(), ["trace"])
+    verify_graph(canonical(), done("canonicalise"))
+    verify_graph(split(), done("split_at_attention"))
+    verify_graph(with_a_form(lambda form: None), done("fuse_silu_mul"))
 
 
 def test_a_graph_that_fx_itself_refuses_is_refused():
     builder = GraphBuilder()
     gm = builder.canonical(builder.head(builder.embed()))
     gm.graph.call_function(torch.relu, (node_named(gm, "embedding"),)).append(node_named(gm, "embedding"))
-    with pytest.raises(RuntimeError):
-        verify_graph(gm, "canonicalise")
+    with pytest.raises(GraphInvariantError, match="after canonicalise: "):
+        verify_graph(gm, done("canonicalise"))
 
 
-def test_every_pass_has_invariants():
-    assert list(AFTER) == pass_names()
+def test_what_passes_bring_about_is_named_by_passes_that_always_run():
+    assert set(FROM) <= {graph_pass.name for graph_pass in PASSES if graph_pass.is_required}

@@ -19,6 +19,7 @@ from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_WEIGHTS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import LINEAR, call
+from mllm_compile.passes.pipeline import pass_names
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -138,6 +139,12 @@ def apply(graph_pass: Any, gm: fx.GraphModule) -> fx.GraphModule:
     result.gm.graph.lint()
     result.gm.recompile()
     return result.gm
+
+
+def done(name: str) -> list[str]:
+    """The passes up to that of this name, for verify_graph."""
+    names = pass_names()
+    return names[: names.index(name) + 1]
 
 
 def text(gm: fx.GraphModule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,25 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
+from mllm_compile.compiler import lowering
+from mllm_compile.passes.base import GraphPass
 from mllm_compile.passes.match import nodes
+from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
+
+
+def only_kernel_passes(patch: pytest.MonkeyPatch, *passes: type[GraphPass]) -> None:
+    """Of the passes that put kernels into pieces these alone run, on a CPU as on a Hopper GPU, and on pieces that run
+    as traced."""
+    patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
+    facts = {"device_type": "cpu", "compiles_pieces": True, "compiles_cuda": True, "hopper_decode": True}
+    real = lowering.pass_target
+    patch.setattr(lowering, "pass_target", lambda config: replace(real(config), **facts))
+    for graph_pass in PASSES:
+        if graph_pass.needs and graph_pass not in passes:
+            patch.setattr(graph_pass, "obstacle", classmethod(lambda cls, target: "its kernels need a GPU"))
 
 
 @contextmanager
