@@ -14,26 +14,14 @@ from torch.nn.functional import linear
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FEW, FuseFewTokens, few_token_form
 from mllm_compile.passes.match.nodes import LINEAR
-from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, num_norm_blocks
-from tests.passes.support import stand_ins
+from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS
 from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-
-
-def _residual_norm(x, weight, residual, norm_weight):
-    return stand_ins.linear_residual_norm(x, weight, residual, norm_weight, num_norm_blocks(*weight.shape))
-
-
-OPS = {
-    "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": stand_ins.linear,
-    "few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": stand_ins.linear_residual,
-    "few_linear_residual_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight)"
-    " -> (Tensor, Tensor, Tensor)": _residual_norm,
-}
+from tests.passes.support.stand_ins import FEW_TOKENS, stand_in_ops
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ops_on_cpu():
-    with stand_ins.stand_in_ops(OPS):
+    with stand_in_ops(FEW_TOKENS):
         yield
 
 
@@ -127,11 +115,10 @@ def test_operands_may_be_named():
     assert fused_ops(form) == ["few_linear"]
 
 
-def test_the_pass_adds_one_form_a_distinct_piece_and_a_second_run_changes_nothing():
+def test_the_pass_adds_one_form_a_distinct_piece():
     gm = graph_of_one_piece(decoder_piece(4)[0])
     assert FuseFewTokens()(gm).matches == 1
     assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_FEW_TOKENS: "piece_a_few_tokens"}}
-    assert FuseFewTokens()(gm).matches == 0
 
 
 def calls(gm):

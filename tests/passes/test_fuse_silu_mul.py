@@ -10,17 +10,12 @@ from torch.nn.functional import gelu, silu
 
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from tests.passes.support.piece_block import FFN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.support.stand_ins import stand_in_ops
-
-
-def _silu_mul(x):
-    gate, up = x.chunk(2, -1)
-    return silu(gate) * up
+from tests.passes.support.stand_ins import SILU_MUL, stand_in_ops
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in():
-    with stand_in_ops({"silu_mul(Tensor x) -> Tensor": _silu_mul}):
+    with stand_in_ops(SILU_MUL):
         yield
 
 

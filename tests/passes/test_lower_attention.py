@@ -14,7 +14,6 @@ from tests.passes.support.graph_builder import (
     HIDDEN,
     GraphBuilder,
     apply,
-    model_of_layers,
     run,
     targets,
     text,
@@ -79,13 +78,3 @@ def test_numbers_are_those_of_the_trace_time_op(said):
     gm = builder.canonical(builder.head(x))
     before = run(gm)
     torch.testing.assert_close(run(apply(LowerAttention(), gm)), before, rtol=0, atol=0)
-
-
-def test_a_second_time_changes_nothing():
-    builder, logits = model_of_layers(2)
-    gm = builder.lowered(logits)
-    once, layers = text(gm), list(layers_of(gm))
-    assert LowerAttention()(gm).matches == 0
-    gm.recompile()
-    assert text(gm) == once
-    assert layers_of(gm) == layers

@@ -115,20 +115,3 @@ def test_outputs_and_input_with_several_readers_keep_them_all():
     gm = apply(PackProjections(), gm)
     assert targets(gm).count("linear") == 2, "a and b, head"
     torch.testing.assert_close(run(gm), before)
-
-
-def test_numbers_stay():
-    builder, logits = model_of_layers(2)
-    for gm in (builder.canonical(logits), gate_and_up(), gate_and_up(gate_bias=True, up_bias=True)):
-        before = run(gm)
-        torch.testing.assert_close(run(apply(PackProjections(), gm)), before)
-
-
-def test_a_second_time_changes_nothing():
-    builder, logits = model_of_layers(2)
-    gm = apply(PackProjections(), builder.canonical(logits))
-    once, parts = text(gm), dict(gm.meta[PACKED_WEIGHTS])
-    assert PackProjections()(gm).matches == 0
-    gm.recompile()
-    assert text(gm) == once
-    assert gm.meta[PACKED_WEIGHTS] == parts

@@ -28,7 +28,7 @@ from mllm_compile.runtime.attention.base import AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
-from tests.passes.conftest import rope_and_cache
+from tests.passes.support.stand_ins import rope_and_cache
 from tests.tiny_model import Reference, tiny_config
 
 

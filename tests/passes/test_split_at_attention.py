@@ -10,7 +10,7 @@ from torch import fx
 from mllm_compile.passes.match.nodes import is_symbolic
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.verify import verify_graph
-from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, done, model_of_layers, run, targets, text
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, done, model_of_layers, run, targets
 
 
 def split(gm: fx.GraphModule) -> fx.GraphModule:
@@ -112,12 +112,3 @@ def test_numbers_are_bitwise_the_same_for_any_number_of_tokens():
     gm = split(gm)
     for num_tokens, expected in zip((1, 2, 9), before, strict=True):
         torch.testing.assert_close(run(gm, num_tokens), expected, rtol=0, atol=0)
-
-
-def test_a_second_time_changes_nothing():
-    builder, logits = model_of_layers(2)
-    gm = split(builder.lowered(logits))
-    once = text(gm)
-    result = SplitAtAttention()(gm)
-    assert result.matches == 0
-    assert text(result.gm) == once

@@ -218,7 +218,8 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
         "positions": torch.arange(num_tokens),
         "logits_indices": torch.tensor([0, num_tokens - 1]),
     }
-    values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
+    slots = {"slots": torch.arange(num_tokens)}
+    values = [_value(node, gm, inputs | slots) for node in gm.graph.nodes if node.op == "placeholder"]
     layers = {
         spec.name: AttentionLayer.of(spec, {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))})
         for spec in gm.meta.get(ATTENTION_LAYERS, ())
@@ -236,6 +237,8 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
 
 
 def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -> Any:
+    if node.meta.get("input_name") in ("keys", "values"):
+        return torch.zeros(len(inputs["slots"]), *node.meta["val"].shape[1:], dtype=node.meta["val"].dtype)
     if "input_name" in node.meta:
         return inputs[node.meta["input_name"]]
     if "weight_name" not in node.meta:
@@ -267,6 +270,7 @@ def _one_request(num_tokens: int) -> Any:
         )
 
     batch = SimpleNamespace(
-        token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None), attn_backend=SimpleNamespace(forward=forward)
+        token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None),
+        attn_backend=SimpleNamespace(forward=forward, rotates=lambda layer: False),
     )
     return SimpleNamespace(batch=batch, num_actual_tokens=num_tokens)

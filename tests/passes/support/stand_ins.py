@@ -16,6 +16,7 @@ from mllm_compile.compiler import lowering
 from mllm_compile.passes.base import GraphPass
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
@@ -91,3 +92,56 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
     yield
     del library
+
+
+def few_linear_residual_norm(x, weight, residual, norm_weight):
+    return linear_residual_norm(x, weight, residual, norm_weight, num_norm_blocks(*weight.shape))
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    if weight is None:
+        return x
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def norm_gated_linear(x, norm_weight, weight, eps):
+    return gated_linear(norm(x, norm_weight, eps), weight)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
+
+
+def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values):
+    q, k = (_rotate(norm(x, weight, eps), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
+    if not len(slots):  # it is left to attention
+        return torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
+    keys[slots] = k
+    values[slots] = v
+    return q.contiguous(), k.contiguous()
+
+
+# The ops whose modules need Triton, by pass.
+FEW_TOKENS = {
+    "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": linear,
+    "few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": linear_residual,
+    "few_linear_residual_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight)"
+    " -> (Tensor, Tensor, Tensor)": few_linear_residual_norm,
+}
+SINGLE_TOKEN = {
+    "norm_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor": (
+        lambda x, norm_weight, weight, eps: torch_linear(norm(x, norm_weight, eps), weight)
+    ),
+    "norm_gated_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor": norm_gated_linear,
+    "linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": linear_residual,
+}
+SILU_MUL = {
+    "silu_mul(Tensor x) -> Tensor": lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+}
+ROPE_AND_CACHE = {
+    "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
+    "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> (Tensor, Tensor)": rope_and_cache,
+}
+ALL = FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE

@@ -1,0 +1,384 @@
+"""What every pass has to keep, over graphs that passes get wrong: a pass in the list is tested without a line here.
+
+Each graph goes through the whole pipeline once, and after each pass: its numbers are those of before, for one token and
+for seven, with the pieces for any number of tokens and with their forms for few; what nodes are said to give they give;
+graph and pieces are whole; and the pass does nothing the second time. Kernels are stand-ins (support/stand_ins.py), one
+of which an op in `needs` has to have here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.nn import functional
+
+from mllm_compile.passes.base import SMALL_FORMS, GraphPass, PassResult
+from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.match import nodes
+from mllm_compile.passes.match.nodes import LINEAR
+from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.passes.verify import verify_graph
+from tests.passes.support.graph_builder import (
+    HIDDEN,
+    VOCAB,
+    GraphBuilder,
+    assert_values_hold,
+    done,
+    model_of_layers,
+    run,
+    text,
+)
+from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
+
+TOKENS = (1, 7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_on_cpu() -> Iterator[None]:
+    with streamed_ops_on_cpu(), stand_in_ops(ALL), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "KERNEL_DTYPES", (torch.bfloat16, torch.float16, torch.float32))
+        yield
+
+
+# Graphs ---------------------------------------------------------------------------------------------------------------
+
+
+def layers() -> fx.GraphModule:
+    builder, logits = model_of_layers(3)
+    return builder.finish(logits)
+
+
+def no_layers() -> fx.GraphModule:
+    builder = GraphBuilder()
+    return builder.finish(builder.head(builder.embed()))
+
+
+def writes(builder: GraphBuilder, target: Any, *args: Any) -> None:
+    make = builder.graph.call_method if isinstance(target, str) else builder.graph.call_function
+    make(target, args).meta["val"] = None if target is operator.setitem else args[0].meta["val"]
+
+
+def in_place_neighbours() -> fx.GraphModule:
+    """What is read before and after it is written to, and products that change nothing by themselves."""
+    builder = GraphBuilder()
+    x = builder.layer(builder.embed(), 0)
+    kept = builder.call(operator.mul, x, 1.0)
+    writes(builder, "mul_", kept, 2.0)
+    halves = [builder.call(operator.getitem, builder.call(torch.chunk, kept, 2, -1), index) for index in range(2)]
+    writes(builder, operator.iadd, halves[0], 1.0)
+    writes(builder, operator.setitem, x, (slice(None), 0), 3.0)
+    linears = [builder.linear(x, name, HIDDEN) for name in "ab"]
+    writes(builder, "relu_", linears[0])
+    total = builder.call(operator.add, builder.call(operator.add, *linears), builder.call(torch.cat, halves, -1))
+    return builder.finish(builder.head(builder.layer(builder.call(operator.add, total, kept), 1)))
+
+
+def several_readers() -> fx.GraphModule:
+    """Every value of a layer is read by the head as well."""
+    builder = GraphBuilder()
+    x = builder.layer(builder.embed(), 0)
+    wide = [node for node in builder.graph.nodes if node.op.startswith("call") and _is_wide(node)]
+    for node in wide:
+        x = builder.call(operator.add, x, builder.call(torch.tanh, node))
+    return builder.finish(builder.head(builder.layer(x, 1)))
+
+
+def _is_wide(node: fx.Node) -> bool:
+    val = node.meta["val"]
+    return isinstance(val, torch.Tensor) and val.dim() == 2 and val.shape[1] == HIDDEN
+
+
+def tied_weights() -> fx.GraphModule:
+    """The embedding is the head, and two linears of one input have one weight."""
+    builder = GraphBuilder()
+    table = builder.weight("embed.weight", VOCAB, HIDDEN)
+    shared = builder.weight("shared.weight", HIDDEN, HIDDEN)
+    x = builder.layer(builder.call(functional.embedding, builder.token_ids, table), 0)
+    twice = builder.call(operator.mul, *(builder.call(LINEAR, x, shared, None) for _ in range(2)))
+    rows = builder.call(torch.index_select, builder.layer(twice, 1), 0, builder.rows)
+    return builder.finish(builder.call(LINEAR, rows, table, None))
+
+
+def one_module_twice() -> fx.GraphModule:
+    builder = GraphBuilder()
+    x = builder.embed()
+    q, k, v = (builder.linear(x, name, width, bias=True) for name, width in (("q", 16), ("k", 8), ("v", 8)))
+    first = builder.attention(q, k, v, window_left=2)
+    second = builder.attention(builder.call(operator.add, q, first), k, v, logits_soft_cap=3.0)
+    return builder.finish(builder.head(builder.call(operator.add, second, x)))
+
+
+def spelled_in_all_ways() -> fx.GraphModule:
+    builder = GraphBuilder()
+    x = builder.layer(builder.embed(), 0)
+    x = builder.method("mul", builder.call(torch.add, x, other=1.0), builder.call(torch.mul, x, 0.5))
+    x = builder.call(torch.sub, x, builder.call(torch.mean, x, dim=-1, keepdim=True))
+    parts = builder.method("split", x, [4, 12], dim=-1)
+    x = builder.call(torch.cat, [builder.call(operator.getitem, parts, index) for index in (1, 0)], dim=-1)
+    x = builder.call(functional.dropout, builder.call(functional.relu, x, inplace=False), p=0.1, training=False)
+    return builder.finish(builder.head(builder.method("float", builder.layer(x, 1))))
+
+
+def views_and_outer_products() -> fx.GraphModule:
+    builder = GraphBuilder()
+    tokens = builder.size_inputs["T"]
+    frequencies = builder.method("view", builder.weight("inv_freq", HIDDEN), 1, HIDDEN, 1)
+    positions = builder.method("float", builder.method("view", builder.positions, 1, 1, tokens))
+    angles = builder.method("transpose", builder.call(torch.matmul, frequencies, positions), 1, 2)
+    x = builder.method("unsqueeze", builder.layer(builder.embed(), 0), 0)
+    x = builder.call(operator.add, x, builder.method("cos", angles))
+    x = builder.method("reshape", builder.method("view", x, 1, tokens, 4, 4), 1, tokens, HIDDEN)
+    return builder.finish(_head_of_rows(builder, builder.call(operator.mul, x, 2.0)))
+
+
+def not_by_token() -> fx.GraphModule:
+    """The last layer looks at other tokens, so it is computed of all."""
+    builder = GraphBuilder()
+    x = builder.method("unsqueeze", builder.layer(builder.embed(), 0), 0)
+    x = builder.call(operator.add, x, builder.method("flip", builder.call(torch.relu, x), 1))
+    return builder.finish(_head_of_rows(builder, x))
+
+
+def _head_of_rows(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    """As Transformers gathers with `logits_to_keep`; x [1, T, …]."""
+    rows = builder.call(operator.getitem, x, (slice(None), builder.rows, slice(None)))
+    weight = builder.weight("head.weight", 32, x.meta["val"].shape[-1], dtype=x.meta["val"].dtype)
+    return builder.call(operator.getitem, builder.call(LINEAR, rows, weight, None), 0)
+
+
+class Decoder(GraphBuilder):
+    """Layers as Transformers writes those of Llama and Qwen, of sizes that our kernels take."""
+
+    hidden, heads, head_dim, ffn = 256, 8, 128, 512
+
+    def __init__(self, norms_heads: bool = False, reads_all: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._norms_heads, self._reads_all = norms_heads, reads_all
+
+    def projection(self, x: fx.Node, name: str, rows: int) -> fx.Node:
+        weight = self.weight(f"{name}.weight", rows, x.meta["val"].shape[-1], dtype=self.dtype)
+        return self.call(LINEAR, x, weight, None)
+
+    def norm(self, x: fx.Node, name: str) -> fx.Node:
+        wide = self.method("to", x, torch.float32)
+        variance = self.method("mean", self.method("pow", wide, 2), -1, keepdim=True)
+        scaled = self.call(operator.mul, wide, self.call(torch.rsqrt, self.call(operator.add, variance, 1e-6)))
+        weight = self.weight(f"{name}.weight", x.meta["val"].shape[-1], dtype=self.dtype)
+        return self.call(operator.mul, weight, self.method("to", scaled, self.dtype))
+
+    def angles(self) -> tuple[fx.Node, fx.Node]:
+        """cos and sin [1, T, D]."""
+        frequencies = self.weight("inv_freq", 1, 1, self.head_dim // 2)
+        positions = self.method("float", self.method("view", self.positions, 1, self.size_inputs["T"], 1))
+        half = self.call(operator.mul, positions, frequencies)
+        angles = self.call(torch.cat, (half, half), dim=-1)
+        return tuple(self.method("to", self.method(name, angles), self.dtype) for name in ("cos", "sin"))  # type: ignore[return-value]
+
+    def rotated(self, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.Node:
+        first, second = (
+            self.call(operator.getitem, x, (Ellipsis, part))
+            for part in (slice(None, self.head_dim // 2, None), slice(self.head_dim // 2, None, None))
+        )
+        turned = self.call(torch.cat, (self.call(operator.neg, second), first), dim=-1)
+        cos, sin = (self.method("unsqueeze", angle, 1) for angle in (cos, sin))
+        return self.call(operator.add, self.call(operator.mul, x, cos), self.call(operator.mul, turned, sin))
+
+    def decoder_layer(self, x: fx.Node, cos: fx.Node, sin: fx.Node, index: int) -> fx.Node:
+        tokens, name = self.size_inputs["T"], f"layers.{index}"
+        hidden = self.norm(x, f"{name}.input_norm")
+        q, k, v = (self.projection(hidden, f"{name}.{part}", self.heads * self.head_dim) for part in "qkv")
+        q, k, v = (self.method("view", part, 1, tokens, -1, self.head_dim) for part in (q, k, v))
+        if self._norms_heads:
+            q, k = (self.norm(part, f"{name}.{which}_norm") for part, which in ((q, "q"), (k, "k")))
+        flat = []
+        for part in (q, k):
+            turned = self.method("transpose", self.rotated(self.method("transpose", part, 1, 2), cos, sin), 1, 2)
+            flat.append(self.method("reshape", turned, tokens, self.heads, self.head_dim))
+        flat.append(self.method("view", v, tokens, self.heads, self.head_dim))
+        out = self.call(torch.ops.mllm.attention.default, *flat, None, self.head_dim**-0.5, 0.0, -1, "")
+        out.meta["nn_module_stack"] = {"m": (f"L['self'].model.{name}.attn", torch.nn.Module)}
+        attended = self.method("reshape", out, 1, tokens, self.heads * self.head_dim)
+        product = self.projection(attended, f"{name}.o", self.hidden)
+        x = self.call(operator.add, x, product)
+        if self._reads_all:  # what kernels would take along has another reader
+            x = self.call(operator.sub, x, self.call(operator.mul, product, 0.5))
+        hidden = self.norm(x, f"{name}.norm")
+        gate, up = (self.projection(hidden, f"{name}.{part}", self.ffn) for part in ("gate", "up"))
+        product = self.call(operator.mul, self.call(functional.silu, gate), up)
+        x = self.call(operator.add, x, self.projection(product, f"{name}.down", self.hidden))
+        return self.call(operator.add, x, self.call(operator.mul, hidden, 0.25)) if self._reads_all else x
+
+    def model(self) -> fx.GraphModule:
+        table = self.weight("embed.weight", VOCAB, self.hidden, dtype=self.dtype)
+        x = self.method("unsqueeze", self.call(functional.embedding, self.token_ids, table), 0)
+        cos, sin = self.angles()
+        for index in range(2):
+            x = self.decoder_layer(x, cos, sin, index)
+        return self.finish(self.method("float", _head_of_rows(self, self.norm(x, "last"))))
+
+
+def decoder() -> fx.GraphModule:
+    return Decoder().model()
+
+
+def decoder_with_normed_heads() -> fx.GraphModule:
+    return Decoder(norms_heads=True).model()
+
+
+def decoder_whose_values_have_other_readers() -> fx.GraphModule:
+    return Decoder(reads_all=True).model()
+
+
+def decoder_in_float16() -> fx.GraphModule:
+    """Which the kernels for Hopper alone do not take, so that others do."""
+    return Decoder(dtype=torch.float16).model()
+
+
+GRAPHS = (
+    layers,
+    no_layers,
+    in_place_neighbours,
+    several_readers,
+    tied_weights,
+    one_module_twice,
+    spelled_in_all_ways,
+    views_and_outer_products,
+    not_by_token,
+    decoder,
+    decoder_with_normed_heads,
+    decoder_whose_values_have_other_readers,
+    decoder_in_float16,
+)
+
+
+# What is looked at ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass over one graph: what it said, what it did to the numbers, and what it did the second time."""
+
+    matches: int
+    error: float
+    again: int
+    is_stable: bool
+
+
+def off_by(gm: fx.GraphModule, numbers: list[torch.Tensor]) -> float:
+    """By how much it is off from what the trace gave, relatively, at the most."""
+    outputs = [run(gm, tokens) for tokens in TOKENS]
+    for tokens in TOKENS:
+        with forms_for(gm, tokens):
+            outputs.append(run(gm, tokens))
+    return max(
+        ((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(outputs, numbers * 2, strict=True)
+    )
+
+
+@contextmanager
+def forms_for(gm: fx.GraphModule, tokens: int) -> Iterator[None]:
+    """Calls the forms that a step of so many tokens takes, in place of the pieces."""
+    calls = {node: str(node.target) for node in gm.graph.find_nodes(op="call_module")}
+    for node, piece in calls.items():
+        forms = gm.meta.get(SMALL_FORMS, {}).get(piece, {})
+        node.target = next((name for size, name in sorted(forms.items()) if size >= tokens), piece)
+    gm.recompile()
+    yield
+    for node, piece in calls.items():
+        node.target = piece
+    gm.recompile()
+
+
+def apply(
+    graph_pass: type[GraphPass], gm: fx.GraphModule, numbers: list[torch.Tensor], passes: list[str]
+) -> tuple[fx.GraphModule, Step]:
+    """Runs the pass, twice; `passes` have run when it has."""
+    result = graph_pass()(gm)
+    gm = result.gm
+    verify_graph(gm, passes)
+    gm.recompile()
+    error = off_by(gm, numbers)
+    assert_values_hold(gm)
+    once = text(gm)
+    again = graph_pass()(gm)
+    again.gm.recompile()
+    return again.gm, Step(result.matches, error, again.matches, text(again.gm) == once)
+
+
+@cache
+def through(make: Callable[[], fx.GraphModule]) -> tuple[dict[str, Step | Exception], float]:
+    """Each pass' step, or what it raised; and the error that is rounding's."""
+    gm = make()
+    numbers = [run(gm, tokens) for tokens in TOKENS]
+    steps: dict[str, Step | Exception] = {}
+    for graph_pass in PASSES:
+        try:
+            gm, steps[graph_pass.name] = apply(graph_pass, gm, numbers, done(graph_pass.name))
+        except Exception as error:
+            steps[graph_pass.name] = error
+            break
+    has_rounding = any(node.meta.get("val") is not None and _is_half(node) for node in gm.graph.nodes)
+    return steps, 2e-2 if has_rounding else 1e-5
+
+
+def _is_half(node: fx.Node) -> bool:
+    return getattr(node.meta["val"], "dtype", None) in (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", [graph_pass.name for graph_pass in PASSES])
+def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, make):
+    steps, limit = through(make)
+    if name not in steps:
+        pytest.skip("a pass ahead of it has failed")
+    step = steps[name]
+    if isinstance(step, Exception):
+        raise step
+    assert step.error <= limit, "its numbers are others"
+    assert (step.again, step.is_stable) == (0, True), "the second time it changes the graph"
+
+
+@pytest.mark.parametrize("graph_pass", PASSES, ids=lambda graph_pass: graph_pass.name)
+def test_there_is_a_graph_that_a_pass_changes(graph_pass):
+    """Else the tests above say nothing of it."""
+    steps = [through(make)[0].get(graph_pass.name) for make in GRAPHS]
+    assert any(isinstance(step, Step) and step.matches for step in steps)
+
+
+class DropScales(GraphPass):
+    """x * `scale` → x."""
+
+    name = "drop_scales"
+    scale = 1.0
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before, found = len(gm.graph.nodes), []
+        for node in list(gm.graph.nodes):
+            if nodes.is_call(node, operator.mul) and node.args[1] == self.scale:
+                found.append(node)
+                node.replace_all_uses_with(node.args[0])
+                gm.graph.erase_node(node)
+        return PassResult(gm, len(found), before, len(gm.graph.nodes))
+
+
+class DropOtherScales(DropScales):
+    scale = 2.0
+
+
+@pytest.mark.parametrize(("graph_pass", "is_right"), [(DropScales, True), (DropOtherScales, False)])
+def test_a_wrong_pass_is_found_and_a_right_one_is_none_beside_writes(graph_pass, is_right):
+    gm = in_place_neighbours()
+    numbers = [run(gm, tokens) for tokens in TOKENS]
+    gm, _ = apply(Canonicalise, gm, numbers, ["canonicalise"])
+    _, step = apply(graph_pass, gm, numbers, ["canonicalise", graph_pass.name])
+    assert step.matches == 1
+    assert (step.error <= 1e-5) == is_right
