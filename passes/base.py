@@ -38,7 +38,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class PassTarget:
-    """What a pass may ask of the compile that it is part of.
+    """Facts of a compile that decide which passes are of use.
 
     Attributes:
         device_type: "cuda" or "cpu".

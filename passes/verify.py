@@ -1,4 +1,4 @@
-"""What must hold of a graph and its pieces, from which pass on; a compile checks all of it after every pass.
+"""Checks what must hold of a graph and its pieces, from which pass on; a compile checks all of it after every pass.
 
 A pass need not be named here: what the passes ahead of it have brought about holds after it as well.
 """

@@ -142,7 +142,7 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
 
 
 def pass_target(config: ResolvedConfig) -> PassTarget:
-    """What passes decide by whether they are of use."""
+    """Collects what passes decide by whether they are of use."""
     from mllm_compile.passes.base import PassTarget
 
     return PassTarget(
