@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,12 +18,35 @@ if TYPE_CHECKING:
     from mllm_compile.bench.limits.roofline_report import Roofline
     from mllm_compile.bench.measure.results import BenchResult
 
+
+def _comma(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
 EnginesOption = Annotated[
     str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
 ]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
-InputLenOption = Annotated[int, typer.Option(help="Tokens of each prompt.")]
-OutputLenOption = Annotated[int, typer.Option(help="New tokens of the whole call.")]
+LatencyBatchOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Batch sizes, separated by commas.",
+        show_default=f"{_comma(workloads.BATCHES)}; on a CPU {_comma(workloads.CPU_BATCHES)}",
+    ),
+]
+InputLenOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of each prompt.", show_default=f"{workloads.INPUT_LEN}; on a CPU {workloads.CPU_INPUT_LEN}"
+    ),
+]
+OutputLenOption = Annotated[
+    int | None,
+    typer.Option(
+        help="New tokens of the whole call.",
+        show_default=f"{workloads.OUTPUT_LEN}; on a CPU {workloads.CPU_OUTPUT_LEN}",
+    ),
+]
 RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each; one more before them is not counted.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
@@ -43,17 +66,14 @@ def make_bench_app() -> typer.Typer:
 def latency_command(
     model: ModelArgument,
     engine: EnginesOption = "mllm",
-    batch: BatchOption = "1,8,64,256",
-    input_len: InputLenOption = workloads.INPUT_LEN,
-    output_len: OutputLenOption = workloads.OUTPUT_LEN,
+    batch: LatencyBatchOption = None,
+    input_len: InputLenOption = None,
+    output_len: OutputLenOption = None,
     repeats: RepeatsOption = workloads.REPEATS,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it, against the batch size, into this file.")] = None,
 ) -> None:
     """Time per output token (tpot) and of the prefill, by batch size, with the share of the machine's limit."""
-    work = workloads.LatencyWork(
-        batches=_numbers("--batch", batch), input_len=input_len, output_len=output_len, repeats=repeats
-    )
     check_output_file("--json", json_path)
     check_output_file("--plot", plot)
 
@@ -63,6 +83,7 @@ def latency_command(
 
     if plot is not None:
         check_picture(plot)
+    work = _latency_work(model, batch, input_len, output_len, repeats)
     result = run_latency(model, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
     if plot is not None:
@@ -117,17 +138,15 @@ def startup_command(
 def ablation_command(
     model: ModelArgument,
     lever: Annotated[str, typer.Option(help="Levers to leave out one by one, separated by commas; default: all.")] = "",
-    batch: BatchOption = "1,8,64,256",
-    input_len: InputLenOption = workloads.INPUT_LEN,
-    output_len: OutputLenOption = workloads.OUTPUT_LEN,
+    batch: LatencyBatchOption = None,
+    input_len: InputLenOption = None,
+    output_len: OutputLenOption = None,
     repeats: RepeatsOption = workloads.REPEATS,
     json_path: JsonOption = None,
 ) -> None:
     """Show what each pass and kernel brings: the latency work without each in turn. Compiles a runtime for each."""
-    work = workloads.LatencyWork(
-        batches=_numbers("--batch", batch), input_len=input_len, output_len=output_len, repeats=repeats
-    )
     check_output_file("--json", json_path)
+    work = _latency_work(model, batch, input_len, output_len, repeats)
 
     from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation
 
@@ -176,6 +195,40 @@ def table_command(
     ablations = [result for result in results if result.command == COMMAND]
     others = [result for result in results if result.command != COMMAND]
     print("\n".join([*([markdown(others)] if others else []), *map(ablation_markdown, ablations)]))
+
+
+def _latency_work(
+    model: str, batch: str | None, input_len: int | None, output_len: int | None, repeats: int
+) -> workloads.LatencyWork:
+    """What was asked for; the rest is the benchmark's on a GPU, and on a CPU what ends soon, which is said."""
+    given: dict[str, Any] = {
+        "batches": None if batch is None else _numbers("--batch", batch),
+        "input_len": input_len,
+        "output_len": output_len,
+    }
+    asked = {name: value for name, value in given.items() if value is not None}
+    work = workloads.LatencyWork(**asked, repeats=repeats)  # a mistake is told before anything is started
+    if len(asked) == len(given):
+        return work
+
+    from mllm_compile.bench.measure.harness import serves_on_cpu
+
+    if not serves_on_cpu(model):
+        return work
+    smaller: dict[str, Any] = {
+        "batches": workloads.CPU_BATCHES,
+        "input_len": workloads.CPU_INPUT_LEN,
+        "output_len": workloads.CPU_OUTPUT_LEN,
+    }
+    work = workloads.LatencyWork(**(smaller | asked), repeats=repeats)
+    batches = " and ".join(map(str, work.batches))
+    print(
+        f"on a CPU: batches of {batches}, prompts of {work.input_len} tokens, {work.output_len} new ones; "
+        "--batch, --input-len and --output-len set others",
+        file=sys.stderr,
+        flush=True,
+    )
+    return work
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ import pytest
 
 from mllm_compile.bench.measure import harness
 from mllm_compile.bench.measure.results import BenchResult
+from mllm_compile.bench.measure.workloads import LatencyWork
+from mllm_compile.bench.show.plot import INSTALL
 from mllm_compile.cli import run as command_line
 from mllm_compile.cli.bench import _save_and_show
 from mllm_compile.compiler.target import find_target
@@ -21,6 +23,7 @@ from mllm_compile.store.measurements import MEASURED, device_key, read_measured
 from tests.bench.result_cases import result, run, tpot
 from tests.tiny_model import TINY
 
+REPOSITORY = Path(__file__).parents[2]
 COMMANDS = ("latency", "throughput", "startup", "ablation", "roofline", "table")
 RESULT = result(run("mllm", tpot(1, 4.0, limit=3.0)))
 
@@ -49,6 +52,7 @@ def test_a_table_is_shown_and_a_file_written_whichever_of_them_fails(tmp_path, f
 def test_sizes_and_engines_are_handed_on(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(harness, "run_latency", lambda *args: asked.append(args) or RESULT)
+    monkeypatch.setattr(harness, "serves_on_cpu", lambda source: False)
     assert command_line(["bench", "latency", "c.yaml", "--batch", "1,4", "--engine", "mllm,vllm,mllm"]) == 0
     ((config, engines, work),) = asked
     assert (config, engines, work.batches, work.input_len) == ("c.yaml", ["mllm", "vllm"], (1, 4), 512)
@@ -59,7 +63,37 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(m
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(harness, "run_latency", lambda *args: pytest.fail("it was measured"))
     assert command_line(["bench", "latency", "c.yaml", "--plot", "p.png"]) == 2
-    assert "--plot needs matplotlib" in capsys.readouterr().err
+    assert f"--plot needs matplotlib: {INSTALL}\n" in capsys.readouterr().err
+    assert f"needs matplotlib: `{INSTALL}`" in (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def kind(monkeypatch):
+    """Whether models would be served on a CPU, by where it is asked; what is measured comes back."""
+    asked = []
+    monkeypatch.setattr(harness, "run_latency", lambda source, engines, work: asked.append(work) or RESULT)
+
+    def measure(is_cpu: bool, *options: str) -> LatencyWork:
+        monkeypatch.setattr(harness, "serves_on_cpu", lambda source: is_cpu)
+        assert command_line(["bench", "latency", "c.yaml", *options]) == 0
+        return asked.pop()
+
+    return measure
+
+
+def test_on_a_cpu_sizes_that_nobody_gave_are_small_and_said(kind, capsys):
+    assert kind(False) == LatencyWork()
+    assert "on a CPU" not in capsys.readouterr().err
+    work = kind(True)
+    assert (work.batches, work.input_len, work.output_len, work.repeats) == ((1, 8), 64, 33, 3)
+    said = "on a CPU: batches of 1 and 8, prompts of 64 tokens, 33 new ones; --batch, --input-len and --output-len set"
+    assert said in capsys.readouterr().err
+    work = kind(True, "--input-len", "512", "--batch", "4")
+    assert (work.batches, work.input_len, work.output_len) == ((4,), 512, 33)
+    capsys.readouterr()
+    sizes = ("--batch", "1,8,64,256", "--input-len", "512", "--output-len", "129")
+    assert kind(True, *sizes) == LatencyWork()
+    assert "on a CPU" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["p.xyz", "p"])

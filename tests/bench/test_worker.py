@@ -16,6 +16,7 @@ from mllm_compile.bench.measure import worker
 from mllm_compile.bench.measure.results import run_from_json
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWork
+from mllm_compile.process import progress
 from tests.tiny_model import tiny_config
 
 SETTING = Setting(
@@ -62,7 +63,9 @@ def work(task: str, folder: Path, **job: Any) -> dict[str, Any]:
 
 def test_latency_warms_up_once_and_takes_turns(engine, tmp_path):
     sizes = LatencyWork(batches=(1, 2), input_len=5, output_len=3, repeats=2)
-    run = run_from_json(work("latency", tmp_path, work=asdict(sizes)))
+    done = work("latency", tmp_path, work=asdict(sizes))
+    assert done.pop("place") is None, "another engine's is not kept beside our runtimes"
+    run = run_from_json(done)
     assert [line.key for line in run.measurements] == [("tpot", 1), ("prefill", 1), ("tpot", 2), ("prefill", 2)]
     assert all(len(line.samples) == 2 for line in run.measurements)
     assert [(len(call.prompts), call.max_tokens[0]) for call in engine.calls] == 3 * [(1, 1), (1, 3)] + 3 * [
@@ -102,3 +105,20 @@ def test_an_engine_that_makes_other_numbers_of_tokens_has_no_time():
     check_output(call, [3, 4])
     with pytest.raises(BenchmarkError, match="prompt 1 got 2 tokens where 4 were asked for"):
         check_output(call, [3, 2])
+
+
+def test_the_kind_of_device_is_that_of_the_config(tmp_path):
+    path = tmp_path / "m.yaml"
+    path.write_text("model: {path: ./m}\nruntime: {device: cpu}")
+    assert work("device", tmp_path, config=str(path)) == {"is_cpu": True}
+    path.write_text("model: {path: ./m}\nruntime: {device: 'cuda:99'}")
+    assert "cuda:99" in work("device", tmp_path, config=str(path))["error"]
+
+
+def test_what_is_left_is_shown_between_the_calls(engine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_LINE_INTERVAL_S", 0.0)
+    sizes = LatencyWork(batches=(1, 2), input_len=5, output_len=3, repeats=1)
+    work("latency", tmp_path, work=asdict(sizes))
+    lines = [line for line in capsys.readouterr().err.splitlines() if " % after " in line]
+    shares = [line.partition(" after ")[0] for line in lines]
+    assert shares == [f"x: batch {batch}, {batch} of 2: {share} %" for batch in (1, 2) for share in (25, 50, 75)]

@@ -95,6 +95,7 @@ def test_the_table_is_printed_before_the_file_is_written(config, monkeypatch, tm
         return measured
 
     monkeypatch.setattr(harness, "run_latency", lose_the_folder)
+    monkeypatch.setattr(harness, "serves_on_cpu", lambda source: True)
     with pytest.raises(OSError, match="directory"):
         run(["bench", "latency", config, "--json", str(path)])
     assert "tpot b=1" in capsys.readouterr().out

@@ -37,6 +37,15 @@ class Probe:
     figures: ModelFigures
 
 
+def serves_on_cpu(source: str) -> bool:
+    """Whether the model would be served on a CPU; asked in a process of its own, as the answer takes torch.
+
+    Raises:
+        MllmError: the model, its config or the device cannot be used.
+    """
+    return bool(run_process(WORKER, {"task": "device", "config": source})["is_cpu"])
+
+
 def run_latency(source: str, engines: Sequence[str], work: LatencyWork) -> BenchResult:
     """tpot and prefill of each engine, each in its own process, with the limits of this machine.
 

@@ -18,12 +18,20 @@ from mllm_compile.bench.adapters import open_engine
 from mllm_compile.bench.adapters.base import BenchEngine
 from mllm_compile.bench.measure.results import EngineRun, Measurement
 from mllm_compile.bench.measure.runtime_place import runtime_place
-from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.setting import Setting, asked_config
 from mllm_compile.bench.measure.workloads import Call, LatencyWork, StepWork, ThroughputWork
 from mllm_compile.errors import MllmError
 from mllm_compile.process.interruption import ended_by_sigterm
+from mllm_compile.process.progress import reporter_for
 
 EXIT_MISTAKE = 2
+
+
+def device(job: dict[str, Any]) -> dict[str, Any]:
+    """Which kind of device the config's engine would be on."""
+    from mllm_compile.config.device import detect_device
+
+    return {"is_cpu": not detect_device(asked_config(job["config"]).runtime.device).is_cuda}
 
 
 def probe(job: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +59,10 @@ def latency(job: dict[str, Any]) -> dict[str, Any]:
     setting = Setting(**job["setting"])
     engine = open_engine(job["engine"], setting)
     lines: list[Measurement] = []
-    for batch in work.batches:
+    for index, batch in enumerate(work.batches):
         first, whole = work.calls(batch, setting.vocab_size)
-        first_s, whole_s = _times(engine, (first, whole), work.repeats)
+        left = f"{job['engine']}: batch {batch}, {index + 1} of {len(work.batches)}"
+        first_s, whole_s = _times(engine, (first, whole), work.repeats, left)
         lines += work.measurements(batch, first_s, whole_s)
         _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
     run = _run(job["engine"], engine, lines)
@@ -68,7 +77,7 @@ def throughput(job: dict[str, Any]) -> dict[str, Any]:
     prefill_call, mixed_call = work.prefill_call(setting.vocab_size), work.mixed_call(setting.vocab_size)
     lines = []
     for call, measure in ((prefill_call, work.prefill_measurement), (mixed_call, work.mixed_measurement)):
-        (seconds,) = _times(engine, (call,), work.repeats)
+        (seconds,) = _times(engine, (call,), work.repeats, f"{job['engine']}: {len(call.prompts)} requests")
         lines.append(measure(call, seconds))
         _say(f"{job['engine']}: {lines[-1].name} {lines[-1].median:.0f} {lines[-1].unit}")
     return _run(job["engine"], engine, lines)
@@ -96,6 +105,7 @@ def levers(job: dict[str, Any]) -> dict[str, Any]:
 
 
 _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "device": device,
     "probe": probe,
     "latency": latency,
     "throughput": throughput,
@@ -104,16 +114,22 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _times(engine: BenchEngine, calls: tuple[Call, ...], repeats: int) -> list[list[float]]:
-    """Seconds of each call, `repeats` of them after one warm-up; the calls take turns, so that drift hits all alike."""
-    for call in calls:
-        engine.generate(call)
+def _times(engine: BenchEngine, calls: tuple[Call, ...], repeats: int, name: str) -> list[list[float]]:
+    """Seconds of each call, `repeats` of them after one warm-up; the calls take turns, so that drift hits all alike.
+
+    What is left is shown under `name`, between the calls.
+    """
     seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, taken in zip(calls, seconds, strict=True):
-            start = time.perf_counter()
+    with reporter_for(plain_lines=True).stage(name, total=len(calls) * (1 + repeats)) as stage:
+        for call in calls:
             engine.generate(call)
-            taken.append(time.perf_counter() - start)
+            stage.advance()
+        for _ in range(repeats):
+            for call, taken in zip(calls, seconds, strict=True):
+                start = time.perf_counter()
+                engine.generate(call)
+                taken.append(time.perf_counter() - start)
+                stage.advance()
     return seconds
 
 

@@ -17,6 +17,10 @@ Prompts = list[list[int]]
 BATCHES = (1, 8, 64, 256)
 INPUT_LEN = 512
 OUTPUT_LEN = 129
+# For a CPU: a model that it serves well is measured within a minute.
+CPU_BATCHES = (1, 8)
+CPU_INPUT_LEN = 64
+CPU_OUTPUT_LEN = 33
 REPEATS = 3
 MIXED_REQUESTS = 256
 MIXED_RANGE = (100, 1024)
