@@ -56,7 +56,7 @@ def test_every_document_is_linked_from_the_readme_or_a_document_that_is():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_python_files_that_are_named_exist(path):
     for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
-        example = name.rpartition("/")[2].removeprefix("test_") == "my_pass.py"
+        example = name.rpartition("/")[2].removeprefix("test_").startswith("my_")
         assert example or name.rpartition("/")[2] in SOURCES or (ROOT / name).is_file(), name
 
 
@@ -136,10 +136,3 @@ def test_the_readme_has_the_makefiles_torch_for_a_cpu():
     choices = [re.search(r"TORCH='.*/whl/cpu'", text_of(name)) for name in ("README.md", "Makefile")]
     assert None not in choices
     assert len({choice[0] for choice in choices}) == 1
-
-
-def test_the_python_example_of_the_readme_is_five_lines_that_compile():
-    example = re.search(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL)
-    assert example is not None
-    compile(example[1], "README.md", "exec")
-    assert len([line for line in example[1].splitlines() if line]) == 5
