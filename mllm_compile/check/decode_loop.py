@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from mllm_compile.errors import CompileError
+from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.program.executor import PieceFunction
 from mllm_compile.runtime.program.spec import DecodeLoopForms
@@ -20,7 +21,7 @@ from mllm_compile.runtime.sampling.state import SamplingState
 _SEQ_LENS = (1, 2, 5, 70, 1, 300, 17, 64, 65, 128, 33, 9, 16, 3, 200)  # with the new token
 _MANY_PAGES, _LONGEST = 600, 40_000  # one more has so many pages, unless that is too long: more than are listed at once
 _TEMPERATURES = (0.3, 3.0, 0.5, 2.0)
-_PLACES = (torch.int64, torch.int64, torch.int64, torch.int64, torch.int32)  # ids, positions, slots, rows, lengths
+_PLACES = ("input_ids", "positions", "out_cache_loc", "rows", "seq_lens")
 _TURN = 2
 _OTHERS = 3  # rows of the slot table that the step leaves alone
 
@@ -46,6 +47,8 @@ class _Step:
 
     def __init__(self, page_size: int, logits: torch.Tensor) -> None:
         self._page_size = page_size
+        dtype = str(logits.dtype).removeprefix("torch.")
+        self._begin, self._end = decode_loop_pieces(dtype, logits.shape[1], page_size)
         device = self._device = logits.device
         lengths = (*_SEQ_LENS, min(_MANY_PAGES * page_size, _LONGEST), 0)
         size = self._size = len(lengths)
@@ -92,30 +95,46 @@ class _Step:
             requests[_TURN, :size, field] = values.int()
         requests[_TURN + 1, :, :2] = torch.tensor([-1, 1])  # the turn after: inputs in their places
         # Each a tensor of its own: a package copies what does not begin at 16 bytes, and writes to the copy.
-        places = [torch.full((size,), -7, dtype=dtype, device=device) for dtype in _PLACES]
+        signature = self._begin.signature
+        places = {
+            name: torch.full((size,), -7, dtype=getattr(torch, signature[name].dtype), device=device)
+            for name in _PLACES
+        }
         page_table = torch.full(self._pages.shape, -7, dtype=torch.int32, device=device)
         req_to_token = self._req_to_token.to(device)
-        arguments = [requests.to(device), self._last_tokens, req_to_token, *places, page_table]
-        piece([self._turns, *arguments])
+        others = {"requests": requests.to(device), "last_tokens": self._last_tokens, "req_to_token": req_to_token}
+        others |= {**places, "page_table": page_table}
+        piece(self._begin.arguments(turns=self._turns, **others))
         newest = self._last_tokens.cpu()[self._rows]
         expected = [newest, self._positions, self._own_slots.long(), self._rows, self._seq_lens]
         is_page = torch.arange(self._pages.shape[1]) <= (self._positions // self._page_size)[:, None]
         _check(
             "begin_decode",
-            all(torch.equal(place.cpu(), values) for place, values in zip(places, expected, strict=True))
+            all(torch.equal(place.cpu(), values) for place, values in zip(places.values(), expected, strict=True))
             and torch.equal(page_table.cpu(), self._pages.where(is_page, -7))
             and torch.equal(req_to_token.cpu(), self._expected_slots),
         )
-        before = [place.clone() for place in (*places, page_table)]
-        piece([self._turns + 1, *arguments])
-        same = zip((*places, page_table), before, strict=True)
+        written = (*places.values(), page_table)
+        before = [place.clone() for place in written]
+        piece(self._begin.arguments(turns=self._turns + 1, **others))
+        same = zip(written, before, strict=True)
         _check("begin_decode", all(torch.equal(place, values) for place, values in same))
 
     def end(self, piece: PieceFunction) -> None:
         rows, seq_lens = self._rows.to(self._device), self._seq_lens.to(self._device)
         chosen = torch.full((NUM_TURNS, self._size + 2), -7, device=self._device)
         newest = self._last_tokens.clone()
-        arguments = [self._logits, *self._state.tables, rows, seq_lens, self._turns, self._last_tokens, chosen]
+        floats, ints = self._state.tables
+        arguments = self._end.arguments(
+            logits=self._logits,
+            floats=floats,
+            ints=ints,
+            rows=rows,
+            seq_lens=seq_lens,
+            turns=self._turns,
+            last_tokens=self._last_tokens,
+            chosen=chosen,
+        )
         tokens = piece(arguments)[0]
         params = self._state.gather(rows)
         is_greedy = params.is_greedy != 0

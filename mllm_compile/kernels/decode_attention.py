@@ -7,7 +7,6 @@ layer; one request that may be long keeps its piece. FlashInfer's kernels serve 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mllm_compile.config.resolved import ResolvedConfig
@@ -31,26 +30,6 @@ from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import DecodeForm, Program
 
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
-
-_SOURCE = '''"""{name}"""
-
-import torch
-
-
-class Piece(torch.nn.Module):
-    # R requests (the dynamic size T), N splits, W pages of the page table, P slots
-    # q, out: [R, {heads}, {dim}] {dtype}; keys, values: [P, {kv_heads}, {dim}] {dtype}
-    # page_table: [R, W] int32; seq_lens: [R] int32; partial: [R, N, {heads}, {dim}] float32
-    # tops, totals: [R, N, {heads}] float32; done: [R, {kv_heads}] int32
-
-    def forward(self, q, keys, values, page_table, seq_lens, out, partial, tops, totals, done):
-        torch.ops.mllm.split_decode(
-            q, keys, values, page_table, seq_lens, out, partial, tops, totals, done, page_size={page_size},
-            max_splits={max_splits}, sm_scale={sm_scale!r}, soft_cap={soft_cap!r}, window_left={window_left},
-            fetch_first={fetch_first}
-        )
-        return ()
-'''
 
 
 def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
@@ -136,29 +115,30 @@ def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
 
 def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
     dtype, heads, kv_heads, dim = config.model.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim
-    source = _SOURCE.format(
+    of = PieceInput.contiguous
+    return WrittenPiece.calling(
+        "split_decode",
+        {
+            "q": of(("T", heads, dim), dtype),
+            "keys": of(("P", kv_heads, dim), dtype),
+            "values": of(("P", kv_heads, dim), dtype),
+            "page_table": of(("T", "W"), "int32"),
+            "seq_lens": of(("T",), "int32"),
+            "out": of(("T", heads, dim), dtype),
+            "partial": of(("T", "N", heads, dim), "float32"),
+            "tops": of(("T", "N", heads), "float32"),
+            "totals": of(("T", "N", heads), "float32"),
+            "done": of(("T", kv_heads), "int32"),
+        },
         name=name,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        dtype=dtype,
-        page_size=config.runtime.page_size,
-        max_splits=splits.most,
-        sm_scale=layer.sm_scale,
-        soft_cap=layer.logits_soft_cap,
-        window_left=layer.window_left,
-        fetch_first=fetch_first,
+        legend="T requests, N splits, W pages of the page table, P slots",
+        options={
+            "page_size": config.runtime.page_size,
+            "max_splits": splits.most,
+            "sm_scale": layer.sm_scale,
+            "soft_cap": layer.logits_soft_cap,
+            "window_left": layer.window_left,
+            "fetch_first": fetch_first,
+        },
+        gives_tensor=False,
     )
-    shapes: Sequence[tuple[tuple[int | str, ...], str]] = (
-        (("T", heads, dim), dtype),
-        (("P", kv_heads, dim), dtype),
-        (("P", kv_heads, dim), dtype),
-        (("T", "W"), "int32"),
-        (("T",), "int32"),
-        (("T", heads, dim), dtype),
-        (("T", "N", heads, dim), "float32"),
-        (("T", "N", heads), "float32"),
-        (("T", "N", heads), "float32"),
-        (("T", kv_heads), "int32"),
-    )
-    return WrittenPiece(name, source, tuple(PieceInput.contiguous(shape, kind) for shape, kind in shapes))

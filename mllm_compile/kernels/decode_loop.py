@@ -13,40 +13,7 @@ from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.program.spec import DecodeLoopForms, Program
 from mllm_compile.runtime.sampling.state import NUM_FLOATS, NUM_INTS
 
-_BEGIN = '''"""begin_decode"""
-
-import torch
-
-
-class Piece(torch.nn.Module):
-    # S rows, M most rows of any step, R rows of the slot table and C columns, W pages of a row
-    # turns: [2] int64; requests: [{turns}, M, {fields}] int32; last_tokens: [R] int64; req_to_token: [R, C] int32
-    # input_ids, positions, out_cache_loc, rows: [S] int64; seq_lens: [S] int32; page_table: [S, W] int32
-
-    def forward(
-        self, turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
-        page_table
-    ):
-        torch.ops.mllm.begin_decode(
-            turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens, page_table,
-            page_size={page_size}
-        )
-        return ()
-'''
-
-_END = '''"""end_decode"""
-
-import torch
-
-
-class Piece(torch.nn.Module):
-    # S rows, M most rows of any step, R rows of the slot table
-    # logits: [S, {vocab_size}] {dtype}; floats: [{floats}, R] float32; ints: [{ints}, R] int64; rows: [S] int64
-    # seq_lens: [S] int32; turns: [2] int64; last_tokens: [R] int64; chosen: [{turns}, M] int64
-
-    def forward(self, logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen):
-        return (torch.ops.mllm.end_decode(logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen),)
-'''
+_LEGEND = "S rows, M most rows of any step, R rows of the slot table"
 
 
 def add_decode_loop(
@@ -67,38 +34,39 @@ def add_decode_loop(
 
 def decode_loop_pieces(dtype: str, vocab_size: int, page_size: int) -> tuple[WrittenPiece, WrittenPiece]:
     """(begin, end); logits are [S, vocab_size] of that type."""
-    begin = _BEGIN.format(turns=NUM_TURNS, fields=REQUEST_FIELDS, page_size=page_size)
-    end = _END.format(vocab_size=vocab_size, dtype=dtype, floats=NUM_FLOATS, ints=NUM_INTS, turns=NUM_TURNS)
     turns, last_tokens = _int64(2), _int64("R")
-    return (
-        WrittenPiece(
-            "begin_decode",
-            begin,
-            (
-                turns,
-                PieceInput.contiguous((NUM_TURNS, "M", REQUEST_FIELDS), "int32"),
-                last_tokens,
-                PieceInput.contiguous(("R", "C"), "int32"),
-                *[_int64("S")] * 4,
-                PieceInput.contiguous(("S",), "int32"),
-                PieceInput.contiguous(("S", "W"), "int32"),
-            ),
-        ),
-        WrittenPiece(
-            "end_decode",
-            end,
-            (
-                PieceInput.contiguous(("S", vocab_size), dtype),
-                PieceInput.contiguous((NUM_FLOATS, "R"), "float32"),
-                _int64(NUM_INTS, "R"),
-                _int64("S"),
-                PieceInput.contiguous(("S",), "int32"),
-                turns,
-                last_tokens,
-                _int64(NUM_TURNS, "M"),
-            ),
-        ),
+    begin = WrittenPiece.calling(
+        "begin_decode",
+        {
+            "turns": turns,
+            "requests": PieceInput.contiguous((NUM_TURNS, "M", REQUEST_FIELDS), "int32"),
+            "last_tokens": last_tokens,
+            "req_to_token": PieceInput.contiguous(("R", "C"), "int32"),
+            **dict.fromkeys(("input_ids", "positions", "out_cache_loc", "rows"), _int64("S")),
+            "seq_lens": PieceInput.contiguous(("S",), "int32"),
+            "page_table": PieceInput.contiguous(("S", "W"), "int32"),
+        },
+        name="begin_decode",
+        legend=f"{_LEGEND} and C columns, W pages of a row",
+        options={"page_size": page_size},
+        gives_tensor=False,
     )
+    end = WrittenPiece.calling(
+        "end_decode",
+        {
+            "logits": PieceInput.contiguous(("S", vocab_size), dtype),
+            "floats": PieceInput.contiguous((NUM_FLOATS, "R"), "float32"),
+            "ints": _int64(NUM_INTS, "R"),
+            "rows": _int64("S"),
+            "seq_lens": PieceInput.contiguous(("S",), "int32"),
+            "turns": turns,
+            "last_tokens": last_tokens,
+            "chosen": _int64(NUM_TURNS, "M"),
+        },
+        name="end_decode",
+        legend=_LEGEND,
+    )
+    return begin, end
 
 
 def _int64(*shape: int | str) -> PieceInput:

@@ -1,16 +1,106 @@
-"""A piece that no graph was traced for: its source is written by the compiler."""
+"""A piece that no graph was traced for: the compiler writes its source, a call of one op.
+
+What the op takes is declared once, by name and in its order. The source, the inputs to compile for and the arguments of
+a check are made of that; tests hold the order against the op's own and the shapes against what the runtime gives.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from mllm_compile.inductor.job import PieceInput
+
+_SOURCE = '''"""{name}"""
+
+import torch
+
+
+class Piece(torch.nn.Module):
+    # {legend}
+{comments}
+
+    def forward(self, {inputs}):
+        {call}
+'''
 
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """A piece's name, its source, and its inputs as the piece compiler needs them."""
+    """A piece's name, its source, and what it takes: inputs by name, in the order of its arguments."""
 
     name: str
     source: str
-    inputs: tuple[PieceInput, ...]
+    signature: Mapping[str, PieceInput]
+
+    @classmethod
+    def calling(
+        cls,
+        op: str,
+        signature: Mapping[str, PieceInput],
+        *,
+        name: str,
+        legend: str,
+        options: Mapping[str, object] | None = None,
+        gives_tensor: bool = True,
+    ) -> WrittenPiece:
+        """Writes a piece that calls torch.ops.mllm.`op`.
+
+        Args:
+            signature: the op's tensors, by the names and in the order that the op has.
+            legend: the names of dynamic sizes, for who reads the source.
+            options: the op's other arguments.
+            gives_tensor: the op returns one; else it writes into its arguments alone.
+        """
+        given = [f"{key}={key}" for key in signature] + [f"{key}={value!r}" for key, value in (options or {}).items()]
+        call = f"torch.ops.mllm.{op}({', '.join(given)})"
+        shapes = {key: f"[{', '.join(map(str, spec.shape))}] {spec.dtype}" for key, spec in signature.items()}
+        source = _SOURCE.format(
+            name=name,
+            legend=legend,
+            comments="\n".join(f"    # {key}: {shape}" for key, shape in shapes.items()),
+            inputs=", ".join(signature),
+            call=f"return ({call},)" if gives_tensor else f"{call}\n        return ()",
+        )
+        return cls(name, source, signature)
+
+    @property
+    def inputs(self) -> tuple[PieceInput, ...]:
+        """The inputs as the piece compiler needs them."""
+        return tuple(self.signature.values())
+
+    def arguments(self, **tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Puts tensors into the order of the piece's arguments.
+
+        Raises:
+            TypeError: they are not what the piece takes, by name, shape or dtype.
+        """
+        if set(tensors) != set(self.signature):
+            raise TypeError(f"{self.name} takes {', '.join(self.signature)}; got {', '.join(tensors)}")
+        ordered = [tensors[key] for key in self.signature]
+        if mismatch := self.mismatch(ordered):
+            raise TypeError(mismatch)
+        return ordered
+
+    def mismatch(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """The first argument that does not fit the signature, and why; None: all fit. Positions decide, not names."""
+        if len(tensors) != len(self.signature):
+            return f"{self.name} takes {len(self.signature)} tensors; got {len(tensors)}"
+        sizes: dict[str, int] = {}
+        for (key, spec), tensor in zip(self.signature.items(), tensors, strict=True):
+            if not _fits(spec, tensor, sizes):
+                return (
+                    f"{self.name}'s {key} is [{', '.join(map(str, spec.shape))}] {spec.dtype}, contiguous; got "
+                    f"{list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
+                )
+        return None
+
+
+def _fits(spec: PieceInput, tensor: torch.Tensor, sizes: dict[str, int]) -> bool:
+    """True if the tensor is what `spec` says; `sizes` are the dynamic ones seen so far, to which it adds its own."""
+    if tensor.ndim != len(spec.shape) or str(tensor.dtype) != f"torch.{spec.dtype}" or not tensor.is_contiguous():
+        return False
+    named = zip(spec.shape, tensor.shape, strict=True)
+    return all((sizes.setdefault(n, size) if isinstance(n, str) else n) == size for n, size in named)

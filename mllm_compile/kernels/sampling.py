@@ -16,18 +16,6 @@ from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.runtime.program.spec import Program, SamplingForms
 from mllm_compile.runtime.sampling.counter_rng import padded_vocab_size
 
-_SOURCE = '''"""{name}"""
-
-import torch
-
-
-class Piece(torch.nn.Module):
-    # {shapes}
-
-    def forward(self, {inputs}):
-        return (torch.ops.mllm.{op}({operands}),)
-'''
-
 
 def add_sampling_pieces(
     config: ResolvedConfig, program: Program, logits: torch.Tensor
@@ -61,8 +49,5 @@ def sampling_pieces(dtype: str, vocab_size: int) -> tuple[WrittenPiece, WrittenP
     )
 
 
-def _piece(name: str, op: str, inputs: dict[str, PieceInput]) -> WrittenPiece:
-    shapes = "; ".join(f"{n}: [{', '.join(map(str, spec.shape))}] {spec.dtype}" for n, spec in inputs.items())
-    operands = ", ".join(f"{n}={n}" for n in inputs)
-    source = _SOURCE.format(name=name, op=op, shapes=shapes, inputs=", ".join(inputs), operands=operands)
-    return WrittenPiece(name, source, tuple(inputs.values()))
+def _piece(name: str, op: str, signature: dict[str, PieceInput]) -> WrittenPiece:
+    return WrittenPiece.calling(op, signature, name=name, legend="S rows of logits")

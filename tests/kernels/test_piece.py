@@ -1,0 +1,165 @@
+"""What written pieces take, held against the ops that they call and against what the runtime gives them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile.inductor.job import PieceInput
+from mllm_compile.kernels.decode_attention import add_decode_attention
+from mllm_compile.kernels.decode_loop import decode_loop_pieces
+from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.sampling import sampling_pieces
+from mllm_compile.runtime import ops
+from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.splits import OF_FEW
+from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop
+from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
+from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces
+from mllm_compile.runtime.program.pieces import piece_class
+from mllm_compile.runtime.program.spec import Program
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
+from mllm_compile.runtime.sampling.slot_state import SlotState
+from tests.config.test_resolve import H200, resolved
+from tests.runtime.sampling.sampling_cases import make_state
+
+VOCAB, PAGE_SIZE, REQUESTS = 300, 16, 4
+LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 64, 64, 0.125, 0.0, -1, None)
+DECODES = add_decode_attention(
+    resolved(H200, runtime={"page_size": PAGE_SIZE}), Program(steps=(), layers=(LAYER,), weights=(), output="logits")
+)[1]
+SAMPLING = sampling_pieces("bfloat16", VOCAB)
+LOOP = decode_loop_pieces("bfloat16", VOCAB, PAGE_SIZE)
+CALLS = {
+    **{piece.name: (piece, "split_decode") for piece in DECODES},
+    "greedy": (SAMPLING[0], "greedy_tokens"),
+    "begin_decode": (LOOP[0], "begin_decode"),
+    "end_decode": (LOOP[1], "end_decode"),
+}
+
+
+class Given:
+    """Stands for a piece: keeps what it is given."""
+
+    def __init__(self, num_results: int = 0) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._num_results = num_results
+
+    def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.tensors = tensors
+        return [torch.zeros(tensors[0].shape[0], dtype=torch.int64)] * self._num_results
+
+
+def parameters_of(op: str) -> dict[str, str]:
+    """Names and annotations of an op's parameters, read from its source: Triton is only where torch has CUDA."""
+    path = Path(ops.__file__).parent / f"{ops.OPS[op].replace('.', '/')}.py"
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    (function,) = [node for node in functions if node.name == op]
+    return {arg.arg: ast.unparse(arg.annotation) for arg in function.args.args if arg.annotation is not None}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_piece_takes_the_op_s_tensors_in_the_op_s_order_and_gives_it_the_rest(name, tmp_path):
+    piece, op = CALLS[name]
+    parameters = parameters_of(op)
+    tensors = [key for key, annotation in parameters.items() if annotation.startswith("torch.Tensor")]
+    forward = piece_class(piece.source, tmp_path / "piece.py").forward
+    assert list(piece.signature) == list(inspect.signature(forward).parameters)[1:] == tensors
+    (call,) = [node for node in ast.walk(ast.parse(piece.source)) if isinstance(node, ast.Call)]
+    assert ast.unparse(call.func) == f"torch.ops.mllm.{op}"
+    assert [keyword.arg for keyword in call.keywords] == list(parameters)
+
+
+def test_draws_take_the_op_s_tensors_and_have_temperatures_behind_the_logits_or_not_at_all():
+    """They are the op's last parameter, since it may be left out; alone of the small ones they are no integers."""
+    from_logits, from_scores = (list(piece.signature) for piece in SAMPLING[1:])
+    assert [*from_scores, "temperatures"] == list(parameters_of("draw_tokens"))
+    assert from_logits == [from_scores[0], "temperatures", *from_scores[1:]]
+
+
+@pytest.mark.parametrize("piece", DECODES, ids=lambda piece: piece.name)
+def test_decode_attention_is_given_what_it_is_compiled_for(piece):
+    given = Given()
+    decoders = (Decoder(given, None, OF_FEW),)
+    group = PlanGroup(LAYER.num_heads, LAYER.num_kv_heads, LAYER.head_dim, LAYER.params)
+    slots = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)
+    space = SplitDecodeSpace([(group, decoders)], slots, REQUESTS, PAGE_SIZE, torch.bfloat16)
+    q = torch.zeros(3, LAYER.num_heads, LAYER.head_dim, dtype=torch.bfloat16)
+    pages = q.new_zeros(5, PAGE_SIZE, LAYER.num_kv_heads, LAYER.head_dim)
+    space.prepare(group, decoders, torch.ones(3, dtype=torch.int32)).run(q, (pages, pages), torch.empty_like(q))
+    assert piece.mismatch(given.tensors) is None
+
+
+def test_the_decode_loop_gives_what_its_pieces_are_compiled_for():
+    begin, end = Given(), Given(1)
+    loop = object.__new__(DecodeLoop)  # its own memory is pinned, which takes a GPU
+    loop._pieces = DecodeLoopPieces(begin, end)
+    loop._inputs = StepInputs(REQUESTS, REQUESTS, 1, torch.device("cpu"))
+    loop._slot_state = SlotState(REQUESTS + 1, VOCAB, torch.device("cpu"))
+    loop._req_to_token = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)
+    loop._page_table = torch.zeros(REQUESTS, 8, dtype=torch.int32)
+    loop._turns_of_device = torch.zeros(2, dtype=torch.int64)
+    loop._requests_of_device = torch.zeros(NUM_TURNS, REQUESTS, REQUEST_FIELDS, dtype=torch.int32)
+    loop._chosen_of_device = torch.zeros(NUM_TURNS, REQUESTS, dtype=torch.int64)
+    loop.begin(3)
+    loop.end(torch.zeros(3, VOCAB, dtype=torch.bfloat16))
+    assert [piece.mismatch(call.tensors) for piece, call in zip(LOOP, (begin, end), strict=True)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("params", "index"),
+    [
+        (SamplingParams(temperature=0.0), 0),
+        (SamplingParams(temperature=0.8), 1),
+        (SamplingParams(temperature=0.8, top_p=0.9), 2),
+    ],
+    ids=[piece.name for piece in SAMPLING],
+)
+def test_the_sampler_gives_what_its_pieces_are_compiled_for(params, index):
+    calls = [Given(1) for _ in SAMPLING]
+    state = make_state(*[params] * 3, vocab_size=VOCAB)
+    rows, positions = torch.arange(1, 4), torch.arange(3, dtype=torch.int32)
+    logits = torch.randn(3, VOCAB).bfloat16()
+    Sampler(SamplingPieces(torch.bfloat16, *calls))(logits, state, rows, state.flags, positions)
+    assert SAMPLING[index].mismatch(calls[index].tensors) is None
+
+
+PIECE = WrittenPiece.calling(
+    "an_op",
+    {"x": PieceInput.contiguous(("S", 4), "float32"), "rows": PieceInput.contiguous(("S",), "int64")},
+    name="a_piece",
+    legend="S rows",
+    options={"scale": 0.5},
+)
+
+
+def test_arguments_come_into_order_by_name():
+    x, rows = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    assert [argument.data_ptr() for argument in PIECE.arguments(rows=rows, x=x)] == [x.data_ptr(), rows.data_ptr()]
+    assert "return (torch.ops.mllm.an_op(x=x, rows=rows, scale=0.5),)" in PIECE.source
+    with pytest.raises(TypeError, match="a_piece takes x, rows; got x"):
+        PIECE.arguments(x=x)
+
+
+@pytest.mark.parametrize(
+    ("x", "rows"),
+    [
+        (torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)),
+        (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3, 4), torch.zeros(3, dtype=torch.int32)),
+        (torch.zeros(3, 4), torch.zeros(3, 1, dtype=torch.int64)),
+        (torch.zeros(4, 3).T, torch.zeros(3, dtype=torch.int64)),
+    ],
+    ids=["a size", "a size that another has", "dtype", "dimensions", "strides"],
+)
+def test_what_does_not_fit_is_told(x, rows):
+    with pytest.raises(TypeError, match=r"a_piece's (x is \[S, 4\] float32|rows is \[S\] int64), contiguous; got \["):
+        PIECE.arguments(x=x, rows=rows)
