@@ -1,8 +1,8 @@
 """The memory of KV: rows of slots per request, pages of keys and values per layer.
 
 A *KV slot* is the place of one token's keys and values: page * page_size + offset (`out_cache_loc`, `slot_mapping`). A
-*row* is a request's line in ReqToTokenPool's table (`req_pool_indices`); the scheduler and the sampling state call that
-row the request's *slot* (`Request.slot`). Page 0 and row 0 belong to no request: padding writes and reads there.
+*row* is a request's line in ReqToTokenPool's table (`req_pool_indices`, `Request.row`), and in the sampling state. Page
+0 and row 0 belong to no request: padding writes and reads there.
 The host assigns pages in page_allocator.py, and rows in scheduler.py.
 
 Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.

@@ -36,8 +36,8 @@ from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
-from mllm_compile.runtime.sampling.slot_state import SlotState
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner
@@ -52,7 +52,7 @@ class ModelRunner:
     Attributes:
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
         forward_pass_id: forwards so far.
-        slot_state: a StepRunner's, and captured decodes'.
+        row_state: a StepRunner's, and captured decodes'.
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
@@ -124,7 +124,7 @@ class ModelRunner:
         num_rows = runtime.max_running_requests + 1
         check_table_fits(num_rows * max_context_len * torch.int32.itemsize, runtime, self.device)
         self.req_to_token_pool = ReqToTokenPool(runtime.max_running_requests, max_context_len, self.device)
-        self.slot_state = SlotState(num_rows, self.vocab_size, self.device)
+        self.row_state = RowState(num_rows, self.vocab_size, self.device)
         num_pages = self._measure_num_pages() if num_pages is None else num_pages
         self.token_to_kv_pool = self._make_kv_pool(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
@@ -168,7 +168,7 @@ class ModelRunner:
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.device)
         # Whatever part of it is there: a failed initialize ends here too.
-        parts = ("model", "attn_backend", "req_to_token_pool", "slot_state", "token_to_kv_pool", "layers")
+        parts = ("model", "attn_backend", "req_to_token_pool", "row_state", "token_to_kv_pool", "layers")
         for name in (*parts, "_metadata_builder"):
             self.__dict__.pop(name, None)
         self.graph_runner = None

@@ -31,7 +31,7 @@ class StepFields(Generic[Array]):
     num_new: Array | None = field(default=None, metadata=_INT32)  # [R], in EXTEND
     prefix_lens: Array | None = field(default=None, metadata=_INT32)  # [R], in EXTEND
     logits_indices: Array | None = None  # those of T that are sampled, in EXTEND; all rows otherwise
-    sampled_slots: Array | None = None  # [S], where they are not req_pool_indices
+    sampled_rows: Array | None = None  # [S], where they are not req_pool_indices
     sampled_positions: Array | None = field(default=None, metadata=_INT32)  # [S], where they are not seq_lens
     scored_indices: Array | None = None  # [N] of T, in EXTEND; all rows otherwise
     prompt_targets: Array | None = None  # [N]
@@ -41,7 +41,7 @@ class StepFields(Generic[Array]):
     @property
     def sampled(self) -> tuple[Array, Array]:
         """The rows that are sampled and the positions of their tokens, [S] each."""
-        rows = self.req_pool_indices if self.sampled_slots is None else self.sampled_slots
+        rows = self.req_pool_indices if self.sampled_rows is None else self.sampled_rows
         return rows, self.seq_lens if self.sampled_positions is None else self.sampled_positions
 
     def inputs(self) -> dict[str, Array]:

@@ -193,14 +193,14 @@ class StatsRecorder:
     """Collects the figures; all but `snapshot` is called on the engine's thread.
 
     Args:
-        num_slots: rows that a step's `rows` point into.
+        num_rows: rows that a step's `rows` point into.
         forward_times: gives (num_tokens, count, median in ms) rows.
     """
 
-    def __init__(self, num_slots: int, forward_times: ForwardTimesSource = tuple) -> None:
+    def __init__(self, num_rows: int, forward_times: ForwardTimesSource = tuple) -> None:
         now = time.monotonic()
         self._forward_times = forward_times
-        self._last_token_time = np.zeros(num_slots, dtype=np.float64)  # by slot
+        self._last_token_time = np.zeros(num_rows, dtype=np.float64)  # by row
         self._first_token = Histogram(1e-3, 1e3)
         self._between_tokens = Histogram(1e-4, 1e2)
         self._generated = RateMeter(now)
@@ -225,9 +225,9 @@ class StatsRecorder:
         self._num_prompt += num_prompt
         self._prompt.add(num_prompt, now)
         num_decodes = bisect_left(accepted, batch.num_decodes)
-        slots = batch.rows[np.array(accepted, dtype=np.intp)]
-        self._between_tokens.observe(now - self._last_token_time[slots[:num_decodes]])
-        self._last_token_time[slots] = now
+        rows = batch.rows[np.array(accepted, dtype=np.intp)]
+        self._between_tokens.observe(now - self._last_token_time[rows[:num_decodes]])
+        self._last_token_time[rows] = now
         arrivals = [
             batch.requests[row].arrival_time
             for row in accepted[num_decodes:]

@@ -19,7 +19,7 @@ from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
-from mllm_compile.runtime.sampling.slot_state import SlotState
+from mllm_compile.runtime.sampling.row_state import RowState
 
 _IN_PLACE = -1  # in place of a row: a step's inputs are in their places already
 
@@ -67,20 +67,20 @@ class DecodeLoop:
         self,
         pieces: DecodeLoopPieces,
         inputs: StepInputs,
-        slot_state: SlotState,
+        row_state: RowState,
         req_to_token: torch.Tensor,
         page_table: torch.Tensor,
     ) -> None:
         """
         Args:
             inputs: the places that captured decodes read.
-            slot_state: the choice's parameters, to be flushed before a replay, and the place of tokens.
+            row_state: the choice's parameters, to be flushed before a replay, and the place of tokens.
             req_to_token: [rows, columns] int32: the slot of each position.
             page_table: [≥ M, W] int32: what the program's decode attention reads.
         """
         self._pieces = pieces
         self._inputs = inputs
-        self._slot_state = slot_state
+        self._row_state = row_state
         self._req_to_token = req_to_token
         self._page_table = page_table
         most = inputs.max_requests
@@ -106,7 +106,7 @@ class DecodeLoop:
             [
                 self._turns_of_device,
                 self._requests_of_device,
-                self._slot_state.last_tokens,
+                self._row_state.last_tokens,
                 self._req_to_token,
                 inputs.input_ids[:size],
                 inputs.positions[:size],
@@ -121,8 +121,8 @@ class DecodeLoop:
         """Runs the last kernels, of logits [S, V]. Returns the tokens [S] int64."""
         size, inputs = logits.shape[0], self._inputs
         rows, seq_lens = inputs.req_pool_indices[:size], inputs.seq_lens[:size]
-        arguments = [logits, *self._slot_state.sampling.tables, rows, seq_lens]
-        arguments += [self._turns_of_device, self._slot_state.last_tokens, self._chosen_of_device]
+        arguments = [logits, *self._row_state.sampling.tables, rows, seq_lens]
+        arguments += [self._turns_of_device, self._row_state.last_tokens, self._chosen_of_device]
         return self._pieces.end(arguments)[0]
 
     def captured(self) -> None:

@@ -121,7 +121,7 @@ class GraphRunner:
             what = "choose tokens" if pieces is None else "attend in every layer"
             logger.info("captured decodes do not choose their tokens: the program has no kernels that %s", what)
             return None
-        return DecodeLoop(pieces, self.inputs, runner.slot_state, runner.req_to_token_pool.req_to_token, page_table)
+        return DecodeLoop(pieces, self.inputs, runner.row_state, runner.req_to_token_pool.req_to_token, page_table)
 
     @property
     def figures(self) -> list[CaptureFigures]:
@@ -222,7 +222,7 @@ class GraphRunner:
     def _replay_decode(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> torch.Tensor:
         """Logits [R, V] of a batch that came as tensors.
 
-        With a decode loop the graph chooses tokens all the same, and overwrites SlotState.last_tokens of the batch's
+        With a decode loop the graph chooses tokens all the same, and overwrites RowState.last_tokens of the batch's
         rows: a caller that samples from the logits must write its own tokens there afterwards, as StepRunner does.
         """
         self._prepare_decode(batch, descriptor.num_tokens)

@@ -13,7 +13,7 @@ from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig
-from mllm_compile.runtime.sampling.slot_state import SlotState
+from mllm_compile.runtime.sampling.row_state import RowState
 
 
 class CapturableModel(Protocol):
@@ -24,7 +24,7 @@ class CapturableModel(Protocol):
     model: LoadedModel
     attn_backend: AttentionBackend
     req_to_token_pool: ReqToTokenPool
-    slot_state: SlotState
+    row_state: RowState
     forward_times: ForwardTimes | None
 
     def prepare_forward_batch_decode(

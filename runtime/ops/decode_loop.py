@@ -70,8 +70,8 @@ def _begin_kernel(
         tl.store(own_slots_ptr + last * PAGE + within, own_page * PAGE + within, mask=within < PAGE)
         for start in range(0, last + 1, PAGES_AT_ONCE):
             index = start + tl.arange(0, PAGES_AT_ONCE)
-            first_slots = tl.load(own_slots_ptr + index * PAGE, mask=index < last, other=0)
-            pages = tl.where(index == last, own_page, first_slots // PAGE)
+            first_rows = tl.load(own_slots_ptr + index * PAGE, mask=index < last, other=0)
+            pages = tl.where(index == last, own_page, first_rows // PAGE)
             tl.store(page_table_ptr + request * num_pages + index, pages, mask=index <= last)
 
 

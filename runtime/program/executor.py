@@ -1,4 +1,4 @@
-"""Runs a program, cold or warm alike: names become slots, and each step learns which values die after it.
+"""Runs a program, cold or warm alike: names become registers, and each step learns which values die after it.
 
 Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vocabulary.
 """
@@ -41,7 +41,7 @@ class ProgramExecutor:
             raise ArtifactError(f"the program needs {', '.join(missing[:5])}, which the runtime does not hold")
         self.program = program
         self.weights = dict(weights)
-        self._slots = {name: slot for slot, name in enumerate((*BATCH_INPUTS, *program.weights))}
+        self._registers = {name: register for register, name in enumerate((*BATCH_INPUTS, *program.weights))}
         self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
         self._template += [self.weights[name] for name in program.weights]
         self._steps = self._link(pieces)
@@ -50,7 +50,7 @@ class ProgramExecutor:
         self._gather = self._first_row_step()
         self._has_tail = self._gather + 1 < len(self._steps)
         self._head = self._gather + 1 if self._has_tail else self._gather
-        # The slot of those hidden states; None where the head gathers.
+        # The register of those hidden states; None where the head gathers.
         self._hidden = self._slot_between(self._gather, self._head) if self._has_tail else None
         self._output_buffers: OutputBuffers = _new_output
 
@@ -94,12 +94,12 @@ class ProgramExecutor:
             What `head` goes on from, any number of times.
         """
         values: list[Any] = self._template.copy()
-        values.extend([None] * (len(self._slots) - len(values)))
+        values.extend([None] * (len(self._registers) - len(values)))
         for name in TOKEN_INPUTS:
-            values[self._slots[name]] = inputs[name]
+            values[self._registers[name]] = inputs[name]
         self._run(self._steps[: self._gather], values)
         if all_rows is not None and self._has_tail:
-            values[self._slots[ROW_INPUT]] = all_rows
+            values[self._registers[ROW_INPUT]] = all_rows
             self._run(self._steps[self._gather : self._head], values)
         return values
 
@@ -114,15 +114,15 @@ class ProgramExecutor:
         if self._hidden is not None and values[self._hidden] is not None:
             values[self._hidden] = values[self._hidden].index_select(-2, logits_indices)
             start = self._head
-        values[self._slots[ROW_INPUT]] = logits_indices
+        values[self._registers[ROW_INPUT]] = logits_indices
         self._run(self._steps[start:], values)
-        return values[self._slots[self.program.output]]
+        return values[self._registers[self.program.output]]
 
     def _run(self, steps: Sequence[_LinkedPiece | _LinkedAttention], values: list[Any]) -> None:
         for step in steps:
             step.run(values, self._output_buffers)
-            for slot in step.dead:
-                values[slot] = None
+            for register in step.dead:
+                values[register] = None
 
     def _first_row_step(self) -> int:
         """Index of the first step after rows are gathered: earlier steps do not know which are wanted."""
@@ -131,7 +131,7 @@ class ProgramExecutor:
         return next(gathers, len(self.program.steps))
 
     def _slot_between(self, writer: int, reader: int) -> int:
-        """The slot of the one value that step `reader` reads of step `writer`.
+        """The register of the one value that step `reader` reads of step `writer`.
 
         Raises:
             ArtifactError: there is none, or there are several.
@@ -140,10 +140,10 @@ class ProgramExecutor:
         names = {name for name in steps[reader].reads if name in steps[writer].writes}
         if len(names) != 1:
             raise ArtifactError(f"step {reader} of the program reads {len(names)} values of the one before, not 1")
-        return self._slot(names.pop())
+        return self._register(names.pop())
 
     def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
-        """Turns names into slots; each step learns which values die after it."""
+        """Turns names into registers; each step learns which values die after it."""
         layers = {layer.name: layer for layer in self.program.layers}
         attentions = [step for step in self.program.steps if isinstance(step, AttentionStep)]
         leaving = {step.layer for step in attentions if step.unrotated is not None}
@@ -151,22 +151,22 @@ class ProgramExecutor:
         buffer_index = self._buffer_indices(last_use)
         linked: list[_LinkedPiece | _LinkedAttention] = []
         for index, step in enumerate(self.program.steps):
-            dead = tuple(self._slot(name) for name, last in last_use.items() if last == index)
+            dead = tuple(self._register(name) for name, last in last_use.items() if last == index)
             if isinstance(step, PieceStep):
-                inputs = tuple(self._slot(name) for name in step.inputs)
-                outputs = tuple(self._slot(name) for name in step.outputs)
+                inputs = tuple(self._register(name) for name in step.inputs)
+                outputs = tuple(self._register(name) for name in step.outputs)
                 function = self._function(step.piece, pieces)
                 kv_of, may_leave = step.writes_kv_of, step.writes_kv_of in leaving
                 linked.append(
                     _LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, may_leave, dead)
                 )
             else:
-                q, k, v, out = (self._slot(name) for name in (step.q, step.k, step.v, step.out))
+                q, k, v, out = (self._register(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.v_head_dim)
                 buffer = buffer_index[step.out]
                 of = step.unrotated
-                unrotated = None if of is None else tuple(self._slot(name) for name in of.values)
+                unrotated = None if of is None else tuple(self._register(name) for name in of.values)
                 eps = 0.0 if of is None else of.eps
                 linked.append(
                     _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, unrotated, eps, dead)
@@ -191,8 +191,8 @@ class ProgramExecutor:
                 indices[step.out] = free
         return indices
 
-    def _slot(self, name: str) -> int:
-        return self._slots.setdefault(name, len(self._slots))
+    def _register(self, name: str) -> int:
+        return self._registers.setdefault(name, len(self._registers))
 
     def _last_uses(self) -> dict[str, int]:
         """Value → index of the last step that reads or makes it; weights, inputs and the output live on."""
@@ -248,7 +248,7 @@ class _BySize:
 
 @dataclass(slots=True)
 class _LinkedPiece:
-    """A PieceStep whose values are slots of the executor's list of values."""
+    """A PieceStep whose values are registers of the executor's list of values."""
 
     piece: str
     index: int  # of the step
@@ -258,15 +258,15 @@ class _LinkedPiece:
     outputs: tuple[int, ...]
     writes_kv_of: str | None  # the layer's name
     may_leave_kv: bool  # in some steps attention writes it instead (ops.cache_inputs)
-    dead: tuple[int, ...]  # slots that no later step reads
+    dead: tuple[int, ...]  # registers that no later step reads
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
-        inputs = [values[slot] for slot in self.inputs]
+        inputs = [values[register] for register in self.inputs]
         if self.writes_kv_of is not None:
             inputs += cache_inputs(self.writes_kv_of, self.may_leave_kv)
         results = self.function(inputs)
-        for slot, result in zip(self.outputs, results, strict=True):
-            values[slot] = result
+        for register, result in zip(self.outputs, results, strict=True):
+            values[register] = result
 
 
 @dataclass(slots=True)
@@ -286,6 +286,6 @@ class _LinkedAttention:
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q = values[self.q]
         out = output_buffers(self.buffer_index, q, self.out_shape)
-        unrotated = None if self.unrotated is None else [values[slot] for slot in self.unrotated]
+        unrotated = None if self.unrotated is None else [values[register] for register in self.unrotated]
         attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv, unrotated, self.eps)
         values[self.out] = out

@@ -21,7 +21,7 @@ from mllm_compile.runtime.shown import shown
 
 ALL_LOGPROBS = -1  # in the place of a number of alternatives: the whole vocabulary
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
-MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-slot tables on the device
+MAX_TOKEN_LIST = 1024  # entries of logit_bias or stop_token_ids; bounds the per-row tables on the device
 # Looked for in every answer; bound what a request costs its caller, and what the engine keeps of it.
 MAX_STOP_TEXTS = 64
 MAX_STOP_CHARACTERS = 4096  # of all of them together

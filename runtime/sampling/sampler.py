@@ -86,7 +86,7 @@ class Sampler:
         Args:
             logits: [S, V] float32, bfloat16 or float16; not changed. Computed with in float32.
             state: Of the running requests; its counts change.
-            rows: [S] int64: the slot of each row; slot 0 for padding.
+            rows: [S] int64: the request's row of each; row 0 for padding.
             flags: state.flags, or what covers them (the flags that a graph was captured with).
             positions: [S] int: tokens of each request so far, prompt and output (a decode step's seq_lens). It is the
                 draw's counter, so a preempted and recomputed request draws the same tokens.
@@ -127,7 +127,7 @@ class Sampler:
         if flags.needs_penalties:
             state.counts.record(params.count_row, token_ids.clamp(min=0))
         if flags.needs_bad_words:
-            state.phrases.record(params.slots, token_ids.clamp(min=0))
+            state.phrases.record(params.rows, token_ids.clamp(min=0))
         return token_ids
 
 
@@ -183,17 +183,17 @@ def _adjust(
     """A float32 copy of the logits with bias and penalties, -inf for what is forbidden. [S, V] → [S, V]."""
     adjusted = logits.to(torch.float32, copy=True)
     if flags.needs_bias:
-        state.biases.add_to(adjusted, params.slots)
+        state.biases.add_to(adjusted, params.rows)
     if flags.needs_penalties:
         num_rows = max(1, _PENALTY_ELEMENTS // logits.shape[1])
         for start in range(0, logits.shape[0], num_rows):
             _penalise(adjusted, state, params, slice(start, start + num_rows))
     if flags.needs_min_tokens:
-        state.forbidden.add_to(adjusted, params.slots, positions < params.min_tokens_end)
+        state.forbidden.add_to(adjusted, params.rows, positions < params.min_tokens_end)
     if flags.needs_allowed:
-        state.allowed.forbid_others(adjusted, params.slots)
+        state.allowed.forbid_others(adjusted, params.rows)
     if flags.needs_bad_words:
-        state.phrases.forbid(adjusted, params.slots)
+        state.phrases.forbid(adjusted, params.rows)
     return adjusted
 
 

@@ -1,7 +1,7 @@
-"""Sampling parameters of the running requests: a row a slot on the device, and host flags of what is in use.
+"""Sampling parameters of the running requests: a row a request on the device, and host flags of what is in use.
 
 The step runner calls set_request at an admission and clear at a release; a step itself only gathers rows. Flags come
-from counts of features over the slots, kept as requests come and go: reading them costs the same whatever runs.
+from counts of features over the rows, kept as requests come and go: reading them costs the same whatever runs.
 
 Shape legend: S rows of a step.
 """
@@ -22,7 +22,7 @@ from mllm_compile.runtime.sampling.penalties import TokenCounts
 from mllm_compile.runtime.sampling.token_additions import SlotAdditions
 from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases
 
-# Parameters in two tables, and what those hold for a slot without a request: greedy, everything off. Temperature and
+# Parameters in two tables, and what those hold for a row without a request: greedy, everything off. Temperature and
 # seed are first: what is gathered of the first parameter is aligned as kernels of the program want it.
 _NEUTRAL_FLOATS = {
     "temperature": 1.0,
@@ -90,7 +90,7 @@ class RowParams:
         is_greedy: 1 or 0.
     """
 
-    slots: torch.Tensor  # int64
+    rows: torch.Tensor  # int64
     temperature: torch.Tensor  # float32, and so the next five
     top_p: torch.Tensor
     log_min_p: torch.Tensor
@@ -105,15 +105,15 @@ class RowParams:
 
 
 class SamplingState:
-    """The tensors that Sampler gathers from, and `flags`, the features that active slots use.
+    """The tensors that Sampler gathers from, and `flags`, the features that active rows use.
 
-    Slots without a request (0, the padding row of captured graphs, among them) are greedy and neutral. The parameter
+    Rows without a request (0, the padding row of captured graphs, among them) are greedy and neutral. The parameter
     tables keep their addresses, so a captured graph may gather from them; call flush() before each replay.
 
     Attributes:
-        flags: SamplingFlags of the active slots; replaced when a request comes or goes.
-        biases, forbidden: logit_bias, and the ids that min_tokens forbids, by slot.
-        allowed, phrases: allowed_token_ids, and the tokens of bad_words, by slot.
+        flags: SamplingFlags of the active rows; replaced when a request comes or goes.
+        biases, forbidden: logit_bias, and the ids that min_tokens forbids, by row.
+        allowed, phrases: allowed_token_ids, and the tokens of bad_words, by row.
         counts: Token counts of the requests with penalties, by count row.
     """
 
@@ -127,17 +127,17 @@ class SamplingState:
         self.counts = TokenCounts(vocab_size, self.device)
         self._host_floats = np.tile(np.array(list(_NEUTRAL_FLOATS.values()), np.float32), (max_reqs, 1))
         self._host_ints = np.tile(np.array(list(_NEUTRAL_INTS.values()), np.int64), (max_reqs, 1))
-        # [parameters, slots]: what is gathered of one parameter is contiguous, as kernels want it.
+        # [parameters, rows]: what is gathered of one parameter is contiguous, as kernels want it.
         self._floats = upload(_transposed(self._host_floats), self.device)
         self._ints = upload(_transposed(self._host_ints), self.device)
         self._is_stale = False  # the host tables have changed since the last flush
         self._active: dict[int, SamplingParams] = {}
-        self._uses: Counter[str] = Counter()  # feature → active slots that use it
-        self._num_logprobs: Counter[int] = Counter()  # alternatives → active slots that want as many
+        self._uses: Counter[str] = Counter()  # feature → active rows that use it
+        self._num_logprobs: Counter[int] = Counter()  # alternatives → active rows that want as many
 
     def set_request(
         self,
-        slot: int,
+        row: int,
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
         default_seed: int,
@@ -151,7 +151,7 @@ class SamplingState:
         Numbers reach the device with the next flush, all requests in one copy.
 
         Args:
-            slot: The request's row; what it held before is cleared.
+            row: The request's row; what it held before is cleared.
             params: Of the request.
             prompt_token_ids: The prompt alone, however much of it is recomputed.
             default_seed: Used when params.seed is None; the same at a re-admission, or the request's draws change:
@@ -160,11 +160,11 @@ class SamplingState:
             stop_ids: What min_tokens forbids: stop_token_ids, and end-of-sequence unless it is ignored.
             bad_phrases: The tokens of params.bad_words, none of them empty.
         """
-        if slot in self._active:
-            self._release(slot)
+        if row in self._active:
+            self._release(row)
         is_greedy = params.is_greedy
         count_row = self.counts.allocate(prompt_token_ids, output_token_ids) if params.has_penalties else 0
-        self._host_floats[slot] = (
+        self._host_floats[row] = (
             1.0 if is_greedy else params.temperature,
             params.top_p,
             math.log(params.min_p) if params.min_p > 0 else -math.inf,
@@ -173,30 +173,30 @@ class SamplingState:
             params.presence_penalty,
         )
         seed = default_seed if params.seed is None else params.seed
-        self._host_ints[slot] = (seed, params.top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
-        self._active[slot] = params  # from here on what fails is taken back when the slot has another request
+        self._host_ints[row] = (seed, params.top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
+        self._active[row] = params  # from here on what fails is taken back when the row has another request
         self._uses.update(_features(params))
         if params.logprobs is not None:
             self._num_logprobs[max(params.logprobs, 0)] += 1
         self._changed()
         if params.logit_bias is not None:
-            self.biases.set(slot, params.logit_bias)
+            self.biases.set(row, params.logit_bias)
         if params.min_tokens > 0:
-            self.forbidden.set(slot, dict.fromkeys(sorted(stop_ids), -math.inf))
+            self.forbidden.set(row, dict.fromkeys(sorted(stop_ids), -math.inf))
         if params.allowed_token_ids is not None:
-            self.allowed.set(slot, params.allowed_token_ids)
+            self.allowed.set(row, params.allowed_token_ids)
         if params.bad_words:
-            self.phrases.set(slot, bad_phrases, output_token_ids)
+            self.phrases.set(row, bad_phrases, output_token_ids)
 
-    def clear(self, slot: int) -> None:
-        """Clears a slot whose request is over or preempted. A step of it that still runs or is queued is harmless."""
-        self._release(slot)
+    def clear(self, row: int) -> None:
+        """Clears a row whose request is over or preempted. A step of it that still runs or is queued is harmless."""
+        self._release(row)
         self._changed()
 
     def clear_all(self) -> None:
-        """Like clear, for every slot that has a request."""
-        for slot in list(self._active):
-            self.clear(slot)
+        """Like clear, for every row that has a request."""
+        for row in list(self._active):
+            self.clear(row)
 
     def flush(self) -> None:
         """Bring the device tables up to date; does nothing when no request has come or gone.
@@ -217,32 +217,32 @@ class SamplingState:
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[NUM_FLOATS, slots] float32 and [NUM_INTS, slots] int64, as of the last flush; always these tensors."""
+        """[NUM_FLOATS, rows] float32 and [NUM_INTS, rows] int64, as of the last flush; always these tensors."""
         return self._floats, self._ints
 
-    def gather(self, slots: torch.Tensor) -> RowParams:
-        """Parameters of these slots, as the last flush left them. slots: [S] int64."""
-        floats = dict(zip(_NEUTRAL_FLOATS, self._floats[:, slots].unbind(0), strict=True))
-        ints = dict(zip(_NEUTRAL_INTS, self._ints[:, slots].unbind(0), strict=True))
-        return RowParams(slots=slots, **floats, **ints)
+    def gather(self, rows: torch.Tensor) -> RowParams:
+        """Parameters of these rows, as the last flush left them. rows: [S] int64."""
+        floats = dict(zip(_NEUTRAL_FLOATS, self._floats[:, rows].unbind(0), strict=True))
+        ints = dict(zip(_NEUTRAL_INTS, self._ints[:, rows].unbind(0), strict=True))
+        return RowParams(rows=rows, **floats, **ints)
 
-    def _release(self, slot: int) -> None:
-        params = self._active.pop(slot)
+    def _release(self, row: int) -> None:
+        params = self._active.pop(row)
         self._uses.subtract(_features(params))
         if params.logprobs is not None:
             self._num_logprobs[max(params.logprobs, 0)] -= 1
         if params.has_penalties:
-            self.counts.free(int(self._host_ints[slot, list(_NEUTRAL_INTS).index("count_row")]))
+            self.counts.free(int(self._host_ints[row, list(_NEUTRAL_INTS).index("count_row")]))
         if params.logit_bias is not None:
-            self.biases.set(slot, {})
+            self.biases.set(row, {})
         if params.min_tokens > 0:
-            self.forbidden.set(slot, {})
+            self.forbidden.set(row, {})
         if params.allowed_token_ids is not None:
-            self.allowed.clear(slot)
+            self.allowed.clear(row)
         if params.bad_words:
-            self.phrases.set(slot, ())
-        self._host_floats[slot] = list(_NEUTRAL_FLOATS.values())
-        self._host_ints[slot] = list(_NEUTRAL_INTS.values())
+            self.phrases.set(row, ())
+        self._host_floats[row] = list(_NEUTRAL_FLOATS.values())
+        self._host_ints[row] = list(_NEUTRAL_INTS.values())
 
     def _changed(self) -> None:
         self._is_stale = True
@@ -258,7 +258,7 @@ class SamplingState:
             needs_top_k=uses["top_k"] > 0,
             needs_top_p=uses["top_p"] > 0,
             needs_min_p=uses["min_p"] > 0,
-            max_logprobs=max((number for number, slots in self._num_logprobs.items() if slots), default=None),
+            max_logprobs=max((number for number, rows in self._num_logprobs.items() if rows), default=None),
             needs_all_logprobs=uses["all_logprobs"] > 0,
         )
 

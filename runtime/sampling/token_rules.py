@@ -3,7 +3,7 @@
 Both add -inf to logits on the device, so that what is no number stays none. A phrase is compared with the newest tokens
 of the output, which stay on the device too: a step may be planned before the host knows the tokens of the one before.
 
-Shape legend: S rows of a step, N rows of masks, K phrases of a slot, H tokens before the last of the longest, V vocab.
+Shape legend: S rows of a step, N masks, K phrases of a row, H tokens before the last of the longest, V vocab.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ _ANY, _NEVER, _NO_OUTPUT = -2, -3, -1
 
 
 class AllowedTokens:
-    """Masks of the vocabulary for slots that may have listed tokens only; V bytes each, handed out as needed.
+    """Masks of the vocabulary for rows that may have listed tokens only; V bytes each, handed out as needed.
 
-    Slots without one point to row 0, which allows all.
+    Rows without one point to mask 0, which allows all.
     """
 
     def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
         self._masks = torch.ones(1, vocab_size, dtype=torch.bool, device=device)  # [N, V]
-        self._row_of_slot = torch.zeros(max_reqs, dtype=torch.int64, device=device)
-        self._rows: dict[int, int] = {}  # the same on the host, of slots that have one
+        self._mask_of_row = torch.zeros(max_reqs, dtype=torch.int64, device=device)
+        self._mask_of: dict[int, int] = {}  # the same on the host, of rows that have one
         self._free: list[int] = []
 
-    def set(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Allow the slot these tokens alone."""
+    def set(self, row: int, token_ids: Sequence[int]) -> None:
+        """Allow the row these tokens alone."""
         if not self._free:
             self._grow()
-        row = self._rows[slot] = self._free.pop()
+        mask = self._mask_of[row] = self._free.pop()
         ids = upload(np.asarray(token_ids, np.int64), self._masks.device)
-        self._masks[row].zero_().index_fill_(0, ids, True)
-        self._row_of_slot[slot] = row
+        self._masks[mask].zero_().index_fill_(0, ids, True)
+        self._mask_of_row[row] = mask
 
-    def clear(self, slot: int) -> None:
-        """Allow the slot all tokens again. A step in flight may still read its mask: it is changed after that step."""
-        row = self._rows.pop(slot, None)
-        if row is not None:
-            self._free.append(row)
-            self._row_of_slot[slot] = 0
+    def clear(self, row: int) -> None:
+        """Allow the row all tokens again. A step in flight may still read its mask: it is changed after that step."""
+        mask = self._mask_of.pop(row, None)
+        if mask is not None:
+            self._free.append(mask)
+            self._mask_of_row[row] = 0
 
-    def forbid_others(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Add -inf to all logits but those of a slot's tokens, in place. logits: [S, V] float32; slots: [S] int64."""
-        logits.add_(torch.where(self._masks[self._row_of_slot[slots]], 0.0, -torch.inf))
+    def forbid_others(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add -inf to all logits but those of a row's tokens, in place. logits: [S, V] float32; rows: [S] int64."""
+        logits.add_(torch.where(self._masks[self._mask_of_row[rows]], 0.0, -torch.inf))
 
     def _grow(self) -> None:
         old = self._masks.shape[0]
@@ -62,12 +62,12 @@ class ForbiddenPhrases:
     """Token sequences whose last token is forbidden where the output ends in those before. K and H grow as needed."""
 
     def __init__(self, max_reqs: int, device: torch.device) -> None:
-        self._last_ids = torch.zeros(max_reqs, 0, dtype=torch.int64, device=device)  # [slots, K]
-        self._prefixes = torch.zeros(max_reqs, 0, 1, dtype=torch.int32, device=device)  # [slots, K, H]
-        self._outputs = torch.zeros(max_reqs, 1, dtype=torch.int32, device=device)  # [slots, H], the newest last
+        self._last_ids = torch.zeros(max_reqs, 0, dtype=torch.int64, device=device)  # [rows, K]
+        self._prefixes = torch.zeros(max_reqs, 0, 1, dtype=torch.int32, device=device)  # [rows, K, H]
+        self._outputs = torch.zeros(max_reqs, 1, dtype=torch.int32, device=device)  # [rows, H], the newest last
 
-    def set(self, slot: int, phrases: Sequence[Sequence[int]], output_token_ids: Sequence[int] = ()) -> None:
-        """Make these the slot's phrases, none of them empty; without any it is cleared.
+    def set(self, row: int, phrases: Sequence[Sequence[int]], output_token_ids: Sequence[int] = ()) -> None:
+        """Make these the row's phrases, none of them empty; without any it is cleared.
 
         Args:
             output_token_ids: the request's output so far.
@@ -82,20 +82,20 @@ class ForbiddenPhrases:
         newest = list(output_token_ids[-width:])
         outputs = np.array([_NO_OUTPUT] * (width - len(newest)) + newest, np.int32)
         device = self._outputs.device
-        self._last_ids[slot] = upload(last_ids, device)
-        self._prefixes[slot] = upload(prefixes, device)
-        self._outputs[slot] = upload(outputs, device)
+        self._last_ids[row] = upload(last_ids, device)
+        self._prefixes[row] = upload(prefixes, device)
+        self._outputs[row] = upload(outputs, device)
 
-    def forbid(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Add -inf to the ends of phrases that outputs begin, in place. logits: [S, V] float32; slots: [S] int64."""
-        prefixes = self._prefixes[slots]
-        begins = ((prefixes == self._outputs[slots][:, None]) | (prefixes == _ANY)).all(dim=-1)
-        logits.scatter_add_(1, self._last_ids[slots], torch.where(begins, -torch.inf, 0.0))
+    def forbid(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add -inf to the ends of phrases that outputs begin, in place. logits: [S, V] float32; rows: [S] int64."""
+        prefixes = self._prefixes[rows]
+        begins = ((prefixes == self._outputs[rows][:, None]) | (prefixes == _ANY)).all(dim=-1)
+        logits.scatter_add_(1, self._last_ids[rows], torch.where(begins, -torch.inf, 0.0))
 
-    def record(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Take one output token a row into account. slots, token_ids: [S] int64; slot 0 may occur many times."""
-        newest = torch.cat([self._outputs[slots, 1:], token_ids[:, None].to(torch.int32)], dim=1)
-        self._outputs.index_copy_(0, slots, newest)
+    def record(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Take one output token a row into account. rows, token_ids: [S] int64; row 0 may occur many times."""
+        newest = torch.cat([self._outputs[rows, 1:], token_ids[:, None].to(torch.int32)], dim=1)
+        self._outputs.index_copy_(0, rows, newest)
 
     def _widen(self, num_phrases: int, num_before: int) -> None:
         _, count, width = self._prefixes.shape

@@ -31,7 +31,7 @@ class DecodeRows:
         count = len(requests)
         made = cls(
             requests,
-            np.array([request.slot for request in requests], dtype=np.int32),
+            np.array([request.row for request in requests], dtype=np.int32),
             np.ones(count, dtype=np.int32),
             np.ones(count, dtype=bool),
             np.zeros(count, dtype=bool),
@@ -66,7 +66,7 @@ def build_batch(
     prefill_token_ids = NO_TOKENS
     if chunks:
         requests = requests + [chunk.request for chunk in chunks]
-        rows = _append(rows, [chunk.request.slot for chunk in chunks])
+        rows = _append(rows, [chunk.request.row for chunk in chunks])
         num_new = _append(num_new, [chunk.token_ids.size for chunk in chunks])
         prefix_lens = _append(prefix_lens, [chunk.start for chunk in chunks])
         sample_mask = _append(sample_mask, [chunk.is_last for chunk in chunks])

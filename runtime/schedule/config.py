@@ -17,10 +17,10 @@ class SchedulerConfig:
     """
 
     max_running_requests: int
-    """Requests that hold a slot at once: rows 1 … max_running_requests of ReqToTokenPool, whose row 0 is the dummy."""
+    """Requests that hold a row at once: rows 1 … max_running_requests of ReqToTokenPool, whose row 0 is the dummy."""
     max_num_batched_tokens: int
     """Tokens of one step; a prompt is cut into chunks by what the decodes leave of it. At least max_running_requests,
-    so that every decode fits and a prompt, which holds one of the slots, always has a token left."""
+    so that every decode fits and a prompt, which holds one of the rows, always has a token left."""
     max_model_len: int
     """Longest prompt and output together, in tokens."""
     page_size: int

@@ -19,7 +19,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 class RequestStatus(Enum):
-    """WAITING: new or preempted. RUNNING: holds a slot and pages. FINISHED: gets no further token."""
+    """WAITING: new or preempted. RUNNING: holds a row and pages. FINISHED: gets no further token."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -46,7 +46,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     # Row of ReqToTokenPool, -1 when it has none. A request preempted while a step of its is in flight is WAITING but
     # keeps its row until that step is over: the row's token still comes in.
-    slot: int = -1
+    row: int = -1
     sequence: int = -1  # order of arrival at the scheduler; with priority the order of service
     max_new_tokens: int = 0  # max_tokens clipped to what fits; set by Scheduler.add
     num_computed_tokens: int = 0  # tokens whose KV is known to be written; 0 again after a preemption

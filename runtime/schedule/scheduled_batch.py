@@ -23,13 +23,13 @@ class ScheduledBatch:
     `prompt_logprob_rows` of decode-only batches are the very same objects, so what is derived from them (sampling
     flags, uploaded row indices) may be kept as long as `batch.requests is previous.requests`.
 
-    A decode row's input id is the last token sampled for that slot, which is on the device and perhaps nowhere else.
+    A decode row's input id is the last token sampled for that row, which is on the device and perhaps nowhere else.
     Page writes come before anything reads the page table; they only concern rows of this batch.
     """
 
     step_id: int  # 0, 1, 2, … one per batch; steps run, and are updated, in this order
     requests: list[Request]
-    rows: np.ndarray  # [R] int32: rows (slots) of ReqToTokenPool, each ≥ 1
+    rows: np.ndarray  # [R] int32: the requests' rows of ReqToTokenPool, each ≥ 1
     num_new: np.ndarray  # [R] int32: tokens computed in this step; 1 for a decode
     prefix_lens: np.ndarray  # [R] int32: tokens already in the KV; new token j of a row has position prefix_len + j
     num_decodes: int  # the first rows
@@ -44,7 +44,7 @@ class ScheduledBatch:
     prefill_token_ids: np.ndarray  # [T_prefill] int64: input ids of rows num_decodes…R-1, one after another
     sample_mask: np.ndarray  # [R] bool: False for a chunk that does not reach the end of its tokens
     prompt_logprob_rows: np.ndarray  # [R] bool: logits of every new token of the row are wanted, not of the last alone
-    # Requests that got their slot in this step, new and resumed ones: (re)make the slot's sampling state from
+    # Requests that got their row in this step, new and resumed ones: (re)make the row's sampling state from
     # prompt_token_ids and output_token_ids before sampling.
     admitted: list[Request]
 

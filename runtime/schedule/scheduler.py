@@ -6,8 +6,8 @@ running request always moves, which is why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
 length ends it, which the host can count. A request found finished while a later step of its own is in flight keeps its
-slot and pages until that step's update, which drops that step's token. A preempted one gives up its pages at once
-(steps run in order on one stream), keeps its slot until its last step is over, and keeps that step's token.
+row and pages until that step's update, which drops that step's token. A preempted one gives up its pages at once
+(steps run in order on one stream), keeps its row until its last step is over, and keeps that step's token.
 
 Read first: request.py, scheduled_batch.py, page_tables.py. Single-threaded; free of torch. R rows of a step.
 """
@@ -45,11 +45,11 @@ class Scheduler:
         self._decoding: list[Request] = []
         self._decode_rows: DecodeRows | None = None  # of _decoding; None: to be made anew
 
-        self._owners: list[Request | None] = [None] * num_rows  # by slot
-        self._free_slots = list(range(num_rows - 1, 0, -1))
-        self._leaving: set[int] = set()  # slots that get no further step and wait for their last one's update
-        self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by slot
-        # For each slot, once all scheduled steps are over: tokens with KV, their number after which no step is left,
+        self._owners: list[Request | None] = [None] * num_rows  # by row
+        self._free_rows = list(range(num_rows - 1, 0, -1))
+        self._leaving: set[int] = set()  # rows that get no further step and wait for their last one's update
+        self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by row
+        # For each row, once all scheduled steps are over: tokens with KV, their number after which no step is left,
         # and the steps not updated yet.
         self._computed = np.zeros(num_rows, dtype=np.int32)
         self._last_computed = np.zeros(num_rows, dtype=np.int32)
@@ -58,7 +58,7 @@ class Scheduler:
         self._next_sequence = 0
         self._next_step = 0
         self._next_update = 0
-        # Admission can only succeed anew after pages, slots or cached prefixes changed hands.
+        # Admission can only succeed anew after pages, rows or cached prefixes changed hands.
         self._changes = 0
         self._blocked: tuple[Request, int] | None = None
         self._prefix_queried_tokens = 0
@@ -87,7 +87,7 @@ class Scheduler:
     def finish(self, request: Request, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
         """End a request from outside, as for a stop string in its text. False: it has ended already.
 
-        A token of its that is in flight is dropped; slot and pages come back once that step is updated.
+        A token of its that is in flight is dropped; row and pages come back once that step is updated.
         """
         if reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}; expected one of {', '.join(FINISH_REASONS)}")
@@ -132,7 +132,7 @@ class Scheduler:
         admitted: list[Request] = []
         if self._prefilling:
             budget = self._continue_prefills(chunks, budget)
-        if self._waiting and self._free_slots and budget > 0:
+        if self._waiting and self._free_rows and budget > 0:
             admitted = self._admit(chunks, budget)
         if not decodes.requests and not chunks:
             self._check_not_stuck()
@@ -172,7 +172,7 @@ class Scheduler:
     def _current_decodes(self) -> DecodeRows:
         """All requests in decode with steps left: cached until the set changes.
 
-        Those whose last step has been planned leave `_decoding` here, and their slots join `_leaving`.
+        Those whose last step has been planned leave `_decoding` here, and their rows join `_leaving`.
         """
         decodes = self._decode_rows
         if decodes is None:
@@ -192,18 +192,18 @@ class Scheduler:
 
         All grow alike from then on, but for those that sit out.
         """
-        slots = np.array([request.slot for request in requests], dtype=np.int32)
-        order = np.argsort(-self._computed[slots], kind="stable")
+        rows = np.array([request.row for request in requests], dtype=np.int32)
+        order = np.argsort(-self._computed[rows], kind="stable")
         return [requests[index] for index in order.tolist()]
 
     def _first_prefill_need(self, num_decodes: int) -> int:
         """Pages that the most urgent unfinished prompt lacks for its next chunk."""
         if not self._prefilling:
             return 0
-        slot = self._prefilling[0].slot
-        computed = int(self._computed[slot])
-        chunk = min(self._prefill_ids[slot].size - computed, self.config.max_num_batched_tokens - num_decodes)
-        return max(0, self.pages.pages_for(computed + chunk) - int(self.pages.num_pages[slot]))
+        row = self._prefilling[0].row
+        computed = int(self._computed[row])
+        chunk = min(self._prefill_ids[row].size - computed, self.config.max_num_batched_tokens - num_decodes)
+        return max(0, self.pages.pages_for(computed + chunk) - int(self.pages.num_pages[row]))
 
     def _preemption_victim(self) -> Request | None:
         """The least urgent running request; None when there is but one."""
@@ -211,7 +211,7 @@ class Scheduler:
         return max(running, key=_URGENCY) if len(running) > 1 else None
 
     def _pages_coming_back(self) -> int:
-        return sum(self.pages.private_pages(slot) for slot in self._leaving)
+        return sum(self.pages.private_pages(row) for row in self._leaving)
 
     def _sit_out(self, decodes: DecodeRows, needy: np.ndarray) -> DecodeRows:
         """Leave out the least urgent of the decodes that need a page, as many as pages lack; theirs come soon."""
@@ -223,35 +223,35 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the queue; its pages come back at once, but for those worth caching."""
-        slot = request.slot
+        row = request.row
         self._preemptions += 1
-        self._recomputed_tokens += int(self._computed[slot])
+        self._recomputed_tokens += int(self._computed[row])
         request.num_preemptions += 1
         self._leave_running(request)
         self._give_up_pages(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         insort(self._waiting, request, key=_URGENCY)
-        self._release_or_leave(slot)
+        self._release_or_leave(row)
 
     def _continue_prefills(self, chunks: list[Chunk], budget: int) -> int:
         """Plan chunks of the prompts begun before. Returns the budget left."""
         for request in list(self._prefilling):
-            slot = request.slot
-            room = int(self.pages.capacity[slot]) + self.pages.available_pages * self.config.page_size
-            longest = min(budget, room - int(self._computed[slot]))
+            row = request.row
+            room = int(self.pages.capacity[row]) + self.pages.available_pages * self.config.page_size
+            longest = min(budget, room - int(self._computed[row]))
             if longest > 0:
                 budget -= self._plan_chunk(chunks, request, longest)
         return budget
 
     def _plan_chunk(self, chunks: list[Chunk], request: Request, longest: int) -> int:
         """Plan the next ≤ `longest` tokens of a prompt. Returns how many."""
-        slot = request.slot
-        start, target = int(self._computed[slot]), self._prefill_ids[slot].size
+        row = request.row
+        start, target = int(self._computed[row]), self._prefill_ids[row].size
         length = min(target - start, longest)
-        self.pages.grow(slot, self.pages.pages_for(start + length) - int(self.pages.num_pages[slot]))
-        self._computed[slot] = start + length
-        chunks.append(Chunk(request, start, self._prefill_ids[slot][start : start + length], start + length == target))
+        self.pages.grow(row, self.pages.pages_for(start + length) - int(self.pages.num_pages[row]))
+        self._computed[row] = start + length
+        chunks.append(Chunk(request, start, self._prefill_ids[row][start : start + length], start + length == target))
         if start + length == target:
             self._prefilling.remove(request)
             self._decoding = [*self._decoding, request]
@@ -259,45 +259,45 @@ class Scheduler:
         return length
 
     def _admit(self, chunks: list[Chunk], budget: int) -> list[Request]:
-        """Give slots to waiting requests, strictly in their order, as long as their prompts' pages are there."""
+        """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
         admitted: list[Request] = []
-        while self._waiting and self._free_slots and budget > 0:
+        while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0]
-            # A preempted one still in its old slot has a token on the way, which is part of what it must recompute.
-            if request.slot >= 0 or self._blocked == (request, self._changes) or not self._try_admit(request):
+            # A preempted one still in its old row has a token on the way, which is part of what it must recompute.
+            if request.row >= 0 or self._blocked == (request, self._changes) or not self._try_admit(request):
                 break
             budget -= self._plan_chunk(chunks, request, budget)
             admitted.append(request)
         return admitted
 
     def _try_admit(self, request: Request) -> bool:
-        """Move the head of the queue into a slot with its cached prefix; False: too few pages for all of its prompt.
+        """Move the head of the queue into a row with its cached prefix; False: too few pages for all of its prompt.
 
         Room for one more page for each running request is left, or the newcomer would soon be preempted again.
         """
-        slot = self._free_slots[-1]
+        row = self._free_rows[-1]
         token_ids = np.array(request.all_token_ids, dtype=np.int64)
         prefix_pages = 0
         if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
             # Never all of it: the logits of the last token are what the request waits for.
-            prefix_pages = self.pages.attach_prefix(slot, token_ids[:-1], request.cache_salt)
+            prefix_pages = self.pages.attach_prefix(row, token_ids[:-1], request.cache_salt)
         # An unfinished prompt needs no page set aside here: it has used up the step's budget, or the pages.
         headroom = len(self._prefilling) + len(self._decoding)
         if self.pages.pages_for(token_ids.size) - prefix_pages + headroom > self.pages.available_pages:
-            self.pages.release(slot)
+            self.pages.release(row)
             self._blocked = (request, self._changes)
             return False
 
         self._waiting.pop(0)
-        self._free_slots.pop()
-        self._owners[slot] = request
-        self._prefill_ids[slot] = token_ids
+        self._free_rows.pop()
+        self._owners[row] = request
+        self._prefill_ids[row] = token_ids
         cached = prefix_pages * self.config.page_size
-        self._computed[slot] = cached
-        self._last_computed[slot] = len(request.prompt_token_ids) + request.max_new_tokens - 1
-        self.pages.write_prefix(slot)
+        self._computed[row] = cached
+        self._last_computed[row] = len(request.prompt_token_ids) + request.max_new_tokens - 1
+        self.pages.write_prefix(row)
         self._note_admission(request, cached)
-        request.slot = slot
+        request.row = row
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = cached
         insort(self._prefilling, request, key=_URGENCY)
@@ -379,7 +379,7 @@ class Scheduler:
             request
             for request in batch.requests
             if request.status is RequestStatus.RUNNING
-            or (request.status is RequestStatus.WAITING and request.slot >= 0 and self._in_flight[request.slot])
+            or (request.status is RequestStatus.WAITING and request.row >= 0 and self._in_flight[request.row])
         ]
         for request in ended:
             self._end(request, "abort", None)
@@ -426,8 +426,8 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         self._requests.remove(request)
-        if request.slot >= 0:
-            self._release_or_leave(request.slot)
+        if request.row >= 0:
+            self._release_or_leave(request.row)
 
     def _leave_running(self, request: Request) -> None:
         """Take a running request off the lists that schedule() works on; those in decode are filtered out there."""
@@ -436,45 +436,45 @@ class Scheduler:
         else:
             self._decode_rows = None
 
-    def _release_or_leave(self, slot: int) -> None:
-        if self._in_flight[slot]:
-            self._leaving.add(slot)
+    def _release_or_leave(self, row: int) -> None:
+        if self._in_flight[row]:
+            self._leaving.add(row)
         else:
-            self._release(slot)
+            self._release(row)
 
     def _release_idle(self) -> None:
-        """Release the slots whose last step is over."""
+        """Release the rows whose last step is over."""
         if self._leaving:
-            for slot in [slot for slot in self._leaving if not self._in_flight[slot]]:
-                self._release(slot)
+            for row in [row for row in self._leaving if not self._in_flight[row]]:
+                self._release(row)
 
-    def _release(self, slot: int) -> None:
-        """Take a slot back with whatever pages it still holds; its request is finished or preempted."""
-        request = self._owners[slot]
+    def _release(self, row: int) -> None:
+        """Take a row back with whatever pages it still holds; its request is finished or preempted."""
+        request = self._owners[row]
         if request is None:
-            raise RuntimeError(f"internal error: slot {slot} was released twice")
+            raise RuntimeError(f"internal error: row {row} was released twice")
         if request.status is RequestStatus.FINISHED:
             self._give_up_pages(request)
-        request.slot = -1
-        self._owners[slot] = None
-        self._prefill_ids[slot] = NO_TOKENS
-        self._leaving.discard(slot)
-        self._free_slots.append(slot)
+        request.row = -1
+        self._owners[row] = None
+        self._prefill_ids[row] = NO_TOKENS
+        self._leaving.discard(row)
+        self._free_rows.append(row)
         self._changes += 1
 
     def _publish(self, request: Request) -> None:
         """Put the request's written full pages into the prefix cache while it goes on."""
         if self.config.enable_prefix_cache:
-            tokens = self._prefill_ids[request.slot]
-            self.pages.publish(request.slot, tokens, request.num_computed_tokens, request.cache_salt)
+            tokens = self._prefill_ids[request.row]
+            self.pages.publish(request.row, tokens, request.num_computed_tokens, request.cache_salt)
             self._changes += 1
 
     def _give_up_pages(self, request: Request) -> None:
         if request.is_broken:
-            self.pages.discard(request.slot)
+            self.pages.discard(request.row)
         elif self.config.enable_prefix_cache:
             tokens, num_written = request.all_token_ids, request.num_computed_tokens
-            self.pages.publish_and_release(request.slot, tokens, num_written, request.cache_salt)
+            self.pages.publish_and_release(request.row, tokens, num_written, request.cache_salt)
         else:
-            self.pages.release(request.slot)
+            self.pages.release(request.row)
         self._changes += 1

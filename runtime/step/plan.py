@@ -68,7 +68,7 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
     fields.num_new, fields.prefix_lens = batch.num_new, batch.prefix_lens
     sampled = np.flatnonzero(batch.sample_mask)
     if len(sampled) < batch.num_requests:
-        fields.sampled_slots, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
+        fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
     # The head takes at least one row; with nothing to sample its logits are not looked at.
     fields.logits_indices = (ends[sampled] if sampled.size else ends[:1]) - 1
     prompt_rows, prompt_indices, targets = _prompt_positions(batch, starts)
@@ -92,8 +92,8 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     sampled = np.flatnonzero(batch.sample_mask)
     last_rows = ends[sampled] - 1
     prompt_rows, prompt_indices, prompt_targets = _prompt_positions(batch, starts)
-    slots, targets = np.zeros((2, num_rows), dtype=np.int64)  # slot 0 belongs to no request
-    slots[last_rows] = batch.rows[sampled]
+    sampled_rows, targets = np.zeros((2, num_rows), dtype=np.int64)  # row 0 belongs to no request
+    sampled_rows[last_rows] = batch.rows[sampled]
     targets[prompt_indices] = prompt_targets
 
     def padded(values: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
         **{name: padded(values) for name, values in tokens.items()},
         req_pool_indices=padded(np.repeat(batch.rows, batch.num_new)),
         seq_lens=padded(tokens["positions"]) + 1,
-        sampled_slots=slots,
+        sampled_rows=sampled_rows,
         prompt_targets=targets if prompt_rows.size else None,
     )
     return StepPlan(

@@ -74,20 +74,20 @@ class StepRunner:
     """Runs ScheduledBatches on a ModelRunner. Used by one thread.
 
     Attributes:
-        state: sampling parameters of the requests that hold a slot.
+        state: sampling parameters of the requests that hold a row.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
-        self.state = runner.slot_state.sampling
+        self.state = runner.row_state.sampling
         with torch.inference_mode(), runner.on_device():
             self.state.clear_all()
-        self._last_tokens = runner.slot_state.last_tokens
+        self._last_tokens = runner.row_state.last_tokens
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.runtime.max_model_len, runner.config.runtime.page_size)
-        self._slot_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
+        self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
 
@@ -123,7 +123,7 @@ class StepRunner:
         """
         if batch.num_decodes < batch.num_requests or not self._runner.holds_decode(batch.num_requests):
             return None
-        self._follow_slots(batch)
+        self._follow_rows(batch)
         self.state.flush()
         fields, flags = plan.fields, self.state.flags
         decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
@@ -142,7 +142,7 @@ class StepRunner:
             plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
         fields = self._upload(plan.fields)
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
-        self._follow_slots(batch)  # while the device is busy
+        self._follow_rows(batch)  # while the device is busy
         return self._sample(batch, plan, output, fields.sampled, fields)
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
@@ -208,12 +208,12 @@ class StepRunner:
         tokens = scores = prompt_scores = all_scores = None
         logits = output.next_token_logits
         if plan.sampled.size:
-            slots, positions = sampled_rows
-            sampled = self._sampler(logits, self.state, slots, self.state.flags, positions)
+            rows, positions = sampled_rows
+            sampled = self._sampler(logits, self.state, rows, self.state.flags, positions)
             tokens, scores = sampled.token_ids, sampled.logprobs
             all_scores = self._score_all(batch, plan, logits)
             # The next step may be under way before the host knows that there was no token: its embedding needs an id.
-            self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
+            self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
         if fields is not None and fields.prompt_targets is not None:
             prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
         # Also for a step without results: the host must not run ahead of the device without bound.
@@ -244,18 +244,18 @@ class StepRunner:
             [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )
 
-    def _follow_slots(self, batch: ScheduledBatch) -> None:
-        """Bring the sampling state up to who holds which slot; costs nothing while the requests stay the same."""
+    def _follow_rows(self, batch: ScheduledBatch) -> None:
+        """Bring the sampling state up to who holds which row; costs nothing while the requests stay the same."""
         if batch.requests is self._seen_requests and not batch.admitted:
             return
         self._seen_requests = batch.requests
-        gone = [slot for slot, owner in self._slot_owners.items() if owner.is_finished or owner.slot != slot]
-        for slot in gone:
-            del self._slot_owners[slot]
-            self.state.clear(slot)
+        gone = [row for row, owner in self._row_owners.items() if owner.is_finished or owner.row != row]
+        for row in gone:
+            del self._row_owners[row]
+            self.state.clear(row)
         for request in batch.admitted:
             self.state.set_request(
-                request.slot,
+                request.row,
                 request.params,
                 request.prompt_token_ids,
                 derive_seed(self._runner.config.runtime.seed, request.sequence),
@@ -263,7 +263,7 @@ class StepRunner:
                 stop_ids=request.stop_ids,
                 bad_phrases=request.bad_phrases,
             )
-            self._slot_owners[request.slot] = request
+            self._row_owners[request.row] = request
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

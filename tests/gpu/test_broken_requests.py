@@ -49,7 +49,7 @@ class Poison:
             if self._count == self.at:
                 runner = self._steps._runner
                 with torch.inference_mode():
-                    slot = runner.req_to_token_pool.req_to_token[victim.slot, 0].long()
+                    slot = runner.req_to_token_pool.req_to_token[victim.row, 0].long()
                     for layer in range(len(runner.model.layers)):
                         runner.token_to_kv_pool.get_kv_buffer(layer)[1].index_fill_(0, slot[None], torch.nan)
                 self.at, self._count = None, 0

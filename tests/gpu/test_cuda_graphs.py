@@ -193,13 +193,13 @@ def test_500_steps_of_requests_that_join_and_leave_give_the_tokens_that_they_giv
 
 def test_a_step_leaves_the_last_tokens_of_other_rows_alone(runner):
     loop = Loop(runner)
-    runner.slot_state.last_tokens.fill_(-5)
-    runner.slot_state.last_tokens[0] = 0
+    runner.row_state.last_tokens.fill_(-5)
+    runner.row_state.last_tokens[0] = 0
     for i in range(3):
         loop.add([5 + i, 6], max_tokens=6)
     loop.run()
-    assert (runner.slot_state.last_tokens[4:] == -5).all()
-    assert runner.slot_state.last_tokens[0] == 0
+    assert (runner.row_state.last_tokens[4:] == -5).all()
+    assert runner.row_state.last_tokens[0] == 0
 
 
 def test_every_size_is_captured_with_its_time_and_memory(runner):

@@ -110,21 +110,21 @@ def test_requests_that_join_and_leave_get_the_tokens_that_launches_around_the_gr
 
 def test_batches_that_come_as_tensors_and_steps_in_one_launch_take_turns(runners):
     runner, _ = runners
-    graphs, state = graphs_of(runner), runner.slot_state.sampling
+    graphs, state = graphs_of(runner), runner.row_state.sampling
     state.clear_all()
     state.flush()
     fill_pages(runner)
     for seed in range(3 * NUM_TURNS):
         batch = decode_batch(runner, 1 + seed % DECODE_REQUESTS[-1], seed)
         given = runner.forward(batch).next_token_logits.clone()
-        runner.slot_state.last_tokens[batch.req_pool_indices] = batch.input_ids
+        runner.row_state.last_tokens[batch.req_pool_indices] = batch.input_ids
         rows, slots = batch.req_pool_indices.cpu().numpy(), batch.out_cache_loc.cpu().numpy()
         decode = graphs.decode(rows, batch.seq_lens_cpu.numpy(), slots)
         decode.turn.wait()
         assert torch.equal(decode.logits, given)
         expected = given.argmax(-1).tolist()
         assert decode.turn.tokens[: len(rows)].tolist() == decode.tokens.tolist() == expected
-        assert runner.slot_state.last_tokens[batch.req_pool_indices].tolist() == expected
+        assert runner.row_state.last_tokens[batch.req_pool_indices].tolist() == expected
 
 
 @pytest.mark.parametrize("limits", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
@@ -142,7 +142,7 @@ def test_a_row_that_becomes_no_number_in_a_captured_decode_ends_alone(runners, l
         in_flight = None
         for step in range(40):
             if is_broken and step == 9:
-                slot = int(loop.scheduler.pages.table[requests[1].slot, 0]) * runner.config.runtime.page_size
+                slot = int(loop.scheduler.pages.table[requests[1].row, 0]) * runner.config.runtime.page_size
                 for layer in range(len(runner.model.layers)):
                     runner.token_to_kv_pool.get_kv_buffer(layer)[1][slot] = torch.nan
             in_flight = loop._turn(in_flight, overlap=True)

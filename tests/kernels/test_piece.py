@@ -26,8 +26,8 @@ from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.program.pieces import piece_class
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
-from mllm_compile.runtime.sampling.slot_state import SlotState
 from tests.config.test_resolve import H200, resolved
 from tests.runtime.sampling.sampling_cases import make_state
 
@@ -103,7 +103,7 @@ def test_the_decode_loop_gives_what_its_pieces_are_compiled_for():
     loop = object.__new__(DecodeLoop)  # its own memory is pinned, which takes a GPU
     loop._pieces = DecodeLoopPieces(begin, end)
     loop._inputs = StepInputs(REQUESTS, REQUESTS, 1, torch.device("cpu"))
-    loop._slot_state = SlotState(REQUESTS + 1, VOCAB, torch.device("cpu"))
+    loop._row_state = RowState(REQUESTS + 1, VOCAB, torch.device("cpu"))
     loop._req_to_token = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)
     loop._page_table = torch.zeros(REQUESTS, 8, dtype=torch.int32)
     loop._turns_of_device = torch.zeros(2, dtype=torch.int64)

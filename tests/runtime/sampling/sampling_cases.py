@@ -18,18 +18,18 @@ def random_logits(num_rows: int, *, seed: int = 0, spread: float = 2.0, vocab_si
 
 
 def make_state(
-    *params: SamplingParams, device: str = "cpu", vocab_size: int = VOCAB, first_slot: int = 1, stop_ids: tuple = ()
+    *params: SamplingParams, device: str = "cpu", vocab_size: int = VOCAB, first_row: int = 1, stop_ids: tuple = ()
 ) -> SamplingState:
-    """A state with one request a slot from first_slot on; request i has seed 1000 + i unless it brings one."""
-    state = SamplingState(first_slot + len(params) + 2, vocab_size, device)
+    """A state with one request a row from first_row on; request i has seed 1000 + i unless it brings one."""
+    state = SamplingState(first_row + len(params) + 2, vocab_size, device)
     for i, one in enumerate(params):
-        state.set_request(first_slot + i, one, PROMPT, 1000 + i, stop_ids=stop_ids)
+        state.set_request(first_row + i, one, PROMPT, 1000 + i, stop_ids=stop_ids)
     return state
 
 
-def sample(state: SamplingState, logits: torch.Tensor, slots: list[int], positions: list[int]) -> SamplerOutput:
-    """One step of these slots."""
-    rows = torch.tensor(slots, dtype=torch.int64, device=logits.device)
+def sample(state: SamplingState, logits: torch.Tensor, rows: list[int], positions: list[int]) -> SamplerOutput:
+    """One step of these rows."""
+    rows = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     return Sampler()(logits, state, rows, state.flags, torch.tensor(positions, dtype=torch.int64, device=logits.device))
 
 

@@ -86,16 +86,16 @@ def test_draws_of_many_seeds_at_one_position_follow_the_distribution():
 
 def test_a_token_is_the_same_alone_and_in_a_crowd_in_any_order_and_on_every_call():
     logits = random_logits(len(CROWD))
-    slots = list(range(1, len(CROWD) + 1))
+    rows = list(range(1, len(CROWD) + 1))
     positions = [len(PROMPT) + 1 + i for i in range(len(CROWD))]
     alone = []
     for i, params in enumerate(CROWD):
         state = SamplingState(len(CROWD) + 1, VOCAB, "cpu")
         state.set_request(i + 1, params, PROMPT, 1000 + i, stop_ids=params.stop_token_ids)
         alone.append(int(sample(state, logits[i : i + 1], [i + 1], positions[i : i + 1]).token_ids))
-    for order in (slots, slots[::-1], slots[3:] + slots[:3]):
+    for order in (rows, rows[::-1], rows[3:] + rows[:3]):
         state = make_state(*CROWD, stop_ids=(8,))
-        index = [slot - 1 for slot in order]
+        index = [row - 1 for row in order]
         crowd = sample(state, logits[index], order, [positions[i] for i in index]).token_ids.tolist()
         assert crowd == [alone[i] for i in index]
 
@@ -103,7 +103,7 @@ def test_a_token_is_the_same_alone_and_in_a_crowd_in_any_order_and_on_every_call
 def test_a_seed_decides_the_draws_whatever_the_slot_and_different_seeds_differ():
     logits = random_logits(1).expand(200, -1)
     state = make_state(SamplingParams(seed=5), SamplingParams(seed=5), SamplingParams(seed=6), SamplingParams())
-    tokens = [sample(state, logits, [slot] * 200, list(range(200))).token_ids for slot in (1, 2, 3, 4)]
+    tokens = [sample(state, logits, [row] * 200, list(range(200))).token_ids for row in (1, 2, 3, 4)]
     assert torch.equal(tokens[0], tokens[1])
     assert not torch.equal(tokens[0], tokens[2])
     assert not torch.equal(tokens[0], tokens[3])
@@ -215,8 +215,8 @@ def test_a_resumed_request_is_penalised_for_the_output_it_had():
     params = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
     logits = random_logits(12, spread=0.5)
 
-    def step(state, slot, i):
-        return int(sample(state, logits[i : i + 1], [slot], [len(PROMPT) + i]).token_ids)
+    def step(state, row, i):
+        return int(sample(state, logits[i : i + 1], [row], [len(PROMPT) + i]).token_ids)
 
     whole = make_state(params)
     tokens = [step(whole, 1, i) for i in range(12)]
@@ -230,12 +230,12 @@ def test_a_resumed_request_is_penalised_for_the_output_it_had():
 
 def test_rows_penalised_a_few_at_a_time_are_penalised_alike(monkeypatch):
     logits = random_logits(10, spread=0.1)
-    slots = list(range(1, 11))
+    rows = list(range(1, 11))
     params = [SamplingParams(temperature=0, repetition_penalty=1 + i / 10, presence_penalty=i / 10) for i in range(10)]
 
     def tokens():
         state = make_state(*params)
-        return [sample(state, logits, slots, [9] * 10).token_ids.tolist() for _ in range(4)]
+        return [sample(state, logits, rows, [9] * 10).token_ids.tolist() for _ in range(4)]
 
     at_once = tokens()
     monkeypatch.setattr(sampler, "_PENALTY_ELEMENTS", 3 * VOCAB)
@@ -312,8 +312,8 @@ def test_flags_say_what_the_active_slots_use_and_no_more():
         needs_min_p=True,
         max_logprobs=7,
     )
-    for slot in (1, 3, 4):
-        state.clear(slot)
+    for row in (1, 3, 4):
+        state.clear(row)
     assert state.flags == SamplingFlags(all_greedy=False, any_greedy=False, needs_top_k=True, max_logprobs=0)
     state.set_request(2, GREEDY, PROMPT, 0)
     assert state.flags == SamplingFlags()

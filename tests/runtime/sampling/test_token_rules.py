@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 11]
 
 
-def forbidden(phrases: ForbiddenPhrases, slot: int) -> list[int]:
+def forbidden(phrases: ForbiddenPhrases, row: int) -> list[int]:
     logits = torch.zeros(1, 20)
-    phrases.forbid(logits, torch.tensor([slot]))
+    phrases.forbid(logits, torch.tensor([row]))
     return logits[0].isinf().nonzero().flatten().tolist()
 
 
@@ -46,8 +46,8 @@ def test_longer_and_more_phrases_of_another_slot_change_nothing():
 
 def test_a_slot_may_have_its_own_tokens_alone_and_all_again_when_it_is_cleared():
     allowed = AllowedTokens(6, 8, CPU)
-    for slot in range(1, 5):
-        allowed.set(slot, [slot, 7])
+    for row in range(1, 5):
+        allowed.set(row, [row, 7])
     allowed.clear(2)
     allowed.set(5, [0])
     logits = torch.zeros(6, 8)

@@ -204,7 +204,7 @@ class Simulation:
         """Nothing is held: every page is free or an unused one of the prefix cache; every slot is free."""
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
-        assert len(self.scheduler._free_slots) == self.config.max_running_requests
+        assert len(self.scheduler._free_rows) == self.config.max_running_requests
         check_pages(self.scheduler.pages)
         self.scheduler.flush_prefix_cache()
         assert self.scheduler.pages.allocator.available_pages == self.config.usable_pages
@@ -220,7 +220,7 @@ def check_batch(batch: ScheduledBatch, config: SchedulerConfig) -> None:
     assert (batch.num_new[: batch.num_decodes] == 1).all()
     assert batch.sample_mask[: batch.num_decodes].all()
     assert (batch.seq_lens < config.max_model_len).all()
-    assert rows == [request.slot for request in batch.requests]
+    assert rows == [request.row for request in batch.requests]
     for array in (batch.rows, batch.num_new, batch.prefix_lens, batch.page_rows, batch.page_positions, batch.page_ids):
         assert array.dtype == np.int32
     assert batch.prefill_token_ids.dtype == np.int64

@@ -269,12 +269,12 @@ def test_with_overlap_the_extra_token_of_an_ended_request_is_dropped_and_its_pag
         assert finished == [request]
     else:
         assert scheduler.finish(request, "stop", "text") if end == "finish" else scheduler.abort(request)
-    assert request.status is RequestStatus.FINISHED and request.slot == 1
+    assert request.status is RequestStatus.FINISHED and request.row == 1
     assert scheduler.stats().pages_used == 1
     assert scheduler.has_work() and scheduler.schedule() is None
     assert scheduler.update(second, np.array([7])).accepted == []
     assert len(request.output_token_ids) == 1
-    assert request.slot == -1
+    assert request.row == -1
     assert scheduler.stats().pages_used == 0 and not scheduler.has_work()
 
 

@@ -52,9 +52,9 @@ def preempt_in_flight() -> tuple[Simulation, Request]:
 
 def test_the_token_in_flight_of_a_preempted_request_is_kept_and_recomputed() -> None:
     simulation, request = preempt_in_flight()
-    assert request.status is RequestStatus.WAITING and request.slot > 0
+    assert request.status is RequestStatus.WAITING and request.row > 0
     before = list(request.output_token_ids)
-    while request.slot > 0:
+    while request.row > 0:
         simulation.collect()
     assert request.output_token_ids[:-1] == before
     kept = request.all_token_ids
@@ -83,7 +83,7 @@ def test_a_preempted_request_can_end_with_its_token_in_flight_or_be_aborted() ->
     for each in (simulation, simulation_2):
         each.run()
         each.check_all_returned()
-    assert aborted.slot == request.slot == -1
+    assert aborted.row == request.row == -1
 
 
 def test_a_more_urgent_prompt_takes_its_pages_from_the_decodes_that_ate_them() -> None:

@@ -80,7 +80,7 @@ class LoopedRunner:
             requests[0, :, field] = torch.from_numpy(values.astype("int32"))
         input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
         lengths, turns = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-        req_to_token, state = runner.req_to_token_pool.req_to_token, runner.slot_state
+        req_to_token, state = runner.req_to_token_pool.req_to_token, runner.row_state
         page_size = runner.config.runtime.page_size
         table = torch.zeros(count, req_to_token.shape[1] // page_size, dtype=torch.int32)
         places = [input_ids, positions, out_cache_loc, row_places, lengths]

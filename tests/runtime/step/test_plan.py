@@ -65,7 +65,7 @@ def test_fixed_rows_are_a_decode_of_one_token_each_and_padding(mixed_batch, page
     first, second, third = (10 * row * PAGE_SIZE for row in (a, b, c))
     slots = [first + 3, *range(second, second + 5), third, third + 1]
     assert plan.fields.out_cache_loc.tolist() == [*slots, 0, 0]
-    assert plan.fields.sampled_slots.tolist() == [a, 0, 0, 0, 0, b, 0, 0, 0, 0]
+    assert plan.fields.sampled_rows.tolist() == [a, 0, 0, 0, 0, b, 0, 0, 0, 0]
     assert plan.sampled.tolist() == [0, 1] and plan.token_indices.tolist() == [0, 5]
     assert plan.fields.prompt_targets.tolist() == [0, 12, 13, 14, 15, 0, 0, 0, 0, 0]
     assert plan.score_indices.tolist() == [1, 2, 3, 4]

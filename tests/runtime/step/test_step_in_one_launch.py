@@ -100,7 +100,7 @@ def test_a_plain_row_that_becomes_no_number_in_a_captured_decode_ends_alone():
         in_flight = None
         for step in range(30):
             if is_broken and step == 6:
-                slot = int(loop.scheduler.pages.table[requests[1].slot, 0]) * runner.config.runtime.page_size
+                slot = int(loop.scheduler.pages.table[requests[1].row, 0]) * runner.config.runtime.page_size
                 runner.token_to_kv_pool.get_kv_buffer(0)[0][slot] = torch.nan
             in_flight = loop._turn(in_flight, overlap=True)
         assert looped.decodes > 15

@@ -1,4 +1,4 @@
-"""The device's state of each row of the slot table from one step to the next."""
+"""The device's state of each request's row from one step to the next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from mllm_compile.runtime.sampling.state import SamplingState
 
 
-class SlotState:
+class RowState:
     """The tensors of the table's rows, always the same: captured graphs read and write them.
 
     Attributes:
