@@ -1,5 +1,5 @@
 """Runs what the compiler wrote itself on small inputs: attention of decodes, the choice of tokens, what is around a
-captured decode (check/decode_loop.py), and gated linears.
+captured decode (check/decode_loop.py), and kernels of families that no batch reaches.
 
 The self-check's batches hold a few short prompts, and all their logits: no request decodes there, no token is chosen,
 and of the kernels for many tokens only one is run. Nothing to do where a program has none of these, as on a CPU.
@@ -10,7 +10,7 @@ Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,15 +22,7 @@ from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec, PerLayerParameters
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
-from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.gated_linear.kernel import (
-    LEAST_UNITS,
-    MOST_UNITS,
-    UNIT_TOKENS,
-    GatedKernel,
-    choose,
-    divided,
-)
+from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.program.executor import PieceFunction
 from mllm_compile.runtime.program.spec import AttentionStep, DecodeForm, Program, SamplingForms, UnrotatedStep
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
@@ -79,7 +71,9 @@ def check_written_pieces(
         _check_sampling(program.sampling, pieces, logits)
     if program.decode_loop is not None:
         check_decode_loop(program.decode_loop, pieces, page_size, logits)
-    _check_gated_linears(program.gated_linears, logits.device)
+    for name, members in program.kernels.items():
+        for fault in family(name).faults(members, logits.device):
+            raise CompileError(fault)
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -256,33 +250,3 @@ def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], l
                 "they do not serve this vocabulary on this machine. Set compile.backend: eager to do without them, and "
                 "report this."
             )
-
-
-def _check_gated_linears(kernels: Sequence[GatedKernel], device: torch.device) -> None:
-    """Checks each with its fewest tokens, and uneven tiles, against bfloat16: float32 would take a second."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
-
-    for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in kernels):
-        weight = random(rows, columns)
-        of_weight = [kernel for kernel in kernels if (kernel.rows, kernel.columns) == (rows, columns)]
-        for kernel, count in _fewest_tokens(of_weight):
-            x = random(count, columns) / math.sqrt(columns)
-            gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
-            error = relative_error(op("gated_linear")(x, weight), torch.nn.functional.silu(gate) * up)
-            if not error <= _TOLERANCE:
-                raise CompileError(
-                    f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit {_TOLERANCE:g}). "
-                    f"Set {kernel.switch} to do without it, and report this."
-                )
-
-
-def _fewest_tokens(kernels: Sequence[GatedKernel]) -> Iterator[tuple[GatedKernel, int]]:
-    """Each of a weight's kernels with as few tokens as it is taken for, in tiles that are even, and in others."""
-    counts = [units * UNIT_TOKENS for units in range(LEAST_UNITS, MOST_UNITS + 1)]
-    for kernel in kernels:
-        taken = [count for count in counts if choose(kernels, count) == kernel]
-        uneven = [count - 1 for count in taken if divided(count).larger]
-        yield from ((kernel, count) for count in (*taken[:1], *uneven[:1]))

@@ -26,9 +26,7 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
-from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
-from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS
-from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
+from mllm_compile.runtime.ops import family, load_kernels
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.pieces import load_piece
@@ -66,8 +64,7 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
     with current_device(torch.device(device)):
         bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
         binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
-        load_kernels(program.linears, binaries, torch.device(device))
-        load_gated_kernels(program.gated_linears, binaries, torch.device(device))
+        load_kernels(program.kernels, binaries, torch.device(device))
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         logits = _check_program(lowered, ProgramExecutor(program, pieces, bound), device)
@@ -136,7 +133,8 @@ def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tup
     batches = [([ids[0][:1]], [positions[0][:1]])] if 1 in sizes else []
     tokens = sum(REQUEST_LENGTHS)
     most = max(sizes, default=1)
-    buckets = [bucket // tokens for bucket in TOKEN_BUCKETS if program.linears and tokens < bucket <= most]
+    ranges = sorted({size for name, members in program.kernels.items() for size in family(name).step_sizes(members)})
+    buckets = [size // tokens for size in ranges if tokens < size <= most]
     kernels = [count - 1 if count > 2 else count for count in buckets]  # also with fewer tokens than a kernel is for
     beyond = [most // tokens + 1] if most > 1 else []
     batches += [(ids * count, positions * count) for count in (1, *kernels, *beyond)]

@@ -16,7 +16,7 @@ from mllm_compile.compiler.lowered import Lowered
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError
-from mllm_compile.kernels.cuda import can_compile_kernels, gated_linears, streamed_linears
+from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.sampling import add_sampling_pieces
@@ -110,7 +110,7 @@ def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: O
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
-    program = replace(program, linears=streamed_linears(graph, program), gated_linears=gated_linears(graph, program))
+    program = replace(program, kernels=kernels_of(graph, program))
     written = (*decode_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(hf_model, graph, program, reports, left_out, size_symbols(graph), written)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -19,11 +19,7 @@ from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel, gated_kernels
-from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind, LinearTiling
-from mllm_compile.runtime.ops.stream_linear.ops import plain_kind, residual_kind
-from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
+from mllm_compile.runtime.ops import FAMILIES, family
 from mllm_compile.runtime.program.spec import Program
 
 if TYPE_CHECKING:
@@ -49,40 +45,12 @@ def can_compile_kernels(device: str) -> bool:
     return True
 
 
-def streamed_linears(graph: fx.GraphModule, program: Program) -> tuple[LinearTiling, ...]:
-    """The kernels that the program's forms for few tokens call: of each linear one for every bucket of their tokens."""
-    most_tokens: dict[LinearKind, int] = {}
-    for form in program.all_small_forms():
-        for kind in _kinds(graph.get_submodule(form.piece)):
-            most_tokens[kind] = max(form.max_size, most_tokens.get(kind, 0))
-    return tuple(
-        choose_tiling(kind, tokens) for kind, most in most_tokens.items() for tokens in TOKEN_BUCKETS if tokens <= most
-    )
-
-
-def _kinds(piece: Any) -> Iterator[LinearKind]:
-    ops: Any = torch.ops.mllm
-    for node in piece.graph.nodes:
-        if node.target is ops.stream_linear.default:
-            weight, squares, _, gated, *bias = node.args[1:]
-            yield plain_kind(_value(weight), None if squares is None else _value(squares), gated, bool(bias))
-        elif node.target in (ops.stream_linear_residual.default, ops.stream_linear_residual_norm.default):
-            is_normed = node.target is ops.stream_linear_residual_norm.default
-            yield residual_kind(_value(node.args[1]), norm_next=is_normed)
-
-
-def _value(node: Any) -> torch.Tensor:
-    return node.meta["val"]
-
-
-def gated_linears(graph: fx.GraphModule, program: Program) -> tuple[GatedKernel, ...]:
-    """The kernels that the program's pieces for many tokens call."""
-    pieces: list[Any] = [graph.get_submodule(piece) for piece in program.step_pieces()]
-    weights = [
-        _value(node.args[1]) for piece in pieces for node in piece.graph.nodes if node.target is op("gated_linear")
-    ]
-    shapes = dict.fromkeys(tuple(map(int, weight.shape)) for weight in weights)
-    return tuple(kernel for rows, columns in shapes for kernel in gated_kernels(rows, columns))
+def kernels_of(graph: fx.GraphModule, program: Program) -> dict[str, tuple[CudaKernel, ...]]:
+    """The kernels that the program's pieces call, by family."""
+    called: list[tuple[Any, int | None]] = [(graph.get_submodule(piece), None) for piece in program.step_pieces()]
+    called += [(graph.get_submodule(form.piece), form.max_size) for form in program.all_small_forms()]
+    wanted = {name: family(name).wanted(called) for name in FAMILIES}
+    return {name: kernels for name, kernels in wanted.items() if kernels}
 
 
 class KernelCompiler:

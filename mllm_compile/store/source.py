@@ -20,8 +20,7 @@ from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDe
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
-from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
-from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
+from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, LoadedModel
 from mllm_compile.runtime.program.pieces import PackagedPiece, SourcePiece, load_piece
@@ -84,8 +83,7 @@ class ArtifactSource:
     def _load_pieces(self, device: torch.device) -> dict[str, PackagedPiece | SourcePiece]:
         suffix = self._artifact.manifest.piece_suffix
         with self._reporter.stage("load pieces"), current_device(device):
-            load_kernels(self._artifact.program.linears, self._artifact.cubins, device)
-            load_gated_kernels(self._artifact.program.gated_linears, self._artifact.cubins, device)
+            load_kernels(self._artifact.program.kernels, self._artifact.cubins, device)
             return {piece: load_piece(piece + suffix, data) for piece, data in self._artifact.pieces.items()}
 
     def _find_kernels(self) -> None:

@@ -1,14 +1,23 @@
 """Ops that a graph may hold, a file or folder each.
 
 OPS is their one list: passes put ops into pieces by `op`, processes that compile pieces define theirs by `define`,
-and a test compares the list with the files. To add an op: its file, and a line here.
+and a test compares the list with the files. To add an op: its file, and a line here. Ops whose kernels NVRTC compiles
+into the runtime have a line in FAMILIES besides.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from mllm_compile.runtime.cuda.family import KernelFamily
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+
+if TYPE_CHECKING:
+    import torch
 
 # The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
@@ -32,6 +41,14 @@ OPS = {
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
 }
+
+# A kernel family's name, as stored programs have it → the module here with its class Family.
+FAMILIES = {
+    "gated_linear": "gated_linear.family",
+    "stream_linear": "stream_linear.family",
+}
+
+Kernels = Mapping[str, Sequence[CudaKernel]]  # by family
 
 
 def op(name: str) -> Any:
@@ -58,3 +75,24 @@ def define(source: str | None = None) -> None:
     called = OPS if source is None else re.findall(r"torch\.ops\.mllm\.(\w+)", source)
     for name in dict.fromkeys(called):
         op(name)
+
+
+@cache
+def family(name: str) -> KernelFamily:
+    """The kernel family of this name.
+
+    Raises:
+        KeyError: FAMILIES does not hold the name.
+    """
+    return importlib.import_module(f"{__name__}.{FAMILIES[name]}").Family()
+
+
+def load_kernels(kernels: Kernels, binaries: Mapping[str, bytes], device: torch.device) -> None:
+    """Makes these kernels those that their ops launch on `device`.
+
+    Raises:
+        ArtifactError: a binary is missing.
+        DeviceError: one cannot be loaded.
+    """
+    for name, members in kernels.items():
+        family(name).load(members, binaries, device)

@@ -19,9 +19,7 @@ from mllm_compile.runtime.attention.split.splits import Splits
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel
-from mllm_compile.runtime.ops.stream_linear.linear import LinearTiling
-from mllm_compile.runtime.ops.stream_linear.shapes import tiling_from_json
+from mllm_compile.runtime.ops import family
 
 TOKEN_INPUTS = ("input_ids", "positions")
 ROW_INPUT = "logits_indices"
@@ -167,8 +165,7 @@ class Program:
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
-    linears: tuple[LinearTiling, ...] = ()  # the kernels of runtime/ops/stream_linear/ that pieces call
-    gated_linears: tuple[GatedKernel, ...] = ()  # and those of runtime/ops/gated_linear/
+    kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
@@ -181,7 +178,7 @@ class Program:
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that the runtime holds compiled by NVRTC."""
         decodes = dict.fromkeys(kernel for form in self._decode_forms() for kernel in form.kernels)
-        return (*self.linears, *self.gated_linears, *decodes)
+        return (*(kernel for members in self.kernels.values() for kernel in members), *decodes)
 
     def _decode_forms(self) -> list[DecodeForm]:
         return [form for forms in self.decode_attention.values() for form in forms]
@@ -208,8 +205,7 @@ class Program:
             },
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
-            "linears": [tiling.to_json() for tiling in self.linears],
-            "gated_linears": [kernel.to_json() for kernel in self.gated_linears],
+            "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
         }
 
     @classmethod
@@ -227,8 +223,10 @@ class Program:
                 },
                 sampling=from_json(SamplingForms | None, data["sampling"]),
                 decode_loop=from_json(DecodeLoopForms | None, data["decode_loop"]),
-                linears=tuple(tiling_from_json(tiling) for tiling in data["linears"]),
-                gated_linears=tuple(GatedKernel.from_json(kernel) for kernel in data["gated_linears"]),
+                kernels={
+                    name: tuple(family(name).from_json(kernel) for kernel in members)
+                    for name, members in data["kernels"].items()
+                },
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(

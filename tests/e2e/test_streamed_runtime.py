@@ -5,9 +5,9 @@ The kernels need a Hopper GPU: here their ops are stand-ins, and NVRTC gives a k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.check import kernels as kernel_check
 from mllm_compile.check import program as self_check
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.errors import ArtifactError, CompileError
+from mllm_compile.errors import ArtifactError
 from mllm_compile.kernels import cuda
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.report.page import write_page
-from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS
 from mllm_compile.runtime.ops.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
@@ -44,16 +43,13 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 class Loads:
     """What was loaded, call by call."""
 
-    calls: list[dict[str, bytes]] = field(default_factory=list)
-    gated_calls: list[dict[str, bytes]] = field(default_factory=list)
+    calls: list[dict[str, dict[str, bytes]]] = field(default_factory=list)  # by family and kernel
 
     def __call__(self, kernels, binaries, device) -> None:
         assert device == torch.device("cpu")
-        self.calls.append({kernel.name: binaries[kernel.name] for kernel in kernels})
-
-    def of_gated(self, kernels, binaries, device) -> None:
-        assert device == torch.device("cpu")
-        self.gated_calls.append({kernel.name: binaries[kernel.name] for kernel in kernels})
+        self.calls.append(
+            {name: {kernel.name: binaries[kernel.name] for kernel in members} for name, members in kernels.items()}
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +65,6 @@ def loads(monkeypatch) -> Loads:
     recorder = Loads()
     for module in (artifact_source, self_check):
         monkeypatch.setattr(module, "load_kernels", recorder)
-        monkeypatch.setattr(module, "load_gated_kernels", recorder.of_gated)
     return recorder
 
 
@@ -91,18 +86,20 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     compiled = load_or_compile(config)
     artifact, program = compiled.artifact, compiled.artifact.program
     assert {form.max_size for form in program.all_small_forms()} == {MAX_STREAMED_TOKENS}
-    names = {tiling.name for tiling in program.linears}
-    assert len(names) == len(program.linears) == len({tiling.kind for tiling in program.linears}) * len(TOKEN_BUCKETS)
+    tilings = program.kernels["stream_linear"]
+    names = {tiling.name for tiling in tilings}
+    assert len(names) == len(tilings) == len({tiling.kind for tiling in tilings}) * len(TOKEN_BUCKETS)
     assert Program.from_json(program.to_json()) == program
-    gated = {kernel.name for kernel in program.gated_linears}
+    gated = {kernel.name for kernel in program.kernels["gated_linear"]}
     assert gated == {kernel.name for kernel in gated_kernels(1024, 256)}
     assert {path.stem for path in (artifact.folder / CUBINS).iterdir()} == names | gated
     with Engine(config) as engine:
         output = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
     assert len(output.token_ids) == 8
     of_self_check, of_engine = loads.calls
-    assert of_self_check == of_engine == {name: name.encode() for name in names}
-    assert loads.gated_calls == [{name: name.encode() for name in gated}] * 2
+    assert of_self_check == of_engine
+    assert of_engine["stream_linear"] == {name: name.encode() for name in names}
+    assert of_engine["gated_linear"] == {name: name.encode() for name in gated}
     write_page(artifact, compiled.config, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert all(name in page for name in names)
@@ -114,9 +111,11 @@ def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads,
     config = config_of(tmp_path, widths=WIDTHS | {"hidden_size": 1536, "intermediate_size": 3072})
     program = load_or_compile(config).artifact.program
     assert {form.max_size for form in program.all_small_forms()} == {MAX_LARGE_TOKENS, MAX_STREAMED_TOKENS}
-    assert {(tiling.kind.columns, tiling.tokens) for tiling in program.linears if isinstance(tiling, RowTiling)} == {
-        (1536, MAX_ROW_TOKENS)
-    }
+    assert {
+        (tiling.kind.columns, tiling.tokens)
+        for tiling in program.kernels["stream_linear"]
+        if isinstance(tiling, RowTiling)
+    } == {(1536, MAX_ROW_TOKENS)}
     with Engine(config) as engine:
         outputs = engine.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
@@ -125,14 +124,14 @@ def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads,
 @pytest.mark.parametrize(("num_tokens", "tile_rows"), [(256, 64), (320, 128), (319, 128), (639, 192)])
 def test_a_gated_linear_that_is_wrong_for_some_number_of_tokens_is_refused(monkeypatch, num_tokens, tile_rows):
     """Of even tiles, and of others."""
-    check = partial(kernel_check._check_gated_linears, gated_kernels(6144, 256), torch.device("cpu"))
-    check()
+    kernels, check = gated_kernels(6144, 256), family("gated_linear").faults
+    assert list(check(kernels, torch.device("cpu"))) == []
     right = op("gated_linear")
     wrong = lambda x, w: right(x, w) * (1.1 if len(x) == num_tokens else 1)  # noqa: E731
     monkeypatch.setattr(torch.ops.mllm, "gated_linear", SimpleNamespace(default=wrong))
     expected = rf"gated_6144x256_rows{tile_rows} is off by 0\.1 at {num_tokens} tokens.*fuse_gated_linear"
-    with pytest.raises(CompileError, match=expected):
-        check()
+    (fault,) = check(kernels, torch.device("cpu"))
+    assert re.search(expected, fault)
 
 
 def test_a_changed_kernel_is_not_loaded(loads, tmp_path):

@@ -171,7 +171,7 @@ def test_linears_with_biases_and_an_odd_number_of_panels_are_streamed(tmp_path):
     with engine(folder, cache, backend="inductor") as served:
         if can_compile_kernels("cuda:0"):
             (program,) = (open_artifact(path.parent).program for path in cache.rglob("program.json"))
-            assert {tiling.kind.columns for tiling in program.linears if tiling.kind.bias} == {896}
+            assert {tiling.kind.columns for tiling in program.kernels["stream_linear"] if tiling.kind.bias} == {896}
         exact, bf16 = reference(folder, torch.float32), reference(folder, torch.bfloat16)
         for length in (60, 150, 300):  # of few scores the error is chance
             assert_no_worse_than_bf16(served, exact, bf16, random_ids(length + 1, 512, length))

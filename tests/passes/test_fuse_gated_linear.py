@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.kernels.cuda import gated_linears
+from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
@@ -45,7 +45,7 @@ def test_the_piece_for_many_tokens_is_rewritten_and_computes_the_same():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gm.piece_a(*inputs), before, strict=True))
     assert "gated_linear" not in fused_ops(gm.piece_a_streamed)
     program = Program((PieceStep("piece_a", (), ()),), (), (), "logits")
-    assert gated_linears(gm, program) == gated_kernels(2 * FFN, HIDDEN)
+    assert kernels_of(gm, program)["gated_linear"] == gated_kernels(2 * FFN, HIDDEN)
 
 
 def test_a_piece_without_a_form_for_fewer_tokens_stays():

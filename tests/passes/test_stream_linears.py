@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.kernels.cuda import streamed_linears
+from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.match import nodes
@@ -59,7 +59,7 @@ def test_a_piece_with_a_large_weight_reads_it_in_rows_for_eight_tokens():
     assert StreamLinears()(gm).matches == 1
     assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_LARGE_TOKENS: "piece_a_streamed"}}
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_LARGE_TOKENS),)}
-    tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
+    tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
     in_rows = [(tiling.kind.rows, tiling.tokens) for tiling in tilings if tiling.source == "ops/stream_linear/rows.cu"]
     assert in_rows == [(6144, 8)]
     assert {tiling.tokens for tiling in tilings} == {count for count in TOKEN_BUCKETS if count <= MAX_LARGE_TOKENS}
@@ -70,7 +70,7 @@ def test_a_head_has_a_form_for_fewer_tokens_and_kernels_for_those():
     StreamLinears()(gm)
     assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_HEAD_TOKENS: "piece_a_streamed"}}
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_HEAD_TOKENS),)}
-    tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
+    tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
     assert [tiling.tokens for tiling in tilings] == [8, 16, 32, 64]
 
 
@@ -109,7 +109,7 @@ def test_a_linear_with_a_bias_takes_it_along_whatever_is_around_it():
     gm = graph_of_one_piece(piece)
     assert StreamLinears()(gm).matches == 1
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
-    kinds = {tiling.kind for tiling in streamed_linears(gm, Program((), (), (), "logits", forms))}
+    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]}
     assert {(kind.rows, kind.norm_blocks, kind.bias) for kind in kinds} == {
         (HIDDEN, 0, False),
         (HIDDEN, 0, True),
@@ -140,7 +140,7 @@ def test_the_kernels_that_forms_call_are_each_named_once():
     gm = graph_of_one_piece(decoder_piece(4)[0])
     StreamLinears()(gm)
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
-    tilings = streamed_linears(gm, Program((), (), (), "logits", forms))
+    tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
     assert len({tiling.name for tiling in tilings}) == len(tilings) == 4 * len(TOKEN_BUCKETS)
     assert [tiling.kind for tiling in tilings[:: len(TOKEN_BUCKETS)]][:3] == [
         LinearKind(HIDDEN, HIDDEN, residual=True, next_blocks=HIDDEN // TILE_ROWS),

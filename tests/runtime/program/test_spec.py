@@ -16,6 +16,9 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.forward_context import set_forward_context
+from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
+from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
+from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
@@ -363,3 +366,14 @@ def test_decode_kernels_that_are_not_there_are_missed(layer, functions, missed):
     pieces = Pieces().functions | dict.fromkeys(functions, list)
     with pytest.raises(ArtifactError, match=missed):
         ProgramExecutor(program, pieces, {"embed": EMBED})
+
+
+def test_kernels_are_stored_by_family_and_an_unknown_family_is_refused():
+    kernels = {"gated_linear": gated_kernels(512, 256), "stream_linear": (choose_tiling(LinearKind(64, 256), 8),)}
+    program = Program((), (), (), "logits", kernels=kernels)
+    data = json.loads(json.dumps(program.to_json()))
+    assert Program.from_json(data) == program
+    assert set(program.cuda_kernels()) == {kernel for members in kernels.values() for kernel in members}
+    data["kernels"]["of a later version"] = [{}]
+    with pytest.raises(ArtifactError, match=r"of a later version.*compile the model again"):
+        Program.from_json(data)

@@ -1,0 +1,86 @@
+"""The kernels of gated linears, as the compiler, the stored program and the checks see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mllm_compile.runtime.cuda.family import KernelFamily
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.ops.gated_linear.kernel import (
+    LEAST_UNITS,
+    MOST_UNITS,
+    UNIT_TOKENS,
+    GatedKernel,
+    choose,
+    divided,
+    gated_kernels,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from mllm_compile.runtime.cuda.family import CalledPieces
+
+_TOLERANCE = 2e-2  # ‖ours − theirs‖ / ‖theirs‖ of the worst token; rounding alone is up to 3e-3 in bfloat16
+
+
+class Family(KernelFamily):
+    """The kernels of each weight that pieces for many tokens multiply and activate at once."""
+
+    def wanted(self, pieces: CalledPieces) -> tuple[GatedKernel, ...]:
+        from mllm_compile.runtime.ops import op
+
+        weights = [
+            node.args[1].meta["val"]  # type: ignore[union-attr]
+            for piece, _ in pieces
+            for node in piece.graph.nodes
+            if node.target is op("gated_linear")
+        ]
+        shapes = dict.fromkeys(tuple(map(int, weight.shape)) for weight in weights)
+        return tuple(kernel for rows, columns in shapes for kernel in gated_kernels(rows, columns))
+
+    def from_json(self, data: Mapping[str, Any]) -> GatedKernel:
+        return GatedKernel.from_json(data)
+
+    def load(self, kernels: Sequence[CudaKernel], binaries: Mapping[str, bytes], device: torch.device) -> None:
+        from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
+
+        load_gated_kernels([kernel for kernel in kernels if isinstance(kernel, GatedKernel)], binaries, device)
+
+    def faults(self, kernels: Sequence[CudaKernel], device: torch.device) -> Iterator[str]:
+        """Runs each with its fewest tokens, and uneven tiles, against bfloat16: float32 would take a second."""
+        import torch
+
+        from mllm_compile.runtime.ops import op
+
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
+
+        gated = [kernel for kernel in kernels if isinstance(kernel, GatedKernel)]
+        for rows, columns in dict.fromkeys((kernel.rows, kernel.columns) for kernel in gated):
+            weight = random(rows, columns)
+            of_weight = [kernel for kernel in gated if (kernel.rows, kernel.columns) == (rows, columns)]
+            for kernel, count in _fewest_tokens(of_weight):
+                x = random(count, columns) / math.sqrt(columns)
+                gate, up = torch.nn.functional.linear(x, weight).float().chunk(2, -1)
+                theirs = torch.nn.functional.silu(gate) * up
+                off = (op("gated_linear")(x, weight).float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+                error = off.max().item()
+                if not error <= _TOLERANCE:
+                    yield (
+                        f"the gated linear {kernel.name} is off by {error:.2g} at {count} tokens (limit "
+                        f"{_TOLERANCE:g}). Set {kernel.switch} to do without it, and report this."
+                    )
+
+
+def _fewest_tokens(kernels: Sequence[GatedKernel]) -> Iterator[tuple[GatedKernel, int]]:
+    """Each of a weight's kernels with as few tokens as it is taken for, in tiles that are even, and in others."""
+    counts = [units * UNIT_TOKENS for units in range(LEAST_UNITS, MOST_UNITS + 1)]
+    for kernel in kernels:
+        taken = [count for count in counts if choose(kernels, count) == kernel]
+        uneven = [count - 1 for count in taken if divided(count).larger]
+        yield from ((kernel, count) for count in (*taken[:1], *uneven[:1]))
