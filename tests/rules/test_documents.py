@@ -11,7 +11,6 @@ import yaml
 
 from mllm_compile import EngineConfig
 from mllm_compile.cli import make_app
-from mllm_compile.passes.pipeline import pass_names
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -111,12 +110,6 @@ def test_the_readme_and_the_page_of_models_agree():
     readme = " ".join(text_of("README.md").split())
     assert f"Of the {total} causal-LM architectures" in readme
     assert f"{served} were served right and {refused} refused" in readme
-
-
-def test_the_architecture_page_has_the_passes_in_their_order():
-    listed = re.search(r"\*\*Passes\*\* \(`passes/`\)\. (.*?);", text_of("docs/architecture.md"), re.DOTALL)
-    assert listed is not None
-    assert [re.sub(r"\(on\s+\w+\)", "", name).strip() for name in listed[1].split("→")] == pass_names()
 
 
 def test_make_has_every_target_that_is_named():
