@@ -36,8 +36,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constr
 
 demo: $(INSTALLED)
 	$(BIN)/mllm-compile configs/tiny.yaml
-	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --max-tokens 48 --prompt 'Return a new list containing'
-	$(BIN)/mllm-compile generate configs/tiny.yaml --temperature 0 --chat --prompt 'What does shutil.copytree do?'
+	$(BIN)/mllm-compile generate configs/tiny.yaml --echo --temperature 0 --max-tokens 48 --prompt 'Return a new list containing'
+	$(BIN)/mllm-compile generate configs/tiny.yaml --echo --temperature 0 --chat --prompt 'What does shutil.copytree do?'
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile

@@ -200,7 +200,7 @@ def table_command(
 def _latency_work(
     model: str, batch: str | None, input_len: int | None, output_len: int | None, repeats: int
 ) -> workloads.LatencyWork:
-    """What was asked for; the rest is the benchmark's on a GPU, and on a CPU what ends soon, which is said."""
+    """Complete what was asked for: on a GPU by the benchmark's own sizes, on a CPU by what ends soon, and say so."""
     given: dict[str, Any] = {
         "batches": None if batch is None else _numbers("--batch", batch),
         "input_len": input_len,

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.check.program import self_check
+from mllm_compile.check.tokenizer import tokenizer_difference
 from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
@@ -119,6 +120,7 @@ def _fill(
             weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
+        _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)
         return lowered, files, _build_pieces(config, lowered, scratch, workers, compiler, early, timeline)
 
 
@@ -164,6 +166,17 @@ def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> N
     for name in ("config.json", "generation_config.json"):
         if (data := read_file(model.path / name, CheckpointError)) is not None:
             (scratch / name).write_bytes(data)
+
+
+def _compare_tokenizers(model: ModelFolder, exported: Path, config: ResolvedConfig, timeline: Timeline) -> None:
+    """Warns where Transformers reads texts otherwise than what was exported, which is served."""
+    tokenizer = load_tokenizer(exported) if exported.is_dir() else None
+    if tokenizer is None:
+        return
+    with timeline.stage("compare tokenizers"):
+        difference = tokenizer_difference(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code)
+    if difference is not None:
+        timeline.announce(difference)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
-from mllm_compile.process.timeline import Timeline, seconds_since_start, timeline_of
+from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
@@ -185,10 +185,9 @@ def _nothing() -> None:
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
     """The one line that is always shown."""
-    seconds = seconds_since_start() - min((span.start_s for span in timeline.spans), default=seconds_since_start())
     device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
     tokens = f"{runner.max_total_num_tokens:,} KV tokens"
-    timeline.tell(f"ready in {seconds:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
+    timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
 
 
 def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:

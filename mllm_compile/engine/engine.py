@@ -48,10 +48,12 @@ class Engine:
     Use it as a context manager or call `close()`: both give all memory back. `timeline` says how long its start took.
 
     Args:
-        config: a YAML file, or what it would hold, as an EngineConfig or a dict (compiles first when no cached runtime
-            fits); or the folder of a runtime, which is served with the config that it was compiled from.
-        reporter: where compiling and loading show their progress; None: bars on a terminal, elsewhere the log
-            "mllm_compile.progress": that it compiles as a WARNING, each stage at level INFO.
+        config: a hub id, a model's folder, a YAML file, or what that would hold as an EngineConfig or a dict (compiles
+            first when no cached runtime fits); or the folder of a runtime, which is served with the config that it was
+            compiled from.
+        reporter: where compiling and loading show their progress; None: on a terminal bars of what takes long and a
+            line when it is ready, elsewhere the log "mllm_compile.progress": that it compiles as a WARNING, that it is
+            ready and each stage at level INFO. `NullReporter()` of mllm_compile.process.progress shows nothing.
         log_interval_s: seconds between two log lines with figures (logger "mllm_compile.engine", level INFO) while
             there is work; 0 for none.
         forward_times: measure every forward, for `stats().forward_times`. To look, not to serve: the host then waits

@@ -40,6 +40,13 @@ class Timeline:
         self._reporter = reporter or NullReporter()
         self._nesting = threading.local()
         self._spans: list[Span] = []
+        self._made_s = seconds_since_start()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was made. The process may be older than what it does: a shell that ends in a command becomes
+        it."""
+        return seconds_since_start() - self._made_s
 
     @property
     def spans(self) -> list[Span]:

@@ -6,11 +6,13 @@ How many seconds that takes is tests/benchmarks/bench_start.py's.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import yaml
 
+from mllm_compile.cli import run
 from tests.tiny_model import tiny_config
 
 # Packages of others. Who adds one measures a warm start (`make bench`) before and after.
@@ -50,3 +52,22 @@ def test_a_warm_start_imports_little_beside_torch_and_nothing_more_of_torch(eage
 def is_cython(name: str) -> bool:
     """Of PyYAML's own extension: a module that Cython makes up, named by its version."""
     return name.startswith(("_cython_", "_sysconfigdata"))
+
+
+def test_a_start_is_one_line_or_all_or_nothing(eager_cache, tmp_path, capsys):
+    path = tmp_path / "model.yaml"
+    config = tiny_config(eager_cache, compile={"backend": "eager"})
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+    def said(*options: str) -> list[str]:
+        assert run(["generate", str(path), "--prompt", "x", "--max-tokens", "1", *options]) == 0
+        return capsys.readouterr().err.splitlines()
+
+    ready = r"ready in \d+\.\d s · CPU · float32 · [\d,]+ KV tokens"
+    said()  # compiles where no other test has
+    (line,) = said()
+    assert re.fullmatch(ready, line)
+    assert said("-q") == []
+    lines = said("-v")
+    assert re.fullmatch(ready, lines[-1])
+    assert "auto values" in lines and any(line.startswith("CPU threads: ") for line in lines)

@@ -51,6 +51,13 @@ def test_time_counts_from_the_process_not_from_the_import():
     assert seconds_since_start() > whole, "this process is older than the one that it made"
 
 
+def test_a_timeline_knows_its_age_whatever_that_of_its_process(monkeypatch):
+    monkeypatch.setattr(timeline_module, "seconds_since_start", lambda: 100.0)
+    timeline = Timeline()
+    monkeypatch.setattr(timeline_module, "seconds_since_start", lambda: 102.5)
+    assert timeline.age_s == 2.5
+
+
 def test_a_stretch_that_no_stage_accounts_for_is_a_line():
     spans = [Span("a", 0.2, 1.0), Span("inside a", 0.5, 0.9, 1), Span("b", 1.01, 2.0), Span("c", 2.5, 3.0)]
     assert [(span.name, span.start_s) for span in with_gaps(spans)] == [

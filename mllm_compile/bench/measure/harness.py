@@ -38,7 +38,7 @@ class Probe:
 
 
 def serves_on_cpu(source: str) -> bool:
-    """Whether the model would be served on a CPU; asked in a process of its own, as the answer takes torch.
+    """Say whether the model would be served on a CPU. A process of its own finds out, as that takes torch.
 
     Raises:
         MllmError: the model, its config or the device cannot be used.

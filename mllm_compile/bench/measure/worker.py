@@ -28,7 +28,7 @@ EXIT_MISTAKE = 2
 
 
 def device(job: dict[str, Any]) -> dict[str, Any]:
-    """Which kind of device the config's engine would be on."""
+    """Say on which kind of device an engine of the config would be."""
     from mllm_compile.config.device import detect_device
 
     return {"is_cpu": not detect_device(asked_config(job["config"]).runtime.device).is_cuda}

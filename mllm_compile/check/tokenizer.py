@@ -1,0 +1,62 @@
+"""Compares the model's tokenizer.json, which is served, with the tokenizer that Transformers makes of the same folder.
+
+For a model type that it knows, Transformers may take the words and merges of tokenizer.json alone and bring rules of
+its own for the rest (how digits, spaces and accents are split). Where somebody put another tokenizer beside such a
+model, the same text then has other ids there than here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mllm_compile.text.tokenizer import Tokenizer
+
+# Each for a rule in which tokenizers differ: spaces, digits, case, contractions, accents in two forms, code, scripts,
+# emoji, line ends.
+_TEXTS = (
+    "Hello, world! How are you?",
+    "  two  spaces\tand a tab ",
+    "In 2024, 1234567 + 89.5 = 1234656.5",
+    "don't STOP, I'LL go; they've",
+    "café, cafe\u0301, naïve, ﬁne, Ａ",
+    "def f(x_1):\n    return x_1 ** 2  # x²\n\n\n",
+    "你好，世界。こんにちは 안녕 Привет مرحبا",
+    "👩‍💻 🙂 http://example.org/a?b=c&d=1\r\n",
+)
+
+
+def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False) -> str | None:
+    """Say where Transformers reads a text as other ids; None where the two agree, or where it reads none.
+
+    Args:
+        folder: the model's.
+        tokenizer: what is served.
+        trust_remote_code: the tokenizer may be Python code of the folder.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        found = [list(theirs(text).input_ids) for text in _TEXTS]
+    except Exception:  # whatever its many classes raise: then nobody has other ids there
+        return None
+    others = [
+        (text, there, here)
+        for text, there, here in zip(_TEXTS, found, map(tokenizer.encode, _TEXTS), strict=True)
+        if there != here
+    ]
+    if not others:
+        return None
+    text, there, here = others[0]
+    return (
+        f"{folder}: Transformers' {type(theirs).__name__} reads {len(others)} of {len(_TEXTS)} texts as other ids than "
+        f"tokenizer.json, which is served: {text!r} is {_show(there)} there and {_show(here)} here. That is "
+        "right if the model was trained with tokenizer.json as it is; if it was trained through Transformers, replace the "
+        "file by what AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes."
+    )
+
+
+def _show(ids: list[int]) -> str:
+    return str(ids) if len(ids) <= 8 else f"[{', '.join(map(str, ids[:8]))}, …]"

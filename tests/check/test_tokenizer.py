@@ -1,0 +1,77 @@
+"""Whether Transformers reads texts as the served tokenizer.json does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from mllm_compile.check.tokenizer import tokenizer_difference
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.process.progress import LogReporter
+from mllm_compile.text.tokenizer import load_tokenizer
+from tests.tiny_model import TINY, tiny_config
+
+
+def change(path: Path, **keys: object) -> None:
+    content = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded model as a qwen2 that does not name its tokenizer's class: Transformers brings Qwen2's rules."""
+    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
+    change(folder / "config.json", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    change(folder / "tokenizer_config.json", tokenizer_class=None)
+    return folder
+
+
+def difference(folder: Path) -> str | None:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer_difference(folder, tokenizer)
+
+
+def test_a_tokenizer_that_transformers_reads_alike_is_not_told_of():
+    assert difference(TINY) is None
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_told_with_a_text_and_both_ids(folder):
+    said = difference(folder)
+    assert said is not None and said.startswith(f"{folder}: Transformers' Qwen2Tokenizer reads ")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    text = "In 2024, 1234567 + 89.5 = 1234656.5"
+    ids = ", ".join(map(str, tokenizer.encode(text)[:8]))
+    assert f"{text!r} is [" in said and f"and [{ids}, …] here" in said
+
+
+def test_what_the_message_advises_helps(folder):
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.save_pretrained(folder)
+    assert difference(folder) is None
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None and tokenizer.encode("x = 12345") == theirs("x = 12345").input_ids
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_not_compared(folder):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    (folder / "tokenizer.json").write_text("{")
+    assert tokenizer_difference(folder, tokenizer) is None
+
+
+def test_a_compile_warns_of_it(folder, tmp_path, caplog):
+    change(folder / "config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    config = tiny_config(tmp_path / "cache", model={"path": str(folder)}, compile={"backend": "eager"})
+    for tokenizer_class, warns in (("Qwen2Tokenizer", True), ("TokenizersBackend", False)):
+        change(folder / "tokenizer_config.json", tokenizer_class=tokenizer_class)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="mllm_compile"):
+            load_or_compile(config, LogReporter())
+        assert any("of 8 texts as other ids" in record.getMessage() for record in caplog.records) == warns
