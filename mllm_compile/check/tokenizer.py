@@ -53,8 +53,8 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_cod
     return (
         f"{folder}: Transformers' {type(theirs).__name__} reads {len(others)} of {len(_TEXTS)} texts as other ids than "
         f"tokenizer.json, which is served: {text!r} is {_show(there)} there and {_show(here)} here. That is "
-        "right if the model was trained with tokenizer.json as it is; if it was trained through Transformers, replace the "
-        "file by what AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes."
+        "right if the model was trained with tokenizer.json as it is; if it was trained through Transformers, replace "
+        "the file by what AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes."
     )
 
 

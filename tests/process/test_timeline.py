@@ -18,9 +18,9 @@ CLOCK_TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # of the kernel's note of when a pr
 
 
 def test_stages_are_timed_with_what_is_inside_them_and_beside_them(monkeypatch):
+    timeline = Timeline()
     now = itertools.count(100.0)
     monkeypatch.setattr(timeline_module, "seconds_since_start", lambda: next(now))
-    timeline = Timeline()
     with timeline.stage("outer"):
         with timeline.stage("inner"):
             pass
