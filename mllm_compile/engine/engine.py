@@ -281,7 +281,8 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
     if not is_shown:
         countdown.wait()
     elif not countdown.wait(_BAR_AFTER_S):
-        with reporter_for(plain_lines=True).stage("generate", total=total) as stage:
+        # It has taken long already: shown at once.
+        with reporter_for(plain_lines=True, details=True).stage("generate", total=total) as stage:
             shown = 0
             while shown < total:
                 countdown.wait(_BAR_INTERVAL_S)

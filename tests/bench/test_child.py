@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from mllm_compile.bench.measure import child
 from mllm_compile.bench.measure.child import run_child
+from tests.hang_guard import until
 
 WORK = """
 import sys, tempfile, time
@@ -29,9 +29,7 @@ def test_an_interruption_ends_the_child_in_order_and_without_a_word(tmp_path, mo
         def wait(self, timeout: float | None = None) -> int:
             if timeout is not None:
                 return super().wait(timeout)
-            until = time.monotonic() + 60
-            while not (tmp_path / "begun").exists() and time.monotonic() < until:
-                time.sleep(0.01)
+            until((tmp_path / "begun").exists)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(child, "ProcessGroup", Interrupted)

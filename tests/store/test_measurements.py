@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mllm_compile.config.resolved import ResolvedConfig
@@ -17,7 +19,7 @@ def config(eager_cache) -> ResolvedConfig:
 
 
 def serving(config: ResolvedConfig, max_running_requests: int) -> ResolvedConfig:
-    runtime = config.runtime.model_copy(update={"max_running_requests": max_running_requests})
+    runtime = replace(config.runtime, max_running_requests=max_running_requests)
     return config.model_copy(update={"runtime": runtime})
 
 
