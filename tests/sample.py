@@ -1,0 +1,38 @@
+"""Which part of a long list `make test` runs: another one for each commit, the same one again for the same commit."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+VARIABLE = "MLLM_TEST_SEED"
+
+
+@cache
+def seed() -> int:
+    """MLLM_TEST_SEED where it is set; else made of the commit that is checked out; 0 where there is no git."""
+    said = os.environ.get(VARIABLE)
+    if said is not None:
+        return int(said)
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(done.stdout.strip()[:8], 16)
+
+
+def sample_of(everything: Sequence[T], count: int) -> list[T]:
+    """`count` of them, or all where there are fewer."""
+    return random.Random(seed()).sample(everything, min(count, len(everything)))
+
+
+def how_to_repeat() -> str:
+    """For the message of a test that fails on its sample."""
+    return f"{VARIABLE}={seed()} takes the same sample again"
