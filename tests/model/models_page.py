@@ -1,4 +1,4 @@
-"""The survey's outcomes as the page docs/models.md."""
+"""The survey's outcomes as the page docs/models.md, and where that page says something else than is seen."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ python -m tests.model.survey --write docs/models.md
 ```
 
 {date}, Transformers {transformers}, torch {torch}, Python {python}, on a CPU in float32. Each architecture is a tiny
-random model (4 layers, width 64, windows of 8 tokens, kinds of layers alternating), saved as a checkpoint and served
-from it, with the pieces as traced (`compile.backend: eager`) and the plain torch attention over the paged cache. Five
-texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the longest one in chunks, a mixed step and a decode
-step. The error is the largest difference of any log-probability of any token from what Transformers' forward gives that
-text alone; above {tolerance:g} it would count as wrong. So this page is about meaning, not about speed or about each
-published checkpoint.
+random model (4 layers, width 64, windows of 8 tokens, kinds of layers alternating), saved as a checkpoint, compiled
+with the pieces as traced (`compile.backend: eager`), and served by a process that has not compiled it, with the plain
+torch attention over the paged cache. Five texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the
+longest one in chunks, a mixed step and a decode step. The error is the largest difference of any log-probability of any
+token from what Transformers' forward gives that text alone; above {tolerance:g} it would count as wrong. What fails in
+float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as well. So this page is about meaning, not
+about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it.
 
 On a GPU, FlashInfer has no attention with sinks, with values of another width than keys, or with heads of another width
 than 64, 128 or 256: such models need `runtime: {{attention_backend: torch}}` there, which is slow.
@@ -67,6 +68,15 @@ For every architecture:
   may be served ([below](#served-where-every-layer-is-full-attention)).
 - Of models with images or sound that are served (gemma3, phi4_multimodal) it is the text part.
 """
+
+_IN_BFLOAT16 = """\
+These fail in float32, where every request ends with the error below. In bfloat16 they are served: the error is that of
+a token in the middle, the mean over its vocabulary, and no more than 1.5 times that of Transformers' own forward in
+bfloat16."""
+
+_THROUGH_INDUCTOR = """\
+Compiled as configs have it by default (`compile.backend: inductor`), and served by a process that only starts; largest
+error in float32, in bfloat16 that of a token in the middle."""
 
 # What a refusal says → where it is listed.
 _GROUPS = (
@@ -105,11 +115,12 @@ def render_models_page(outcomes: Sequence[Outcome]) -> str:
     import torch
     import transformers
 
-    from tests.model.survey import TOLERANCE
+    from tests.model.served_logits import TOLERANCE
 
+    as_traced = [outcome for outcome in outcomes if outcome.backend == "eager"]
     by_status = {
-        status: sorted((o for o in outcomes if o.status == status), key=lambda o: o.architecture)
-        for status in ("served", "wrong", "refused", "failed", "not tried")
+        status: sorted((o for o in as_traced if o.status == status), key=lambda o: o.architecture)
+        for status in ("served", "bfloat16", "wrong", "refused", "failed", "not tried")
     }
     introduction = _INTRODUCTION.format(
         counts=_counts({status: len(found) for status, found in by_status.items()}, by_status["served"]),
@@ -121,9 +132,12 @@ def render_models_page(outcomes: Sequence[Outcome]) -> str:
         tolerance=TOLERANCE,
     )
     lines = [introduction, "## Served", "", *_errors(by_status["served"])]
+    if by_status["bfloat16"]:
+        lines += ["## Served in bfloat16", "", _IN_BFLOAT16, "", *_in_bfloat16(by_status["bfloat16"])]
     for status, title in (("wrong", "Served wrong"), ("failed", "Failed")):
         if by_status[status]:
             lines += [f"## {title}", "", *_reasons(by_status[status])]
+    lines += _through_inductor(sorted((o for o in outcomes if o.backend == "inductor"), key=lambda o: o.architecture))
     lines += _refused(by_status["refused"])
     lines += ["## Not tried", "", "Of these no tiny model could be made from the architecture's default config.", ""]
     lines += _reasons(by_status["not tried"])
@@ -131,10 +145,11 @@ def render_models_page(outcomes: Sequence[Outcome]) -> str:
 
 
 def _counts(count: dict[str, int], served: list[Outcome]) -> str:
-    worst = max((o.worst_error or 0.0 for o in served), default=0.0)
+    worst = max((o.error or 0.0 for o in served), default=0.0)
     return (
-        f"**Of {sum(count.values())}: {count['served']} served right** (worst error {worst:.1e}), {count['refused']} "
-        f"refused, {count['wrong']} served wrong, {count['failed']} failed, {count['not tried']} not tried."
+        f"**Of {sum(count.values())}: {count['served']} served right** (worst error {worst:.1e}), {count['bfloat16']} "
+        f"served in bfloat16 alone, {count['refused']} refused, {count['wrong']} served wrong, {count['failed']} "
+        f"failed, {count['not tried']} not tried."
     )
 
 
@@ -143,7 +158,12 @@ def _well_known(by_status: dict[str, list[Outcome]]) -> str:
         found = {o.architecture for o in by_status[status]}
         return ", ".join(name for name in _WELL_KNOWN if name in found)
 
-    return f"Well-known ones that are served: {named('served')}. That are refused: {named('refused')}."
+    in_bfloat16 = named("bfloat16")
+    return (
+        f"Well-known ones that are served: {named('served')}. "
+        + (f"In bfloat16 alone: {in_bfloat16}. " if in_bfloat16 else "")
+        + f"That are refused: {named('refused')}."
+    )
 
 
 def _refused(refused: list[Outcome]) -> Iterator[str]:
@@ -161,13 +181,31 @@ def _refused(refused: list[Outcome]) -> Iterator[str]:
         yield from ("## Served where every layer is full attention", "")
         yield from ("Refused above for their other layers. With full attention in each layer:", "")
         yield from ("| architecture | max error |", "|---|---|")
-        yield from (f"| {o.architecture} | {o.attention_alone:.1e} |" for o in with_attention_alone)
+        yield from (f"| {o.architecture} | {o.attention_alone} |" for o in with_attention_alone)
         yield ""
 
 
 def _errors(served: list[Outcome]) -> Iterator[str]:
     yield from ("| architecture | max error | its attention |", "|---|---|---|")
-    yield from (f"| {o.architecture} | {o.worst_error:.1e} | {o.remark} |" for o in served)
+    yield from (f"| {o.architecture} | {o.error:.1e} | {o.remark} |" for o in served)
+    yield ""
+
+
+def _in_bfloat16(outcomes: list[Outcome]) -> Iterator[str]:
+    yield from ("| architecture | error in bfloat16 | in float32 |", "|---|---|---|")
+    yield from (f"| {o.architecture} | {o.error:.1e} | {_reason(o.remark)} |" for o in outcomes)
+    yield ""
+
+
+def _through_inductor(outcomes: list[Outcome]) -> Iterator[str]:
+    if not outcomes:
+        return
+    yield from ("## Through Inductor", "", _THROUGH_INDUCTOR, "")
+    yield from ("| architecture | float32 | bfloat16 |", "|---|---|---|")
+    for o in outcomes:
+        figure = "" if o.error is None else f"{o.error:.1e}"
+        cells = {"served": f"{figure} | not tried", "bfloat16": f"{_reason(o.remark)} | {figure}"}
+        yield f"| {o.architecture} | {cells.get(o.status, f'{o.status}: {_reason(o.remark)} | -')} |"
     yield ""
 
 
@@ -184,6 +222,65 @@ def _reason(remark: str) -> str:
     text = text.replace("the model cannot be traced as one graph: ", "")
     text = re.sub(r"^'[^']+' is not a causal language model that Transformers can build with a .*?: ", "", text)
     text = re.sub(r"with two requests in one batch its logits are off by (\S+) from .*", r"off by \1", text)
+    text = re.sub(r"requires the \w+ library but .*", "requires a library that is no dependency here", text)
+    text = re.sub(r" \(its source: .*", "", text)
+    text = re.sub(r"piece piece_\w+ ", "a piece ", text)
     text = re.sub(r"^(.*)\. Its config names layers of kind (.*), which are not served yet", r"\2: \1", text)
     text = text.replace("|", "\\|").replace("<", "&lt;").removesuffix(".")
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON].rsplit(" ", 1)[0] + " …"
+
+
+# The page, read -------------------------------------------------------------------------------------------------------
+
+# Figures that depend on the machine's order of sums.
+_FIGURES = re.compile(r"\b\d\.\de[-+]\d\d\b|off by \S+|error \S+")
+_INDUCTOR_SECTION = "Through Inductor"
+_ALONE_SECTION = "Served where every layer is full attention"
+
+
+def versions_of(page: str) -> tuple[str, str]:
+    """Of Transformers and of torch, with which the page was made."""
+    found = re.search(r"Transformers (\S+), torch ([^\s,+]+)", page)
+    if found is None:
+        raise ValueError("the page names no versions")
+    return found[1], found[2]
+
+
+def rows_of(page: str) -> dict[tuple[str, str], str]:
+    """(architecture, eager | inductor | alone) → the headings and the cells, without figures."""
+    rows = {}
+    section = group = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            section, group = line[3:], ""
+        elif line.startswith("### "):
+            group = ", " + line[4:].rpartition(":")[0]
+        elif line.startswith("| ") and not line.startswith("| architecture |"):
+            architecture, _, cells = line.strip("| ").partition(" | ")
+            kind = {_INDUCTOR_SECTION: "inductor", _ALONE_SECTION: "alone"}.get(section, "eager")
+            rows[architecture, kind] = _FIGURES.sub("…", f"{section}{group}: {cells}")
+    return rows
+
+
+def architectures_of(page: str, backend: str) -> list[str]:
+    """Sorted; what the page has of them is in `rows_of`."""
+    return sorted(architecture for architecture, kind in rows_of(page) if kind == backend)
+
+
+def differences(page: str, outcomes: Sequence[Outcome], is_whole: bool = False) -> list[str]:
+    """Where the page says something else than was seen, but for figures.
+
+    Args:
+        page: the file's text.
+        outcomes: of some architectures.
+        is_whole: they are all; the page may have no others.
+    """
+    said, seen = rows_of(page), rows_of(render_models_page(outcomes))
+    tried = {(o.architecture, o.backend) for o in outcomes}
+    tried |= {(architecture, "alone") for architecture, backend in tried if backend == "eager"}
+    return [
+        f"{architecture} ({kind}): the page has {said.get((architecture, kind))!r}, seen is "
+        f"{seen.get((architecture, kind))!r}"
+        for architecture, kind in sorted(tried | (set(said) if is_whole else set()))
+        if said.get((architecture, kind)) != seen.get((architecture, kind))
+    ]

@@ -2,7 +2,9 @@
 
     python -m tests.model.survey [ARCHITECTURE …] [--write docs/models.md]
 
-Each is compiled and served in float32 on the CPU and compared with Transformers token by token (served_logits.py).
+Each is compiled on the CPU in float32 with its pieces as traced, served by a process that has not compiled it, and
+compared with Transformers token by token (served_logits.py). Some (INDUCTOR) go through Inductor as well. What fails in
+float32 is tried in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# On log-probabilities, in float32. Transformers' own eager forward is up to 1e-4 from its forward in float64 (Gemma 4,
-# whose attention logits are not scaled).
-TOLERANCE = 3e-4
-_CPU_SECONDS = 90  # for one architecture; none that works takes 20
+_CPU_SECONDS = 120  # for one architecture; none that works takes 20
 _BATCH = 12  # architectures of one worker process: importing Transformers costs more than most of them
+# Those that are compiled by Inductor too: what a dense model or one of experts may have.
+INDUCTOR = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "granite"),
+    *("smollm3", "gpt2", "opt", "mixtral", "qwen3_moe"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,32 +37,109 @@ class Outcome:
 
     Attributes:
         architecture: Transformers' model_type.
-        status: served | refused | wrong (served, and not what Transformers gives: a bug of ours) | not tried (no tiny
-            model of it could be made) | failed (an error that is no refusal: a bug of ours).
-        remark: for a served one what its attention has, else the reason.
-        worst_error: max |Δ log-probability|, where it ran.
-        attention_alone: the same of a refused one whose layers are of several kinds, with full attention in all of
-            them; None where that is refused too.
+        status: served | bfloat16 (served in that, while float32 fails) | refused | wrong (served, and not what
+            Transformers gives: a bug of ours) | not tried (no tiny model of it could be made) | failed (an error that
+            is no refusal: a bug of ours).
+        remark: for a served one what its attention has, else the reason, with bfloat16 that against float32.
+        error: of log-probabilities, where it ran; in float32 the largest, in bfloat16 that of a token in the middle.
+        attention_alone: the same as text, of a refused one whose layers are of several kinds, with full attention in
+            all of them; None where that is not served either.
+        backend: what made its pieces: eager | inductor.
     """
 
     architecture: str
     status: str
     remark: str
-    worst_error: float | None = None
-    attention_alone: float | None = None
+    error: float | None = None
+    attention_alone: str | None = None
+    backend: str = "eager"
+
+    @property
+    def job(self) -> str:
+        return job(self.architecture, self.backend)
 
 
-def try_architecture(architecture: str) -> Outcome:
-    """Makes, compiles, serves and compares a tiny model; where it is refused, also one of full attention alone."""
-    from tests.model.tiny_configs import LAYERS, tiny_config
+def job(architecture: str, backend: str) -> str:
+    """What a worker is told."""
+    return f"{architecture}@{backend}"
 
-    outcome = _try_model(architecture, lambda: tiny_config(architecture))
-    if outcome.status != "refused" or not _kinds_of_layers(architecture) - {"full_attention"}:
-        return outcome
-    alone = _try_model(architecture, lambda: tiny_config(architecture, layer_types=["full_attention"] * LAYERS))
-    if alone.status in ("wrong", "failed"):
-        return replace(alone, remark=f"with full attention alone: {alone.remark}")
-    return replace(outcome, attention_alone=alone.worst_error)
+
+def every_job(architectures: Iterable[str]) -> list[str]:
+    """Each architecture as traced, and those of INDUCTOR through Inductor as well."""
+    known = list(architectures)
+    return [job(one, "eager") for one in known] + [job(one, "inductor") for one in INDUCTOR if one in known]
+
+
+class Trier:
+    """Makes, compiles, serves and compares tiny models; what compilers keep and the serving process are shared."""
+
+    def __init__(self) -> None:
+        from tests.model.logits_server import LogitsServer
+
+        self._scratch = tempfile.TemporaryDirectory()
+        self._server = LogitsServer()
+
+    def close(self) -> None:
+        self._server.close()
+        self._scratch.cleanup()
+
+    def attempt(self, one_job: str) -> Outcome:
+        """Where a model is refused for its layers, also one of full attention alone."""
+        from tests.model.tiny_configs import LAYERS, tiny_config
+
+        architecture, _, backend = one_job.partition("@")
+        outcome = self._try_model(architecture, lambda: tiny_config(architecture), backend)
+        if outcome.status != "refused" or not _kinds_of_layers(architecture) - {"full_attention"}:
+            return outcome
+        full = ["full_attention"] * LAYERS
+        alone = self._try_model(architecture, lambda: tiny_config(architecture, layer_types=full), backend)
+        if alone.status == "wrong":
+            return replace(alone, remark=f"with full attention alone: {alone.remark}")
+        in_bfloat16 = {"served": "", "bfloat16": " in bfloat16"}
+        if alone.status not in in_bfloat16:
+            return outcome
+        return replace(outcome, attention_alone=f"{alone.error:.1e}{in_bfloat16[alone.status]}")
+
+    def _try_model(self, architecture: str, make_config: Callable[[], Any], backend: str) -> Outcome:
+        import torch
+
+        from mllm_compile.model.refusals import first_line
+        from tests.model.tiny_configs import save_tiny_model
+
+        with tempfile.TemporaryDirectory(dir=self._scratch.name) as scratch:
+            folder = Path(scratch, "model")
+            try:
+                model = save_tiny_model(make_config(), folder)
+                with torch.no_grad():
+                    model(input_ids=torch.arange(3)[None], use_cache=False)
+            except Exception as error:
+                return Outcome(architecture, "not tried", first_line(error), backend=backend)
+            outcome = self._serve(architecture, folder, "float32", backend)
+            if outcome.status == "failed":
+                in_bfloat16 = self._serve(architecture, folder, "bfloat16", backend)
+                if in_bfloat16.status == "served":
+                    return replace(outcome, status="bfloat16", error=in_bfloat16.error)
+                if in_bfloat16.remark != outcome.remark:
+                    error = "" if in_bfloat16.error is None else f" (error {in_bfloat16.error:.1e})"
+                    remark = f"{outcome.remark}; in bfloat16 {in_bfloat16.status}{error}: {in_bfloat16.remark}"
+                    return replace(outcome, remark=remark)
+            return outcome
+
+    def _serve(self, architecture: str, folder: Path, dtype: str, backend: str) -> Outcome:
+        from mllm_compile.errors import UnsupportedModelError
+        from mllm_compile.model.refusals import first_line
+        from tests.model.served_logits import compare_served_logits
+
+        try:
+            found = compare_served_logits(
+                folder, folder.parent, Path(self._scratch.name, "cache"), self._server, dtype, backend
+            )
+        except UnsupportedModelError as error:
+            return Outcome(architecture, "refused", str(error), backend=backend)
+        except Exception as error:
+            return Outcome(architecture, "failed", f"{type(error).__name__}: {first_line(error)}", backend=backend)
+        status = "served" if found.error <= found.limit else "wrong"
+        return Outcome(architecture, status, _describe(found.layers), found.error, backend=backend)
 
 
 def _kinds_of_layers(architecture: str) -> set[str]:
@@ -66,35 +148,9 @@ def _kinds_of_layers(architecture: str) -> set[str]:
     return set(getattr(tiny_config(architecture), "layer_types", None) or ())
 
 
-def _try_model(architecture: str, make_config: Callable[[], Any]) -> Outcome:
-    import torch
-
-    from mllm_compile.errors import MllmError
-    from mllm_compile.model.refusals import first_line
-    from tests.model.served_logits import compare_served_logits
-    from tests.model.tiny_configs import save_tiny_model
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "model")
-        try:
-            model = save_tiny_model(make_config(), folder)
-            with torch.no_grad():
-                model(input_ids=torch.arange(3)[None], use_cache=False)
-        except Exception as error:
-            return Outcome(architecture, "not tried", first_line(error))
-        try:
-            comparison = compare_served_logits(folder, Path(scratch, "cache"))
-        except MllmError as error:
-            return Outcome(architecture, "refused", str(error))
-        except Exception as error:
-            return Outcome(architecture, "failed", f"{type(error).__name__}: {first_line(error)}")
-    status = "served" if comparison.worst_error <= TOLERANCE else "wrong"
-    return Outcome(architecture, status, _describe(comparison.layers), comparison.worst_error)
-
-
-def survey(architectures: Iterable[str]) -> Iterator[Outcome]:
-    """All of `architectures`, in worker processes, so that none can take the others with it."""
-    waiting = list(architectures)
+def survey(jobs: Iterable[str]) -> Iterator[Outcome]:
+    """All of `jobs`, in worker processes, so that none can take the others with it."""
+    waiting = list(jobs)
     while waiting:
         batch, waiting = waiting[:_BATCH], waiting[_BATCH:]
         worker = subprocess.Popen(
@@ -108,11 +164,12 @@ def survey(architectures: Iterable[str]) -> Iterator[Outcome]:
         for line in worker.stdout:
             if line.startswith("{"):
                 outcome = Outcome(**json.loads(line))
-                batch.remove(outcome.architecture)
+                batch.remove(outcome.job)
                 yield outcome
         if worker.wait() and batch:
-            died = batch.pop(0)
-            yield Outcome(died, "refused" if worker.returncode == -signal.SIGPROF else "failed", _death(worker))
+            architecture, _, backend = batch.pop(0).partition("@")
+            status = "refused" if worker.returncode == -signal.SIGPROF else "failed"
+            yield Outcome(architecture, status, _death(worker), backend=backend)
             waiting = batch + waiting
 
 
@@ -141,12 +198,13 @@ def _describe(layers: Iterable) -> str:
     return ", ".join(parts) or "full"
 
 
-def _work(architectures: list[str]) -> None:
-    for architecture in architectures:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
-        outcome = try_architecture(architecture)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(asdict(outcome)), flush=True)
+def _work(jobs: list[str]) -> None:
+    with closing(Trier()) as trier:
+        for one in jobs:
+            signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
+            outcome = trier.attempt(one)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            print(json.dumps(asdict(outcome)), flush=True)
 
 
 def main() -> int:
@@ -155,20 +213,23 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="Transformers' model_type; all of them if none is given")
-    parser.add_argument("--write", type=Path, help="write the page of results to this file")
+    parser.add_argument("--write", type=Path, help="write the page of results to this file; needs all of them")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         _work(arguments.architectures)
         return 0
+    if arguments.write and arguments.architectures:
+        parser.error("--write needs all architectures: name none")
     outcomes = []
-    for outcome in survey(arguments.architectures or causal_lm_types()):
-        error = "" if outcome.worst_error is None else f"{outcome.worst_error:.1e}"
-        print(f"{outcome.architecture:28} {outcome.status:10} {error:8} {outcome.remark[:150]}", flush=True)
+    for outcome in survey(every_job(arguments.architectures or causal_lm_types())):
+        error = "" if outcome.error is None else f"{outcome.error:.1e}"
+        line = f"{outcome.architecture:28} {outcome.backend:8} {outcome.status:10} {error:8} {outcome.remark[:150]}"
+        print(line, flush=True)
         outcomes.append(outcome)
     if arguments.write:
         arguments.write.write_text(render_models_page(outcomes), encoding="utf-8")
-    return int(any(outcome.status in ("wrong", "failed") for outcome in outcomes))
+    return int(any(outcome.status == "wrong" for outcome in outcomes))
 
 
 if __name__ == "__main__":

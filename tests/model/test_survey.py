@@ -1,77 +1,136 @@
-"""A sample of the survey, through the whole compiler and the real runtime; all of it with `make test-all`."""
+"""docs/models.md is what is seen: a sample of it, another one for each commit; all of it with `make test-all`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.model.models_page import render_models_page
-from tests.model.survey import TOLERANCE, Outcome, survey, try_architecture
+from tests.model.logits_server import LogitsServer, ServingError
+from tests.model.models_page import architectures_of, differences, render_models_page, rows_of, versions_of
+from tests.model.served_logits import TOLERANCE
+from tests.model.survey import Outcome, Trier, every_job, job, survey
 from tests.model.tiny_configs import causal_lm_types
+from tests.sample import how_to_repeat, sample_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+REMEDY = "regenerate the page: python -m tests.model.survey --write docs/models.md"
+AS_TRACED = [job(one, "eager") for one in architectures_of(PAGE, "eager")]
+SERVED_BY_INDUCTOR = [
+    job(one, "inductor")
+    for one in architectures_of(PAGE, "inductor")
+    if rows_of(PAGE)[one, "inductor"].endswith("tried")
+]
 
 SERVED = {
-    "gpt_oss": "window 8 on 2 of 4, sinks",  # experts, attention sinks
-    "phimoe": "window 8 on 4 of 4",  # the window is in the mask alone
+    "opt": "full",  # sizes as one value behind the last attention
+    "phi3": "window 8 on 4 of 4",  # the window is in the mask alone
     "gemma3": "window 8 on 2 of 4",  # a vision tower beside the text model
-    "deepseek_v3": "values of another width",  # latent attention
+    "minicpm3": "values of another width",  # latent attention
 }
 REFUSED = {
     "bloom": "no attention goes through Transformers' attention interface",  # ALiBi
     "llama4_text": "its attention mask is neither causal nor a causal window",  # chunks
-    "lfm2": "with two requests in one batch its logits are off",  # convolutions
     "qwen3_next": "layers of kind linear_attention",
     "bart": "with two requests in one batch its logits are off",  # learned positions that are not position_ids
     "roberta": "with two requests in one batch its logits are off",  # positions counted from elsewhere
 }
 
 
+@pytest.fixture(scope="module")
+def trier() -> Iterator[Trier]:
+    with closing(Trier()) as trier:
+        yield trier
+
+
+@pytest.fixture
+def versions_of_the_page() -> None:
+    import torch
+    import transformers
+
+    here = (transformers.__version__, torch.__version__.partition("+")[0])
+    if here != versions_of(PAGE):
+        pytest.skip(f"the page is of Transformers and torch {versions_of(PAGE)}, here are {here}")
+
+
+def assert_page_says(outcomes: Sequence[Outcome], is_whole: bool = False) -> None:
+    found = "\n".join(differences(PAGE, outcomes, is_whole))
+    assert not found, f"docs/models.md differs from what is seen; {REMEDY}\n{found}\n{how_to_repeat()}"
+
+
 @pytest.mark.parametrize("architecture", SERVED)
-def test_an_architecture_is_served_as_transformers_computes_it(architecture):
-    outcome = try_architecture(architecture)
+def test_an_architecture_is_served_as_transformers_computes_it(trier, architecture):
+    outcome = trier.attempt(job(architecture, "eager"))
     assert (outcome.status, outcome.remark) == ("served", SERVED[architecture])
-    assert outcome.worst_error is not None
-    assert outcome.worst_error <= TOLERANCE
+    assert outcome.error is not None
+    assert outcome.error <= TOLERANCE
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_an_architecture_that_would_be_wrong_is_refused(architecture):
-    outcome = try_architecture(architecture)
+def test_an_architecture_that_would_be_wrong_is_refused(trier, architecture):
+    outcome = trier.attempt(job(architecture, "eager"))
     assert outcome.status == "refused"
     assert REFUSED[architecture] in outcome.remark
     assert "\n" not in outcome.remark
 
 
-def test_an_architecture_refused_for_its_other_layers_is_tried_with_attention_alone():
-    outcome = try_architecture("granitemoehybrid")
-    assert outcome.status == "refused"
-    assert outcome.attention_alone is not None
-    assert outcome.attention_alone <= TOLERANCE
+def test_an_architecture_refused_for_its_other_layers_is_tried_with_attention_alone(trier):
+    outcome = trier.attempt(job("lfm2", "eager"))
+    assert outcome.status == "refused" and "with two requests in one batch its logits are off" in outcome.remark
+    assert outcome.attention_alone is not None and float(outcome.attention_alone) <= TOLERANCE
+
+
+@pytest.mark.parametrize("one", sample_of(AS_TRACED, 4))
+def test_the_page_is_right_about_a_sample(trier, versions_of_the_page, one):
+    assert_page_says([trier.attempt(one)])
+
+
+@pytest.mark.parametrize("one", sample_of(SERVED_BY_INDUCTOR, 1))
+def test_the_page_is_right_about_one_that_inductor_compiles(trier, versions_of_the_page, one):
+    assert_page_says([trier.attempt(one)])
+
+
+@pytest.mark.slow
+def test_the_page_is_right_about_every_architecture_of_transformers(versions_of_the_page):
+    outcomes = list(survey(every_job(causal_lm_types())))
+    assert sum(outcome.backend == "inductor" and outcome.status == "served" for outcome in outcomes) >= 10
+    assert_page_says(outcomes, is_whole=True)
+
+
+OUTCOMES = [
+    Outcome("qwen3", "served", "window 8 on 2 of 4", 2e-6),
+    Outcome("mixtral", "bfloat16", "ServingError: no such op", 2e-2),
+    Outcome("qwen3", "served", "window 8 on 2 of 4", 3e-6, backend="inductor"),
+    Outcome("mixtral", "bfloat16", "piece piece_12ab does not compile: no such op", 2e-2, backend="inductor"),
+    Outcome(
+        "bloom",
+        "refused",
+        "'bloom' models would not be served right: no attention goes through Transformers' attention interface;"
+        " a | b. docs/models.md lists what is.",
+    ),
+    Outcome(
+        "lfm2",
+        "refused",
+        "'lfm2' would not be served right: with two requests in one batch its logits are off by 1.1 from "
+        "Transformers' (limit 0.001). Usual causes: several.",
+        attention_alone="3.0e-06",
+    ),
+    Outcome("dbrx", "refused", "the model cannot be traced as one graph: it branches on data: u3 (dbrx.py:1)"),
+    Outcome("blt", "not tried", "its sizes do not fit"),
+]
 
 
 def test_the_page_lists_every_outcome():
-    page = render_models_page(
-        [
-            Outcome("qwen3", "served", "window 8 on 2 of 4", 2e-6),
-            Outcome(
-                "bloom",
-                "refused",
-                "'bloom' models would not be served right: no attention goes through Transformers' attention interface;"
-                " a | b. docs/models.md lists what is.",
-            ),
-            Outcome(
-                "lfm2",
-                "refused",
-                "'lfm2' would not be served right: with two requests in one batch its logits are off by 1.1 from "
-                "Transformers' (limit 0.001). Usual causes: several.",
-                attention_alone=3e-6,
-            ),
-            Outcome("dbrx", "refused", "the model cannot be traced as one graph: it branches on data: u3 (dbrx.py:1)"),
-            Outcome("blt", "not tried", "its sizes do not fit"),
-        ]
-    )
-    assert "**Of 5: 1 served right** (worst error 2.0e-06), 3 refused, 0 served wrong, 0 failed, 1 not tried." in page
+    page = render_models_page(OUTCOMES)
+    counts = "served in bfloat16 alone, 3 refused, 0 served wrong, 0 failed, 1 not tried."
+    assert f"**Of 6: 1 served right** (worst error 2.0e-06), 1 {counts}" in page
     assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 |" in page
+    assert "| mixtral | 2.0e-02 | ServingError: no such op |" in page
+    assert "| qwen3 | 3.0e-06 | not tried |" in page
+    assert "| mixtral | a piece does not compile: no such op | 2.0e-02 |" in page
     assert "| bloom | no attention goes through Transformers' attention interface; a \\| b |" in page
     assert "### Other logits for two requests in one batch: 1\n" in page
     assert "| lfm2 | off by 1.1 |" in page
@@ -80,11 +139,38 @@ def test_the_page_lists_every_outcome():
     assert "| dbrx | it branches on data: u3 (dbrx.py:1) |" in page
 
 
-@pytest.mark.slow
-def test_no_architecture_of_transformers_is_served_wrong():
-    outcomes = list(survey(causal_lm_types()))
-    assert not [outcome for outcome in outcomes if outcome.status in ("wrong", "failed")]
-    assert sum(outcome.status == "served" for outcome in outcomes) >= 80
-    page = Path(__file__).parents[2] / "docs" / "models.md"
-    named = page.read_text(encoding="utf-8")
-    assert not [outcome.architecture for outcome in outcomes if f"| {outcome.architecture} |" not in named]
+def test_a_page_that_is_right_but_for_figures_differs_in_nothing():
+    page = render_models_page(OUTCOMES).replace("2.0e-06", "4.1e-07").replace("off by 1.1", "off by 1")
+    assert differences(page, OUTCOMES, is_whole=True) == []
+    assert differences(page, OUTCOMES[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "instead", "named"),
+    [
+        ("| qwen3 | 2.0e-06 | window 8 on 2 of 4 |", "| qwen3 | 2.0e-06 | full |", "qwen3 (eager)"),
+        ("| qwen3 | 3.0e-06 | not tried |", "", "qwen3 (inductor)"),
+        ("| lfm2 | 3.0e-06 |", "", "lfm2 (alone)"),
+        ("### Other logits for two requests in one batch: 1", "### For another reason: 1", "lfm2 (eager)"),
+        ("## Served\n", "## Failed\n", "qwen3 (eager)"),
+        ("| blt |", "| blt | sizes |\n| bltt |", "bltt (eager)"),
+    ],
+)
+def test_a_page_that_says_something_else_is_told(said, instead, named):
+    page = render_models_page(OUTCOMES)
+    assert said in page
+    assert any(line.startswith(named) for line in differences(page.replace(said, instead), OUTCOMES, is_whole=True))
+
+
+def test_the_versions_are_on_the_page():
+    import torch
+    import transformers
+
+    assert versions_of(render_models_page([])) == (transformers.__version__, torch.__version__.partition("+")[0])
+
+
+def test_what_serves_has_not_compiled_and_what_it_cannot_serve_is_told(tmp_path):
+    with closing(LogitsServer()) as server:
+        for _ in range(2):
+            with pytest.raises(ServingError, match="ModelNotFoundError: "):
+                server.serve({"model": {"path": str(tmp_path / "none")}}, tmp_path / "out.safetensors")
