@@ -104,12 +104,15 @@ def test_commands_are_written_with_options_that_they_have(path):
 
 
 def test_the_readme_and_the_page_of_models_agree():
-    counts = re.search(r"Of (\d+): (\d+) served right.*?, (\d+) refused", text_of("docs/models.md"))
-    assert counts is not None
-    total, served, refused = counts.groups()
+    page = text_of("docs/models.md")
+    counts = re.search(r"\*\*Of (\d+): (\d+) served right\*\* .*?, (\d+) served in bfloat16 alone, (\d+) refused", page)
+    version = re.search(r"Transformers (\d+\.\d+)\.\d+, torch", page)
+    assert counts is not None and version is not None
+    total, served, in_bfloat16, refused = counts.groups()
+    in_bfloat16 = f", {in_bfloat16} in bfloat16 alone" if int(in_bfloat16) else ""
     readme = " ".join(text_of("README.md").split())
-    assert f"Of the {total} causal-LM architectures" in readme
-    assert f"{served} were served right and {refused} refused" in readme
+    assert f"Of the {total} causal-LM architectures of Transformers {version[1]}, " in readme
+    assert f"{served} were served right{in_bfloat16} and {refused} refused" in readme
 
 
 def test_make_has_every_target_that_is_named():
