@@ -13,6 +13,7 @@ Shape legend: T tokens, K inputs, N outputs of a linear, B blocks of columns of 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -21,6 +22,12 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, choose_few_token_blocks
+
+
+@cache
+def most_shared_bytes() -> int:
+    """Shared memory that a block may have on this machine's GPU. Asking initialises CUDA."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin)
 
 
 @triton.jit
@@ -130,7 +137,7 @@ def _launch(x, weight, num_rows, squares=None, eps=0.0, residual=None, norm_weig
     x = x.contiguous()
     columns = weight.shape[1]
     num_tokens = math.prod(x.shape[:-1])
-    blocks = choose_few_token_blocks(num_rows, columns, is_gated=gated)
+    blocks = choose_few_token_blocks(num_rows, columns, is_gated=gated).within(most_shared_bytes(), is_gated=gated)
     num_blocks = num_rows // blocks.rows
     out = torch.empty((*x.shape[:-1], num_rows), dtype=x.dtype, device=x.device)
     scaled, out_squares = x, x

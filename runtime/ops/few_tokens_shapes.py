@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 MAX_FEW_TOKENS = 16  # rows of one product of the tensor cores
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 256  # what weights are multiples of
+_ELEMENT_BYTES = 2  # of float16 and bfloat16
 _MAX_NORM_BLOCKS = 256  # sums of squares a token; a block of the next linear holds those of all its tokens in registers
 
 
@@ -24,6 +25,12 @@ class FewTokenBlocks:
     groups: int
     num_warps: int
     stages: int
+
+    def within(self, shared_bytes: int, *, is_gated: bool) -> FewTokenBlocks:
+        """The same with as many stages, at least two, as fit into a block's shared memory: an RTX or L40S has 99 KB."""
+        weight_rows = self.rows * (2 if is_gated else 1)
+        stage_bytes = (weight_rows + MAX_FEW_TOKENS) * self.columns * self.groups * _ELEMENT_BYTES
+        return replace(self, stages=max(2, min(self.stages, shared_bytes // stage_bytes)))
 
 
 # (most outputs, most inputs, blocks), the first that fits: the fastest, or within 1 %, for the linears of Qwen3-0.6B

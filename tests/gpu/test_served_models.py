@@ -22,7 +22,7 @@ from mllm_compile.store.artifact import open_artifact
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "mllm_compile" / "models" / "tiny"
+TINY = ROOT / "mllm_compile" / "model" / "tiny"
 SHAPES = ROOT / "configs" / "shapes"
 GREEDY_96 = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is

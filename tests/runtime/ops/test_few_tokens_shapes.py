@@ -34,6 +34,18 @@ def test_a_weight_that_is_taken_divides_into_blocks_that_fit(rows, columns, is_g
     assert blocks.groups * width * blocks.columns * 2 * blocks.stages <= _SHARED_MEMORY
 
 
+@pytest.mark.parametrize("shared_kb", [99, 163, 227])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), _SHAPES)
+def test_blocks_fit_the_shared_memory_of_the_gpu_at_hand(rows, columns, is_gated, shared_kb):
+    widest = choose_few_token_blocks(rows, columns, is_gated=is_gated)
+    blocks = widest.within(shared_kb << 10, is_gated=is_gated)
+    stage = (blocks.rows * (2 if is_gated else 1) + MAX_FEW_TOKENS) * blocks.columns * blocks.groups * 2
+    assert 2 <= blocks.stages <= widest.stages
+    assert stage * blocks.stages <= shared_kb << 10
+    assert blocks.stages == widest.stages or stage * (blocks.stages + 1) > shared_kb << 10, "as many as fit"
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(4100, 1024), (1024, 128), (1024, 1000), (2**18, 2**13)])
 def test_what_does_not_divide_is_left_to_the_library(rows, columns):
     assert not is_taken(rows, columns)
