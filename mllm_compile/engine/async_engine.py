@@ -98,7 +98,8 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Aborts what runs and gives all memory back. May be called again."""
-        await asyncio.to_thread(self.engine.close)
+        # Shielded: a second Ctrl-C cancels this, and would cancel a call that no thread has taken up yet.
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self.engine.close))
 
     async def __aenter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingPa
 from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.text.chat_template import as_conversations
 from mllm_compile.text.detokenizer import Decoder
+from mllm_compile.text.template_protocol import MAX_CHARACTERS
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 Prompts = Prompt | Seq[Prompt]
@@ -281,7 +282,7 @@ class RequestBuilder:
             return _Prepared(text, error=RequestError("the model has no tokenizer; give the prompt as token ids"))
         if not text:
             return _Prepared(text, error=RequestError("the prompt is an empty text; expected at least one character"))
-        return _Prepared(text, error=_unicode_fault(text))
+        return _Prepared(text, error=_text_fault(text))
 
     def _prepare_ids(self, item: Any) -> _Prepared:
         if not isinstance(item, Seq) or isinstance(item, (bytes, bytearray)):
@@ -312,7 +313,7 @@ class RequestBuilder:
             text = None
             try:
                 text = tokenizer.apply_chat_template(messages, **template_options)
-                fault = _unicode_fault(text)
+                fault = _text_fault(text)
                 if fault is not None:
                     return _Prepared(text, error=fault)
                 # The template has written out all special tokens.
@@ -324,8 +325,13 @@ class RequestBuilder:
         return render
 
 
-def _unicode_fault(text: str) -> RequestError | None:
-    """The reason why a text cannot be tokenized; None where it can."""
+def _text_fault(text: str) -> RequestError | None:
+    """The reason why a text is not tokenized; None where it is."""
+    if len(text) > MAX_CHARACTERS:
+        return RequestError(
+            f"the prompt has {len(text):,} characters; expected at most {MAX_CHARACTERS:,}. "
+            "Give token ids, or a shorter text."
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -16,7 +16,7 @@ REFUSAL = b"R"  # why there is none, likewise
 TOO_MUCH_MEMORY, TOO_LONG = b"M", b"L"
 
 MAX_REQUEST = 32 << 20  # bytes of JSON
-MAX_CHARACTERS = 16 << 20  # of a prompt
+MAX_CHARACTERS = 8 << 20  # of a prompt: two million tokens of English, and a tokenizer takes 100 bytes for each
 MAX_MEMORY = 512 << 20  # bytes of address space
 MAX_SECONDS = 2  # of processor time for a request: templates take milliseconds
 MAX_ANSWER = 4 * MAX_CHARACTERS  # bytes

@@ -154,6 +154,6 @@ class TestStart:
             Engine(config)
         monkeypatch.undo()
         assert given_back == [True]
-        assert set(threading.enumerate()) == threads
+        assert set(threading.enumerate()) <= threads
         with Engine(config) as engine:
             assert engine.generate([1], params())[0].finish_reason in ("length", "stop")

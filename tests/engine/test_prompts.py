@@ -8,6 +8,7 @@ import pytest
 from mllm_compile.engine.engine import Engine
 from mllm_compile.engine.requests import bad_phrases
 from mllm_compile.errors import RequestError
+from mllm_compile.text.template_protocol import MAX_CHARACTERS
 from tests.engine.cases import params
 from tests.fakes import EOS, VOCAB_SIZE, ByteTokenizer, expected_tokens, fake_engine
 
@@ -50,6 +51,12 @@ def test_a_dict_that_is_no_prompt_is_refused(engine, prompt, said):
     with pytest.raises(RequestError, match=said):
         engine.generate(prompt, params())
     assert said.replace("\\", "") in engine.generate([prompt, "abc"], params())[0].error
+
+
+def test_a_text_beyond_any_model_is_refused_before_it_is_tokenized(engine, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "encode", None)
+    long = "\N{GRINNING FACE}" * (MAX_CHARACTERS + 1)
+    assert "at most 8,388,608" in str(engine.generate([long, [1, 2]], params())[0].error)
 
 
 def test_prompts_of_different_salts_share_no_kv(engine):

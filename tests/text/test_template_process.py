@@ -68,7 +68,7 @@ def template():
     [
         ("double", r"template needs more than 512 MiB of memory for these messages, the most it may\. Shorten"),
         ("repeat", "template needs more than 512 MiB of memory"),
-        ("endless", "template makes more than 16777216 characters of these messages, the most it may"),
+        ("endless", "template makes more than 8388608 characters of these messages, the most it may"),
         ("recursion", "refuses these messages: maximum recursion depth"),
     ],
 )
