@@ -22,6 +22,7 @@ from mllm_compile.cli.compile import compile_command
 from mllm_compile.cli.explain import explain_command
 from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
+from mllm_compile.cli.serve import serve_command
 from mllm_compile.errors import MllmError
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import kept_interruptions
@@ -35,6 +36,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile_command,
     "generate": generate_command,
+    "serve": serve_command,
     "inspect": inspect_command,
     "explain": explain_command,
 }

@@ -97,6 +97,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         shutdown=runner.shutdown,
         prepare_thread=prepare_thread,
         config=compiled.config,
+        folder=compiled.folder,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
     )
 

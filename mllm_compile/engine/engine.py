@@ -88,6 +88,9 @@ class Engine:
 
     def _start(self, parts: EngineParts, log_interval_s: float) -> None:
         self.config = parts.config
+        self.folder = parts.folder
+        self.vocab_size = parts.vocab_size
+        self.eos_token_ids = parts.eos_token_ids
         self.tokenizer = parts.tokenizer
         self.default_params = parts.default_params
         self.builder = RequestBuilder(

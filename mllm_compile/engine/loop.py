@@ -25,9 +25,10 @@ from typing import Generic, Protocol, TypeVar
 
 from mllm_compile.engine import end_errors
 from mllm_compile.engine.outputs import FinishReason
-from mllm_compile.engine.sequences import Sequence, Submission
+from mllm_compile.engine.sequences import Sequence, StepSink, Submission
 from mllm_compile.engine.stats import EngineStats, ForwardTimesSource, StatsRecorder
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
+from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -141,6 +142,7 @@ class EngineCore:
         # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
         self._leaders: dict[Request, Submission] = {}
 
+        self._step_sink: StepSink | None = None
         self._stopped_unseen = end_errors.stopped_unseen()
 
         # Only the thread holds the step runner: what it has on the device goes when the thread ends.
@@ -152,6 +154,15 @@ class EngineCore:
         self._thread.start()
 
     # --- any thread ---------------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of its requests."""
+        return self._scheduler.config
+
+    def tell_steps(self, sink: StepSink) -> None:
+        """Tells `sink` of every step from now on; before the first submission."""
+        self._step_sink = sink
 
     @property
     def end_error(self) -> EngineDeadError | None:
@@ -260,6 +271,8 @@ class EngineCore:
             self._prepare_thread()
             while self._take_commands():
                 self._step(runner)
+                if self._step_sink is not None:
+                    self._step_sink.flush()
             self._finish_step_in_flight()
             self._abort(list(self._submissions))
             error = end_errors.closed()
@@ -316,6 +329,9 @@ class EngineCore:
                 self._fail(submission, error)
             submission.engine_ended(error)  # for what could not be told as it should be
             self._unanswered.discard(submission)
+        if self._step_sink is not None:
+            with suppress(BaseException):
+                self._step_sink.flush()
         step, self._in_flight = self._in_flight, None
         if step is not None:  # the memory that it works in is given back next
             with suppress(BaseException):
@@ -441,6 +457,8 @@ class EngineCore:
         result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
         output.record_logprobs(result.accepted)
         self._recorder.step_over(batch, result.accepted)
+        if self._step_sink is not None:
+            self._step_sink.on_step(batch, output, result)
         for request in result.broken:
             self._break(request)
         if self._leaders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
@@ -27,6 +28,7 @@ class EngineParts:
         shutdown: gives the device's memory back; called once, after the last step.
         prepare_thread: called on the engine's thread before its first step.
         config: the engine's config, every `auto` resolved.
+        folder: the runtime's; None: they come from nowhere on disk.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
     """
 
@@ -40,4 +42,5 @@ class EngineParts:
     shutdown: Callable[[], None] = lambda: None
     prepare_thread: Callable[[], None] = lambda: None
     config: ResolvedConfig | None = None
+    folder: Path | None = None
     forward_times: ForwardTimesSource = tuple

@@ -20,7 +20,8 @@ from mllm_compile.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.sampling.params import SamplingParams
-    from mllm_compile.runtime.step.output import TokenScores
+    from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+    from mllm_compile.runtime.step.output import StepOutput, TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,19 @@ class Sink(Protocol):
 
     def on_end(self, submission: Submission) -> None:
         """Takes the end of all its completions, or of the engine; a second call changes nothing."""
+
+
+class StepSink(Protocol):
+    """The side that takes the tokens of all requests once a step, as a server does: no request has news of its own.
+
+    Called on the engine's thread: must return at once and not raise.
+    """
+
+    def on_step(self, batch: ScheduledBatch, output: StepOutput, result: UpdateResult) -> None:
+        """Takes a step's tokens, before the sinks of submissions that end by it are told."""
+
+    def flush(self) -> None:
+        """Passes on what was noted, by `on_step` and by the sinks of submissions: the step is over."""
 
 
 class Submission:

@@ -6,7 +6,7 @@ an engine starts from `load_tokenizer`. A folder without a tokenizer serves prom
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.errors import CheckpointError, MllmError, RequestError
 from mllm_compile.files.json_file import FileReader, folder_reader, json_object
 from mllm_compile.text.chat_template import ChatTemplate
+from mllm_compile.text.token_bytes import token_bytes_reader
 
 if TYPE_CHECKING:
     import tokenizers
@@ -114,6 +115,11 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (`Ġthe`), None outside the vocabulary."""
         return self._backend.id_to_token(token_id)
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """A function that gives the bytes that a token stands for."""
+        return token_bytes_reader(self._backend)
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

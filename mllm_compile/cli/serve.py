@@ -1,0 +1,106 @@
+"""`mllm-compile serve MODEL`: OpenAI's HTTP interface over an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
+from mllm_compile.config.sources import config_or_runtime
+from mllm_compile.errors import ConfigError
+
+_NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq")
+_KEY_VARIABLE = "MLLM_API_KEY"
+
+
+def serve_command(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0: a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that every path but /health and /ready then needs; may be given several times. "
+            "MLLM_API_KEY is one too, and is not seen in the list of processes."
+        ),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with such keys, one a line.")] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="The model's name for clients; may be given several times, the first one is in answers."),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(help="Prompts that may wait; more are refused with 429.", show_default="4 × those that can run"),
+    ] = None,
+    max_queue_seconds: Annotated[
+        str | None, typer.Option(help="Refuse a request that has waited so long (90s, 5m).")
+    ] = None,
+    request_timeout: Annotated[str | None, typer.Option(help="End a request that has taken so long.")] = None,
+    shutdown_timeout: Annotated[str, typer.Option(help="Time of running requests after SIGTERM.")] = "30s",
+    sleep_after: Annotated[
+        str | None,
+        typer.Option(help="Without requests for so long, end the engine and give the device back until the next one."),
+    ] = None,
+    stuck_after: Annotated[
+        str, typer.Option(help="A step without an end for so long (and for 100 usual ones) is stuck.")
+    ] = "10s",
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="An origin whose pages may call this server from a browser; may be given several times."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse unknown fields of requests; without it a header names them.")
+    ] = False,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Serve OpenAI's HTTP interface. Compiles first when nothing compiled fits; the port is open at once."""
+    reporter_of(verbose, quiet)  # refuses both
+    config_or_runtime(model)  # a mistake is told before anything is started
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
+    from mllm_compile.server.options import ServeOptions, seconds_of
+    from mllm_compile.server.serve import run_server
+
+    options = ServeOptions(
+        model=model,
+        host=host,
+        port=port,
+        api_keys=(*(api_key or ()), *_other_keys(api_key_file)),
+        served_names=tuple(served_model_name or ()),
+        max_queue=max_queue,
+        max_queue_s=seconds_of("--max-queue-seconds", max_queue_seconds),
+        request_timeout_s=seconds_of("--request-timeout", request_timeout),
+        shutdown_timeout_s=seconds_of("--shutdown-timeout", shutdown_timeout) or 0.0,
+        sleep_after_s=seconds_of("--sleep-after", sleep_after),
+        stuck_after_s=seconds_of("--stuck-after", stuck_after) or 0.0,
+        allowed_origins=tuple(allowed_origin or ()),
+        is_strict=strict,
+        how="quiet" if quiet else "verbose" if verbose else "plain",
+    )
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if quiet else logging.INFO
+    )
+    run_server(options)
+
+
+def _other_keys(file: Path | None) -> list[str]:
+    """Keys of the environment and of a file."""
+    keys = [os.environ[_KEY_VARIABLE]] if os.environ.get(_KEY_VARIABLE) else []
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file: {file} cannot be read ({error})") from None
+        from_file = [line.strip() for line in lines if line.strip()]
+        if not from_file:
+            raise ConfigError(f"--api-key-file: {file} has no key; expected one a line")
+        keys += from_file
+    return keys

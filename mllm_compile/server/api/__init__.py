@@ -1,0 +1,1 @@
+"""The interfaces that clients speak: their fields, answers, streams and errors."""

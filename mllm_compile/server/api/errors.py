@@ -1,0 +1,81 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, with the status that clients act on."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from mllm_compile.errors import MllmError
+
+_FIELD = re.compile(r"[a-z_][\w.\[\]]*\Z")
+_STATUS_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error that a client is told.
+
+    Args:
+        status: of HTTP.
+        param: the field that is wrong.
+        code: for programs.
+        retry_after_s: when another try may do.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def type(self) -> str:
+        if self.status in _STATUS_TYPES:
+            return _STATUS_TYPES[self.status]
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    @property
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [] if self.retry_after_s is None else [(b"retry-after", str(self.retry_after_s).encode())]
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The client's mistake; the field is the message's first word where it ends in a colon."""
+    if param is None:
+        first, colon, _ = message.partition(":")
+        param = first if colon and _FIELD.match(first) else None
+    return ApiError(400, message, param=param, code=code)
+
+
+def not_ready(message: str, code: str, retry_after_s: int = 5) -> ApiError:
+    """The server cannot take a request now."""
+    return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+
+
+def of_kind(kind: str, message: str) -> ApiError:
+    """The error of a request that the engine has refused or failed, by the name of its class."""
+    if kind == "RequestError":
+        return bad_request(message)
+    if kind == "EngineDeadError":
+        return not_ready(message, "engine_dead")
+    return ApiError(500, message, code="out_of_memory" if kind == "DeviceMemoryError" else "engine_error")
+
+
+def of_error(error: MllmError) -> ApiError:
+    """The error of what was refused here."""
+    return of_kind(type(error).__name__, str(error))

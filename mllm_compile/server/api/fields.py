@@ -1,0 +1,256 @@
+"""The fields of requests: which there are, which are refused and why, and the SamplingParams that they make.
+
+A request's field works, or is refused with 400 by its name, or (a name that nobody here knows) is named in the response
+header x-mllm-ignored. Ranges of sampling fields are SamplingParams' own business, and so are its messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from mllm_compile.errors import RequestError
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+
+MOST_COMPLETIONS = 4096  # of one request, over all its prompts
+_MOST_LOGPROBS = 20
+_LONGEST_ID = 128
+# Fields of SamplingParams that a request has under the same name.
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+
+_NO_PARSER = "this server does not parse it out of the model's text"
+_NO_TOOLS = "tool calls are not served. Describe the functions in a message, and read the model's text"
+_NO_GRAMMAR = "outputs are not held to a grammar. Ask for the format in a message, and check the text"
+_TEMPLATE = "a template is code, and is not taken from a request. Serve a model folder that has it"
+# name → (values that ask for nothing, reason)
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "response_format": (({"type": "text"},), _NO_GRAMMAR),
+    "structured_outputs": (({},), _NO_GRAMMAR),
+    "guided_json": ((), _NO_GRAMMAR),
+    "guided_regex": ((), _NO_GRAMMAR),
+    "guided_choice": ((), _NO_GRAMMAR),
+    "guided_grammar": ((), _NO_GRAMMAR),
+    "include_reasoning": ((True,), _NO_PARSER),
+    "thinking_token_budget": ((), _NO_PARSER),
+    "chat_template": ((), _TEMPLATE),
+    "use_beam_search": ((False,), "there is no beam search. Use n with a temperature"),
+    "length_penalty": ((1, 1.0), "it is for beam search, which there is not"),
+    "suffix": (("",), "text is not filled in. Write the prompt so that the answer follows it"),
+    "prompt_embeds": ((), "prompts are texts or token ids"),
+    "logprob_token_ids": (([],), "log-probabilities are those of the likeliest tokens. Use logprobs"),
+    "audio": ((), "only text is served"),
+    "modalities": ((["text"],), "only text is served"),
+    "mm_processor_kwargs": (({},), "only text is served"),
+    "web_search_options": ((), "this server reaches nothing outside"),
+    "prediction": ((), "predicted outputs are not used"),
+    "kv_transfer_params": ((), "KV is not moved between servers"),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerateFields(msgspec.Struct, kw_only=True):
+    """The fields that all endpoints take that generate. `Any`: SamplingParams checks it."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None  # tokens of a chunk
+    max_tokens: Any = None
+    n: Any = None
+    best_of: int | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    seed: int | None = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    include_stop_str_in_output: Any = None
+    ignore_eos: Any = None
+    min_tokens: Any = None
+    skip_special_tokens: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    # Taken, and without a meaning here.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    parallel_tool_calls: Any = None
+
+    subject: ClassVar[str]  # the field with the prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def most_tokens(self) -> Any:
+        return self.max_tokens
+
+
+class CompletionFields(GenerateFields, kw_only=True):
+    """The fields of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] | Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    subject: ClassVar[str] = "prompt"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatFields(GenerateFields, kw_only=True):
+    """The fields of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+
+    subject: ClassVar[str] = "messages"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
+
+    @property
+    def most_tokens(self) -> Any:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+def read_fields(kind: type[F], body: bytes) -> tuple[F, list[str]]:
+    """A request's fields, and the names in it that are unknown.
+
+    Raises:
+        ApiError: it is no JSON object, a field is of another type, or one that is refused.
+    """
+    given = read_object(body)
+    try:
+        fields = msgspec.convert(given, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _wrong_type(error) from None
+    known = set(kind.__struct_fields__)
+    unknown = [name for name in given if name not in known]
+    for name in unknown:
+        _check_refused(name, given[name])
+    return fields, [name for name in unknown if name not in _REFUSED]
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise bad_request(f"the body is JSON, but a {type(given).__name__}; expected an object")
+    return given
+
+
+def _wrong_type(error: Exception) -> ApiError:
+    """The error of a field of another type: `Expected `int`, got `str` - at `$.max_tokens``."""
+    what, _, place = str(error).partition(" - at `$.")
+    name = place.rstrip("`") or None
+    return bad_request(what if name is None else f"{name}: {what[:1].lower()}{what[1:]}", name)
+
+
+def _check_refused(name: str, value: Any) -> None:
+    neutral, reason = _REFUSED.get(name, ((value,), ""))
+    if value is not None and value not in neutral:
+        raise bad_request(f"{name}: {reason}.", name, "unsupported_field")
+
+
+def params_of(fields: GenerateFields, defaults: SamplingParams) -> SamplingParams:
+    """The sampling parameters: the request's, then the model's own; as many tokens as the context leaves.
+
+    Raises:
+        ApiError: a value that cannot be.
+    """
+    changes = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
+    changes["max_tokens"] = fields.most_tokens
+    changes["logprobs"] = fields.num_logprobs
+    if fields.num_logprobs is not None and not 0 <= fields.num_logprobs <= _MOST_LOGPROBS:
+        name = "top_logprobs" if isinstance(fields, ChatFields) else "logprobs"
+        raise bad_request(f"{name}: expected an integer from 0 to {_MOST_LOGPROBS}, got {fields.num_logprobs}")
+    if fields.seed is not None:
+        changes["seed"] = fields.seed % 2**63
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise bad_request("best_of: expected the number of answers, n; answers are not chosen among. Use n")
+    try:
+        return dataclasses.replace(defaults, **changes)
+    except RequestError as error:
+        raise of_error(error) from None
+
+
+def check_request_id(name: str | None) -> str | None:
+    """A client's name of its request.
+
+    Raises:
+        ApiError: one that a header or a log line cannot hold.
+    """
+    if name is None:
+        return None
+    if not 1 <= len(name) <= _LONGEST_ID or not name.isascii() or not name.isprintable() or " " in name:
+        raise bad_request(f"request_id: expected 1 to {_LONGEST_ID} printable ASCII characters without a space")
+    return name
+
+
+def options_of_template(fields: ChatFields) -> Mapping[str, Any]:
+    """Variables of the chat template."""
+    options = dict(fields.chat_template_kwargs or {})
+    for name in ("documents", "reasoning_effort"):
+        if getattr(fields, name) is not None:
+            options[name] = getattr(fields, name)
+    for name in ("messages", "tools", "add_generation_prompt", "chat_template"):
+        if name in options:
+            raise bad_request(f"chat_template_kwargs: {name} is a field of its own, or is refused", name)
+    return options

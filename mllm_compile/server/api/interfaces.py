@@ -1,0 +1,135 @@
+"""The two interfaces of OpenAI that generate: what their requests ask for, and the format of their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.api import prompts
+from mllm_compile.server.api.answers import ChatAnswers, CompletionAnswers
+from mllm_compile.server.api.errors import bad_request
+from mllm_compile.server.api.fields import ChatFields, CompletionFields, GenerateFields, params_of, read_fields
+from mllm_compile.server.api.logprobs import TokenTexts
+from mllm_compile.server.api.prompts import Prompt
+from mllm_compile.server.engine_facts import EngineFacts
+from mllm_compile.server.flow.choice import PromptRun
+from mllm_compile.server.flow.job import Format
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that can be started.
+
+    Attributes:
+        format: makes the answer's format, from its id, time, model and fingerprint.
+        is_only_echoed: nothing is to be generated.
+    """
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    format: Callable[[dict[str, Any]], Format]
+    is_only_echoed: bool = False
+
+
+class Request(Protocol):
+    """A request that was read.
+
+    Attributes:
+        fields: its fields.
+        ignored: names in it that nobody knows.
+        num_prompts: how many prompts it has.
+    """
+
+    ignored: list[str]
+
+    @property
+    def fields(self) -> GenerateFields: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    def plan(self, facts: EngineFacts) -> Plan:
+        """What it asks of an engine; takes time, as texts are tokenized.
+
+        Raises:
+            ApiError, MllmError: it is refused.
+        """
+
+
+class CompletionRequest:
+    """A request of /v1/completions."""
+
+    prefix = "cmpl-"
+
+    def __init__(self, body: bytes) -> None:
+        self.fields, self.ignored = read_fields(CompletionFields, body)
+        self._items = prompts.prompt_items(self.fields.prompt)
+        self.num_prompts = len(self._items)
+        _check_stream(self.fields)
+
+    def plan(self, facts: EngineFacts) -> Plan:
+        fields = self.fields
+        is_only_echoed = bool(fields.echo) and fields.max_tokens == 0
+        if is_only_echoed:
+            fields.max_tokens = 1  # an engine's prompt has an answer
+        params = params_of(fields, facts.defaults)
+        if fields.echo and params.logprobs is not None:
+            params = dataclasses.replace(params, prompt_logprobs=params.logprobs)
+        found = prompts.completion_prompts(facts, fields, self._items, params)
+        echo_of = _echo_of(facts) if fields.echo else None
+
+        def answers(head: dict[str, Any]) -> Format:
+            return CompletionAnswers(head, echo_of, **_options(fields, facts, params))
+
+        return Plan(found, params, answers, is_only_echoed)
+
+
+class ChatRequest:
+    """A request of /v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+    num_prompts = 1
+
+    def __init__(self, body: bytes) -> None:
+        self.fields, self.ignored = read_fields(ChatFields, body)
+        if self.fields.top_logprobs is not None and not self.fields.logprobs:
+            raise bad_request("top_logprobs: expected it with logprobs: true")
+        _check_stream(self.fields)
+
+    def plan(self, facts: EngineFacts) -> Plan:
+        fields = self.fields
+        params = params_of(fields, facts.defaults)
+        found = prompts.chat_prompts(facts, fields, params)
+        return Plan(found, params, lambda head: ChatAnswers(head, **_options(fields, facts, params)))
+
+
+def _check_stream(fields: GenerateFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("stream_options: expected it with stream: true")
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs: not in a stream. Use echo with logprobs, or stream: false")
+    if fields.stream_interval is not None and fields.stream_interval < 1:
+        raise bad_request(f"stream_interval: expected at least 1, got {fields.stream_interval}")
+
+
+def _options(fields: GenerateFields, facts: EngineFacts, params: SamplingParams) -> dict[str, Any]:
+    asked = fields.stream_options
+    texts = TokenTexts(facts.tokenizer, as_ids=bool(fields.return_tokens_as_token_ids))
+    return {
+        "usage": asked is not None and bool(asked.include_usage),
+        "usage_in_each": asked is not None and bool(asked.continuous_usage_stats),
+        "texts": None if params.logprobs is None else texts,
+        "prompt_texts": None if fields.prompt_logprobs is None else texts,
+        "gives_ids": bool(fields.return_token_ids),
+    }
+
+
+def _echo_of(facts: EngineFacts) -> Callable[[PromptRun], str]:
+    def echo(prompt: PromptRun) -> str:
+        if prompt.text is not None or facts.tokenizer is None:
+            return prompt.text or ""
+        return facts.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+    return echo

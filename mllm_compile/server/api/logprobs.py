@@ -1,0 +1,100 @@
+"""Log-probabilities in the three shapes that clients read: chat's, completions' older one, and vLLM's of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mllm_compile.server.wire.messages import Scores
+from mllm_compile.text.tokenizer import Tokenizer
+
+_LEAST = -9999.0  # JSON has no -inf
+_OPEN = "\ufffd"
+
+
+class TokenTexts:
+    """Tokens as text and bytes, by their entries in the vocabulary.
+
+    Args:
+        as_ids: name them `token_id:5`, which a client can take apart again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
+        self._bytes_of = None if tokenizer is None else tokenizer.token_bytes
+        self._as_ids = as_ids or tokenizer is None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return b"" if self._bytes_of is None else self._bytes_of(token_id)
+
+    def text_of(self, token_id: int) -> str:
+        r"""The token's text; a part of a character is U+FFFD."""
+        return f"token_id:{token_id}" if self._as_ids else self.bytes_of(token_id).decode(errors="replace")
+
+    def name_of(self, token_id: int) -> str:
+        r"""The token's text, or `bytes:\xe2` for a part of a character: names of a dict should differ."""
+        text = self.text_of(token_id)
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in self.bytes_of(token_id)) if _OPEN in text else text
+
+
+def chat_logprobs(texts: TokenTexts, scores: Sequence[Scores]) -> dict[str, Any]:
+    """The shape of /v1/chat/completions."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = texts.bytes_of(token_id)
+        return {"token": texts.text_of(token_id), "logprob": max(logprob, _LEAST), "bytes": list(data)}
+
+    return {
+        "content": [
+            {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*alternative) for alternative in one.top]}
+            for one in scores
+        ]
+    }
+
+
+def completion_logprobs(
+    texts: TokenTexts, token_ids: Sequence[int], scores: Sequence[Scores | None], offset: int
+) -> dict[str, Any]:
+    """The shape of /v1/completions.
+
+    Args:
+        scores: of each token; None for a prompt's first, which nothing predicts.
+        offset: characters before the first token.
+    """
+    names = [texts.name_of(token_id) for token_id in token_ids]
+    offsets = []
+    for token_id in token_ids:
+        offsets.append(offset)
+        offset += len(texts.text_of(token_id))
+    return {
+        "tokens": names,
+        "token_logprobs": [None if one is None else max(one.logprob, _LEAST) for one in scores],
+        "top_logprobs": [None if one is None else _top(texts, one) for one in scores],
+        "text_offset": offsets,
+    }
+
+
+def _top(texts: TokenTexts, scores: Scores) -> dict[str, float]:
+    """The alternatives, and the token itself where it is none of them."""
+    top = {texts.name_of(token_id): max(logprob, _LEAST) for token_id, logprob in scores.top}
+    top.setdefault(texts.name_of(scores.token_id), max(scores.logprob, _LEAST))
+    return top
+
+
+def prompt_logprobs(texts: TokenTexts, scores: Sequence[Scores]) -> list[dict[str, Any] | None]:
+    """vLLM's shape of a prompt: by token id; None for its first token."""
+    entries: list[dict[str, Any] | None] = [None]
+    for one in scores:
+        entry = {one.token_id: (one.logprob, one.rank)}
+        for rank, (token_id, logprob) in enumerate(one.top, start=1):
+            entry.setdefault(token_id, (logprob, rank))
+        entries.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, _LEAST),
+                    "rank": rank,
+                    "decoded_token": texts.text_of(token_id),
+                }
+                for token_id, (logprob, rank) in entry.items()
+            }
+        )
+    return entries

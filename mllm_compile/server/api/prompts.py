@@ -1,0 +1,159 @@
+"""Prompts of requests: what a client gave becomes token ids, or is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mllm_compile.errors import MllmError
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.shown import brief
+from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.server.api.fields import (
+    MOST_COMPLETIONS,
+    ChatFields,
+    CompletionFields,
+    GenerateFields,
+    options_of_template,
+)
+from mllm_compile.server.engine_facts import EngineFacts
+from mllm_compile.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the model sees it; `text` as the client gave it, None for token ids and messages."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+def prompt_items(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a completion request: a text, token ids, or a list of either.
+
+    Raises:
+        ApiError: it is none of these, or too many.
+    """
+    items: list[Any] = [prompt]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        items = prompt
+    if prompt is None or not all(isinstance(item, (str, list)) for item in items):
+        raise bad_request(f"prompt: expected a text, a list of token ids, or a list of either, got {brief(prompt)}")
+    if len(items) > MOST_COMPLETIONS:
+        raise bad_request(f"prompt: expected at most {MOST_COMPLETIONS} prompts, got {len(items)}")
+    return items
+
+
+def completion_prompts(
+    facts: EngineFacts, fields: CompletionFields, items: list[str | list[int]], params: SamplingParams
+) -> list[Prompt]:
+    """Token ids of a completion request's prompts.
+
+    Raises:
+        ApiError: one of them is refused.
+    """
+    adds_special = fields.add_special_tokens is not False
+    if adds_special and fields.truncate_prompt_tokens is None:
+        whole = [Prompt([], item) if isinstance(item, str) else Prompt(item) for item in items]
+        return _checked(facts, fields, whole, params)
+    prompts = []
+    for item in items:
+        if isinstance(item, str):
+            prompts.append(Prompt(_truncated(_tokenizer(facts).encode(item, adds_special), fields), item))
+        else:
+            prompts.append(Prompt(_truncated(item, fields)))
+    return _checked(facts, fields, prompts, params)
+
+
+def chat_prompts(facts: EngineFacts, fields: ChatFields, params: SamplingParams) -> list[Prompt]:
+    """Token ids of a chat, through the model's template.
+
+    Raises:
+        ApiError: the template refuses it, or the prompt is refused.
+    """
+    tokenizer = _tokenizer(facts)
+    token_ids = tokenizer.encode(chat_text(tokenizer, fields), fields.add_special_tokens is True)
+    return _checked(facts, fields, [Prompt(_truncated(token_ids, fields))], params)
+
+
+def chat_text(tokenizer: Tokenizer, fields: ChatFields) -> str:
+    """The prompt's text of a chat.
+
+    Raises:
+        ApiError, RequestError: the messages or their options are refused.
+    """
+    goes_on = bool(fields.continue_final_message)
+    if goes_on and fields.add_generation_prompt:
+        raise bad_request("continue_final_message: expected it without add_generation_prompt; the answer goes on")
+    text = tokenizer.apply_chat_template(
+        fields.messages,
+        add_generation_prompt=fields.add_generation_prompt is not False and not goes_on,
+        **options_of_template(fields),
+    )
+    return _until_end_of(fields.messages, text) if goes_on else text
+
+
+def _until_end_of(messages: list[dict[str, Any]], text: str) -> str:
+    """The text without what the template puts behind the last message."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not content.strip():
+        raise bad_request("continue_final_message: expected a last message whose content is a text that goes on")
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise bad_request("continue_final_message: the model's template does not repeat the last message as it is")
+    return text[: at + len(content.strip())] + content[len(content.rstrip()) :]
+
+
+def _tokenizer(facts: EngineFacts) -> Tokenizer:
+    if facts.tokenizer is None:
+        raise bad_request("the model has no tokenizer; give prompts as token ids to /v1/completions")
+    return facts.tokenizer
+
+
+def _truncated(token_ids: list[int], fields: GenerateFields) -> list[int]:
+    """The last tokens of a prompt, where a client has bounded it."""
+    most = fields.truncate_prompt_tokens
+    if most is None or most == -1:
+        return token_ids
+    if most < 1:
+        raise bad_request(f"truncate_prompt_tokens: expected at least 1, got {most}")
+    return token_ids[-most:]
+
+
+def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], params: SamplingParams) -> list[Prompt]:
+    if len(prompts) * params.n > MOST_COMPLETIONS:
+        raise bad_request(
+            f"n: expected at most {MOST_COMPLETIONS} answers of a request, got {len(prompts)} × {params.n}"
+        )
+    given: list[Any] = []
+    for prompt in prompts:
+        one: dict[str, Any] = {"cache_salt": fields.cache_salt}
+        if prompt.token_ids or prompt.text is None:
+            one["prompt_token_ids"] = prompt.token_ids
+        else:
+            one["prompt"] = prompt.text
+        given.append(one)
+    try:
+        submissions = facts.builder.build(given, params)
+    except MllmError as error:
+        raise of_error(error) from None
+    most = facts.hello.max_model_len
+    checked = []
+    for prompt, submission in zip(prompts, submissions, strict=True):
+        if submission.failure is not None:
+            refused = of_error(submission.failure)
+            raise refused if refused.param is not None else _of_prompt(refused, fields.subject)
+        length = len(submission.prompt_token_ids)
+        if length >= most:
+            raise bad_request(
+                f"the prompt has {length} tokens, but the model's context is {most} tokens, the answer included. "
+                "Shorten it, or serve the model with a larger runtime.max_model_len.",
+                fields.subject,
+                "context_length_exceeded",
+            )
+        checked.append(Prompt(submission.prompt_token_ids, prompt.text))
+    return checked
+
+
+def _of_prompt(error: ApiError, subject: str) -> ApiError:
+    return ApiError(error.status, error.message, param=subject, code=error.code)

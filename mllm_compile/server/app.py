@@ -1,0 +1,116 @@
+"""The ASGI application: which path leads where, who may enter, and the answer to what goes wrong."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mllm_compile.server import endpoints
+from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
+from mllm_compile.server.flow.writer import Message, Send
+from mllm_compile.server.front import Front
+from mllm_compile.server.generate import generate_endpoint
+from mllm_compile.server.http import Receive, Scope, header, respond_error
+
+logger = logging.getLogger("mllm_compile.server")
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_GENERATES_ONLY = ("embeddings", "score", "rerank", "moderations", "audio/transcriptions", "images/generations")
+
+
+class _Raw:
+    """An endpoint that speaks ASGI itself; Starlette would wrap a function."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def make_app(front: Front) -> App:
+    """The application of a front."""
+    routes = [
+        Route("/v1/completions", _Raw(generate_endpoint(front, CompletionRequest)), methods=["POST"]),
+        Route("/v1/chat/completions", _Raw(generate_endpoint(front, ChatRequest)), methods=["POST"]),
+        *(Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in endpoints.ENDPOINTS),
+        *(Route(f"/v1/{name}", _Raw(_generates_only), methods=["POST"]) for name in _GENERATES_ONLY),
+    ]
+    app: App = Starlette(  # type: ignore[assignment]
+        routes=routes, exception_handlers={HTTPException: _http_error}
+    )
+    app = _Guarded(app, front.options.api_keys)
+    if front.options.allowed_origins:
+        app = CORSMiddleware(  # type: ignore[assignment]
+            app,  # type: ignore[arg-type]
+            allow_origins=front.options.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-mllm-timing", "x-mllm-ignored"],
+        )
+    return app
+
+
+class _Guarded:
+    """Asks for a key on every path but the open ones, and answers what an endpoint did not catch."""
+
+    def __init__(self, app: App, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            return
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+            error = ApiError(401, "this server needs a key: Authorization: Bearer KEY", code="invalid_api_key")
+            await respond_error(send, error)
+            return
+        has_begun = False
+
+        def sending(message: Message) -> Awaitable[None]:
+            nonlocal has_begun
+            has_begun = True
+            return send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception:
+            logger.exception("a request to %s met an internal error", scope["path"])
+            if has_begun:
+                raise
+            await respond_error(send, ApiError(500, "internal error; the server's log has it", code="internal_error"))
+
+    def _has_key(self, scope: Scope) -> bool:
+        bearer = (header(scope, b"authorization") or "").removeprefix("Bearer ").strip()
+        given = (bearer or header(scope, b"x-api-key") or "").encode("latin-1")
+        # All are compared: how long it takes says nothing about which one is nearly right.
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        return any(matches)
+
+
+async def _generates_only(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
+    await respond_error(send, ApiError(404, message, code="unsupported_endpoint"))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """The answer to a path or method that there is not."""
+    assert isinstance(error, HTTPException), "registered for these"
+    path = request.url.path
+    message = f"there is no {path}" if error.status_code == 404 else f"{path}: {error.detail}"
+    shown = ApiError(error.status_code, message)
+    return Response(shown.body, error.status_code, dict(error.headers or {}), "application/json")

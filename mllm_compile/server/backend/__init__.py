@@ -1,0 +1,1 @@
+"""The engine's side of the server, in a process of its own."""

@@ -1,0 +1,206 @@
+"""The engine's process: makes the engine, takes the front's commands, and says once in a while that it is alive.
+
+The main thread waits for commands; the engine's own thread sends the news of each step (step_news.py); the pulse's
+thread asks the engine for its figures, which it answers between two steps: a front that gets no pulse knows that a step
+is stuck. Each thread has a socket of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zmq
+
+from mllm_compile.errors import EngineDeadError, MllmError
+from mllm_compile.process.bytecode import kept_bytecode
+from mllm_compile.process.interruption import ended_by_sigterm
+from mllm_compile.process.progress import NullReporter, Reporter, Stage, reporter_for
+from mllm_compile.process.timeline import Timeline
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.backend.step_news import StepNews
+from mllm_compile.server.wire import messages
+from mllm_compile.server.wire.messages import Abort, Close, Failed, Hello, Pulse, Submit
+
+if TYPE_CHECKING:
+    from mllm_compile.engine.engine import Engine
+
+PULSE_S = 0.5
+EXIT_MISTAKE = 2
+EXIT_DEAD = 3
+
+MakeEngine = Callable[[Reporter], "Engine"]
+
+
+class _StageTeller:
+    """A reporter that also tells the front which stage is on."""
+
+    def __init__(self, reporter: Reporter, tell: Callable[[str], None]) -> None:
+        self._reporter = reporter
+        self._tell = tell
+
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Stage]:
+        if threading.current_thread() is threading.main_thread():
+            self._tell(name)
+        return self._reporter.stage(name, total)
+
+    def note(self, text: str) -> None:
+        self._reporter.note(text)
+
+    def tell(self, text: str) -> None:
+        """Tells nothing: the front has a banner."""
+
+    def announce(self, text: str) -> None:
+        self._reporter.announce(text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._reporter.table(title, columns, rows)
+
+
+class EngineServer:
+    """Serves one engine to the front.
+
+    Args:
+        commands, tidings: addresses of the front's two sockets.
+    """
+
+    def __init__(self, commands: str, tidings: str) -> None:
+        self._context = zmq.Context()
+        self._tidings = tidings
+        self._commands = self._context.socket(zmq.PULL)
+        self._commands.connect(commands)
+        self._out = self._sender()
+        self._is_over = threading.Event()
+
+    def _sender(self) -> zmq.Socket[bytes]:
+        """A socket of the thread that uses it first; sends never wait: what the front does not read piles up."""
+        socket = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        socket.connect(self._tidings)
+        return socket
+
+    def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
+        """Serves until the front says Close or the engine is dead; returns the exit code."""
+        try:
+            timeline = Timeline(_StageTeller(reporter, lambda name: self._tell(messages.Stage(name))))
+            engine = make_engine(timeline)
+        except MllmError as error:
+            self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
+            return self._left(EXIT_MISTAKE)
+        with engine:
+            news = StepNews(self._sender().send)
+            engine.core.tell_steps(news)
+            self._tell(_hello(engine, timeline))
+            gc.collect()
+            gc.freeze()
+            pulse = threading.Thread(target=self._pulse, args=(engine,), name="mllm-pulse", daemon=True)
+            pulse.start()
+            self._take_commands(engine, news)
+            self._is_over.set()
+            dead = engine.core.end_error
+            if dead is not None:
+                self._tell(Failed(str(dead), is_mistake=False))
+        pulse.join()
+        return self._left(0 if dead is None else EXIT_DEAD)
+
+    def _left(self, code: int) -> int:
+        """Waits until the last messages are on their way."""
+        self._context.destroy(linger=2000)
+        return code
+
+    def _tell(self, tiding: messages.Tiding) -> None:
+        self._out.send(messages.encode_tiding(tiding))
+
+    def _pulse(self, engine: Engine) -> None:
+        socket = self._sender()
+        while not self._is_over.wait(PULSE_S):
+            stats = dataclasses.asdict(engine.stats())
+            stats["finished"] = dict(stats["finished"])
+            socket.send(messages.encode_tiding(Pulse(stats)))
+
+    def _take_commands(self, engine: Engine, news: StepNews) -> None:
+        while engine.is_alive:
+            if not self._commands.poll(int(PULSE_S * 1000)):
+                continue
+            command = messages.decode_command(self._commands.recv())
+            if isinstance(command, Submit):
+                self._submit(engine, news, command)
+            elif isinstance(command, Abort):
+                submission = news.submission_of(command.key)
+                if submission is not None:
+                    engine.core.withdraw([submission])
+            elif isinstance(command, Close):
+                return
+
+    def _submit(self, engine: Engine, news: StepNews, command: Submit) -> None:
+        prompt: dict[str, Any] = {"prompt_token_ids": np.frombuffer(command.prompt, np.int32).tolist()}
+        if command.cache_salt is not None:
+            prompt["cache_salt"] = command.cache_salt
+        try:
+            submission = engine.builder.build_one(
+                prompt, SamplingParams(**command.params), request_id=command.request_id, priority=command.priority
+            )
+        except MllmError as error:
+            self._refuse(command.key, error)
+            return
+        news.take(command.key, submission)
+        with suppress(EngineDeadError):  # all are told by Failed
+            engine.core.submit([submission])
+
+    def _refuse(self, key: int, error: MllmError) -> None:
+        self._out.send(messages.encode_step(b"", b"", messages.StepRest(ended=[messages.end_of(key, [], error)])))
+
+
+def _hello(engine: Engine, timeline: Timeline) -> Hello:
+    limits = engine.core.scheduler_config
+    config, folder = engine.config, engine.folder
+    tokenizer_folder = None
+    if folder is not None and engine.tokenizer is not None:
+        from mllm_compile.store.artifact import TOKENIZER
+
+        tokenizer_folder = str(folder / TOKENIZER)
+    return Hello(
+        model="" if config is None else config.model.source,
+        dtype="" if config is None else config.model.dtype,
+        device="" if config is None else config.runtime.device,
+        max_model_len=limits.max_model_len,
+        max_running_requests=limits.max_running_requests,
+        kv_tokens=limits.usable_pages * limits.page_size,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        default_params=messages.params_to_wire(engine.default_params),
+        tokenizer_folder=tokenizer_folder,
+        fingerprint="" if folder is None else f"mllm-{folder.name}",
+        seconds=timeline.age_s,
+        stages=timeline.stages,
+    )
+
+
+def _make_engine(model: str) -> MakeEngine:
+    def make(reporter: Reporter) -> Engine:
+        from mllm_compile.engine.engine import Engine
+
+        return Engine(model, reporter=reporter)
+
+    return make
+
+
+def main() -> None:
+    """Entry point of the process: MODEL, the addresses of the front's sockets, and how much to show."""
+    model, commands, tidings, how = sys.argv[1:]
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    reporter = NullReporter() if how == "quiet" else reporter_for(plain_lines=True, details=how == "verbose")
+    with kept_bytecode(), ended_by_sigterm():
+        code = EngineServer(commands, tidings).run(_make_engine(model), reporter)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The news of every step for the front: what the engine's thread notes, and sends once a step.
+
+StepNews is the sink of all requests and of the steps (engine/sequences.py). Plain requests cost nothing here one by
+one: a step's rows and tokens are two arrays. Only who is admitted, ends, or wants log-probabilities is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mllm_compile.engine.sequences import Delta, Submission
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.server.wire import messages
+from mllm_compile.server.wire.messages import Admitted, Scores, StepRest
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+    from mllm_compile.runtime.step.output import StepOutput, TokenScores
+
+
+class StepNews:
+    """Notes and sends; `take` is for the thread that submits, the rest for the engine's.
+
+    Args:
+        send: sends a frame without waiting.
+    """
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self._places: dict[Request, tuple[int, int]] = {}  # key and index of each completion
+        self._scored: set[Request] = set()  # those that want log-probabilities
+        self._keys: dict[Submission, int] = {}
+        self._live: dict[int, Submission] = {}  # the same by key
+        self._rest = StepRest()
+        self._rows = self._tokens = b""
+        self._has_step = False
+
+    def take(self, key: int, submission: Submission) -> None:
+        """Makes this the sink of a submission that will be handed in next."""
+        self._keys[submission] = key
+        self._live[key] = submission
+        for sequence in submission.sequences:
+            params = sequence.request.params
+            self._places[sequence.request] = (key, sequence.index)
+            if params.logprobs is not None or params.prompt_logprobs is not None:
+                self._scored.add(sequence.request)
+        submission.sink = self
+
+    def submission_of(self, key: int) -> Submission | None:
+        """The submission of that number, None after its end."""
+        return self._live.get(key)
+
+    def on_step(self, batch: ScheduledBatch, output: StepOutput, result: UpdateResult) -> None:
+        if self._has_step:
+            self.flush()
+        self._has_step = True
+        accepted = np.array(result.accepted, dtype=np.intp)
+        self._rows = batch.rows[accepted].tobytes()
+        self._tokens = output.token_ids[accepted].astype(np.int32).tobytes()
+        rest = self._rest
+        if batch.admitted:
+            self._note_admitted(batch)
+        if self._scored:
+            self._note_scores(batch, result.accepted)
+        for request in result.finished:
+            place = self._places.get(request)
+            if place is not None:
+                rest.finished.append((*place, request.finish_reason or "stop", request.stop_reason))
+
+    def _note_admitted(self, batch: ScheduledBatch) -> None:
+        admitted = set(batch.admitted)
+        for index in range(batch.num_decodes, batch.num_requests):
+            request = batch.requests[index]
+            place = self._places.get(request) if request in admitted else None
+            if place is not None:
+                scheduled = request.scheduled_time or 0.0
+                admitted_to = Admitted(*place, int(batch.rows[index]), request.num_cached_tokens, scheduled)
+                self._rest.admitted.append(admitted_to)
+
+    def _note_scores(self, batch: ScheduledBatch, accepted: list[int]) -> None:
+        for index in accepted:
+            request = batch.requests[index]
+            if request not in self._scored:
+                continue
+            if request.params.logprobs is not None:
+                self._rest.scores.append((int(batch.rows[index]), _scores(request.output_logprobs[-1])))
+            if request.params.prompt_logprobs is not None and len(request.output_token_ids) == 1:
+                entries = [_scores(entry) for entry in request.prompt_logprobs]
+                self._rest.prompt_scores.append((self._places[request][0], entries))
+
+    def on_delta(self, submission: Submission, delta: Delta) -> None:
+        raise RuntimeError("internal error: a served request is told once a step, not by itself")
+
+    def on_end(self, submission: Submission) -> None:
+        key = self._keys.pop(submission, None)
+        if key is None:
+            return
+        self._live.pop(key, None)
+        for sequence in submission.sequences:
+            self._places.pop(sequence.request, None)
+            self._scored.discard(sequence.request)
+        reasons = [(sequence.finish_reason or "error", sequence.stop_reason) for sequence in submission.sequences]
+        self._rest.ended.append(messages.end_of(key, reasons, submission.failure))
+
+    def flush(self) -> None:
+        rest = self._rest
+        if self._has_step or not rest.is_empty():
+            self._send(messages.encode_step(self._rows, self._tokens, rest))
+            if not rest.is_empty():
+                self._rest = StepRest()
+            self._rows = self._tokens = b""
+            self._has_step = False
+
+
+def _scores(scores: TokenScores) -> Scores:
+    return Scores(scores.token_id, scores.logprob, scores.rank, list(scores.top))

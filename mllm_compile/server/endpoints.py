@@ -1,0 +1,193 @@
+"""The endpoints that do not generate: the model, its tokenizer, the server's health and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from mllm_compile.errors import MllmError
+from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error
+from mllm_compile.server.api.fields import ChatFields, read_fields, read_object
+from mllm_compile.server.api.logprobs import TokenTexts
+from mllm_compile.server.api.prompts import chat_text
+from mllm_compile.server.engine_facts import EngineFacts
+from mllm_compile.server.flow.job import JSON
+from mllm_compile.server.flow.writer import Send
+from mllm_compile.server.front import Front
+from mllm_compile.server.http import ClientGoneError, Receive, Scope, respond, respond_error, respond_json
+from mllm_compile.server.metrics import CONTENT_TYPE
+from mllm_compile.text.tokenizer import Tokenizer
+from mllm_compile.version import __version__
+
+Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
+Endpoint = Callable[[Front], Answer]
+_MOST_TOKENS = 1 << 20
+
+
+def _health(front: Front) -> Answer:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_well, state = front.health()
+        await respond_json(send, state, 200 if is_well else 503)
+
+    return answer
+
+
+def _ready(front: Front) -> Answer:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_ready, state = front.readiness()
+        await respond_json(send, state, 200 if is_ready else 503)
+
+    return answer
+
+
+def _version(front: Front) -> Answer:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond_json(send, {"version": __version__})
+
+    return answer
+
+
+def _metrics(front: Front) -> Answer:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, front.metrics.text(), headers=[(b"content-type", CONTENT_TYPE.encode())])
+
+    return answer
+
+
+def _models(front: Front) -> Answer:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if front.names.first is None:
+            await respond_error(send, not_ready("the engine starts; its name is not known yet", "starting"))
+            return
+        await respond_json(send, {"object": "list", "data": front.names.cards()})
+
+    return answer
+
+
+def _model(front: Front) -> Answer:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["name"]
+        try:
+            front.names.check(name)
+        except ApiError as error:
+            await respond_error(send, error)
+            return
+        await respond_json(send, next(card for card in front.names.cards() if card["id"] == name))
+
+    return answer
+
+
+def _abort(front: Front) -> Answer:
+    def abort(given: dict[str, Any]) -> dict[str, Any]:
+        names = given.get("request_id")
+        asked = [names] if isinstance(names, str) else names
+        if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
+            raise bad_request("request_id: expected an id, or a list of ids, as answers have them", "request_id")
+        return {"aborted": front.dispatcher.abort(asked)}
+
+    return _json(front, lambda body: _done(abort(read_object(body))))
+
+
+class TokenizeFields(msgspec.Struct, kw_only=True):
+    """The fields of /tokenize, with a text."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatFields(ChatFields, kw_only=True):
+    """The fields of /tokenize, with messages."""
+
+    return_token_strs: bool | None = None
+
+
+def _tokenize(front: Front) -> Answer:
+    async def tokenize(body: bytes) -> dict[str, Any]:
+        kind = TokenizeChatFields if "messages" in read_object(body) else TokenizeFields
+        fields, _ = read_fields(kind, body)
+        facts = await front.facts(fields.model)
+        tokenizer = _tokenizer(facts)
+
+        def encode() -> list[int]:
+            if isinstance(fields, TokenizeChatFields):
+                return tokenizer.encode(chat_text(tokenizer, fields), fields.add_special_tokens is True)
+            return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
+
+        tokens: list[int] = await front.in_thread(encode)
+        strings = None
+        if fields.return_token_strs:
+            texts = TokenTexts(tokenizer)
+            strings = [texts.text_of(token_id) for token_id in tokens]
+        most = facts.hello.max_model_len
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}
+
+    return _json(front, tokenize)
+
+
+class DetokenizeFields(msgspec.Struct, kw_only=True):
+    """The fields of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def _detokenize(front: Front) -> Answer:
+    async def detokenize(body: bytes) -> dict[str, Any]:
+        fields, _ = read_fields(DetokenizeFields, body)
+        facts = await front.facts(fields.model)
+        tokenizer = _tokenizer(facts)
+        wrong = next((token for token in fields.tokens if not 0 <= token < facts.hello.vocab_size), None)
+        if wrong is not None or len(fields.tokens) > _MOST_TOKENS:
+            expected = f"at most {_MOST_TOKENS} token ids from 0 to {facts.hello.vocab_size - 1}"
+            got = f"{len(fields.tokens)} of them" if wrong is None else str(wrong)
+            raise bad_request(f"tokens: expected {expected}, got {got}")
+        return {"prompt": await front.in_thread(tokenizer.decode, fields.tokens, False)}
+
+    return _json(front, detokenize)
+
+
+def _tokenizer(facts: EngineFacts) -> Tokenizer:
+    if facts.tokenizer is None:
+        raise bad_request("the model has no tokenizer")
+    return facts.tokenizer
+
+
+async def _done(value: dict[str, Any]) -> dict[str, Any]:
+    return value
+
+
+def _json(front: Front, answer_to: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Answer:
+    """An endpoint from a JSON body to a JSON answer."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            data = await answer_to(await front.bodies.read(receive))
+        except ClientGoneError:
+            return
+        except ApiError as error:
+            await respond_error(send, error)
+        except MllmError as error:
+            await respond_error(send, of_error(error))
+        else:
+            await respond(send, msgspec.json.encode(data), headers=JSON)
+
+    return answer
+
+
+ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
+    ("GET", "/health", _health),
+    ("GET", "/ready", _ready),
+    ("GET", "/version", _version),
+    ("GET", "/metrics", _metrics),
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{name:path}", _model),
+    ("POST", "/v1/abort", _abort),
+    ("POST", "/tokenize", _tokenize),
+    ("POST", "/detokenize", _detokenize),
+    ("POST", "/v1/tokenize", _tokenize),
+    ("POST", "/v1/detokenize", _detokenize),
+)

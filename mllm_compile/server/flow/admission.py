@@ -1,0 +1,60 @@
+"""Who may wait: a bound on the prompts that the engine has not begun."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from mllm_compile.server.api.errors import ApiError
+
+_TIMES_RUNNING = 4  # of those that can run, so many may wait
+_BEFORE_READY = 256
+_RECENT = 64
+_LONGEST_RETRY_S = 60
+
+
+class Admission:
+    """Counts the prompts that wait.
+
+    Args:
+        most: how many may; None: a multiple of those that can run.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._asked = most
+        self.most = most or _BEFORE_READY
+        self.waiting = 0
+        self.refused = 0
+        self._left: deque[float] = deque(maxlen=_RECENT)  # when the last ones were begun
+
+    def engine_ready(self, max_running: int) -> None:
+        """Takes the bound from an engine."""
+        self.most = self._asked or _TIMES_RUNNING * max_running
+
+    def enter(self, count: int) -> None:
+        """Counts prompts that begin to wait. A list that is longer than the bound is taken when nothing waits.
+
+        Raises:
+            ApiError: too many wait.
+        """
+        if self.waiting and self.waiting + count > self.most:
+            self.refused += 1
+            raise ApiError(
+                429,
+                f"{self.waiting} prompts wait, of at most {self.most}. Ask again later.",
+                code="queue_full",
+                retry_after_s=self._retry_after(),
+            )
+        self.waiting += count
+
+    def leave(self) -> None:
+        """Counts a prompt that waits no longer."""
+        self.waiting -= 1
+        self._left.append(time.monotonic())
+
+    def _retry_after(self) -> int:
+        """Seconds until those that wait now will have begun, at the speed of the last ones."""
+        if len(self._left) < 2:
+            return 1
+        seconds_each = (time.monotonic() - self._left[0]) / len(self._left)
+        return max(1, min(_LONGEST_RETRY_S, round(self.waiting * seconds_each)))

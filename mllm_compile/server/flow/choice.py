@@ -1,0 +1,135 @@
+"""A prompt and its completions as the front knows them: tokens become text here, and end at stop texts.
+
+The rules are those of engine/sequences.py, so a served text is the text of `Engine.generate`.
+"""
+
+from __future__ import annotations
+
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.wire.messages import Scores, StopReason
+from mllm_compile.text.detokenizer import Decoder, Detokenizer
+from mllm_compile.text.stop_strings import StopMatcher
+
+
+class PromptRun:
+    """One prompt of a request.
+
+    Attributes:
+        key: its number on the wire.
+        text: as the client gave it, None for token ids.
+        is_only_echoed: nothing is to be generated (max_tokens 0); the one token that is, is dropped.
+        is_waiting: it has not been admitted yet.
+        scores: log-probabilities of its tokens but the first, once they have come.
+    """
+
+    def __init__(self, key: int, token_ids: list[int], text: str | None, is_only_echoed: bool) -> None:
+        self.key = key
+        self.token_ids = token_ids
+        self.text = text
+        self.is_only_echoed = is_only_echoed
+        self.is_waiting = True
+        self.num_cached_tokens = 0
+        self.scores: list[Scores] = []
+        self.choices: list[Choice] = []
+
+
+class Choice:
+    """One completion.
+
+    Attributes:
+        index: its number in the answer, over all prompts.
+        text, token_ids, scores: what is not sent yet; of an answer that is sent whole, all of it.
+        num_tokens: all so far.
+        num_characters: of the text that was sent before.
+        finish_reason: None while it runs; "stop", "length", "abort" or "error".
+        was_admitted: it has had a row.
+        has_begun: something of it was sent.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_ending",
+        "_matcher",
+        "_min_tokens",
+        "_shows_end",
+        "finish_reason",
+        "has_begun",
+        "index",
+        "num_characters",
+        "num_tokens",
+        "prompt",
+        "scores",
+        "stop_reason",
+        "text",
+        "token_ids",
+        "was_admitted",
+    )
+
+    def __init__(self, prompt: PromptRun, index: int, params: SamplingParams, decoder: Decoder | None) -> None:
+        self.prompt = prompt
+        self.index = index
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.scores: list[Scores] = []
+        self.num_tokens = 0
+        self.num_characters = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: StopReason = None
+        self.was_admitted = False
+        self.has_begun = False
+        self._min_tokens = params.min_tokens
+        self._shows_end = params.include_stop_str_in_output
+        self._ending: tuple[str, StopReason] | None = None
+        self._detokenizer = (
+            None if decoder is None else Detokenizer(decoder, prompt.token_ids, params.skip_special_tokens)
+        )
+        self._matcher = (
+            StopMatcher(tuple(params.stop), params.include_stop_str_in_output)
+            if params.stop and decoder is not None
+            else None
+        )
+
+    def will_end(self, reason: str, stop_reason: StopReason) -> None:
+        """Says before its last token how it ends: a token that ends it is not shown."""
+        self._ending = (reason, stop_reason)
+
+    def take(self, token_id: int, scores: Scores | None) -> None:
+        """Adds a token."""
+        if self.prompt.is_only_echoed:
+            return
+        self.num_tokens += 1
+        self.token_ids.append(token_id)
+        if scores is not None:
+            self.scores.append(scores)
+        if self._detokenizer is None:
+            return
+        ending = self._ending
+        if ending is not None and ending[0] == "stop" and not isinstance(ending[1], str) and not self._shows_end:
+            return
+        text = self._detokenizer.push((token_id,))
+        if text:
+            self._add(text)
+
+    def _add(self, text: str) -> None:
+        if self._matcher is not None and self.num_tokens >= self._min_tokens:
+            text, matched = self._matcher.push(text)
+            if matched is not None:
+                self.finish_reason, self.stop_reason = "stop", matched
+        self.text += text
+
+    def end(self, reason: str, stop_reason: StopReason) -> None:
+        """Ends it, unless a stop text has."""
+        if self._detokenizer is not None and self.finish_reason is None and reason != "error":
+            self._add(self._detokenizer.flush())
+            if self._matcher is not None and self.finish_reason is None:
+                self.text += self._matcher.flush()
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def sent(self) -> None:
+        """Forgets what was sent."""
+        self.has_begun = True
+        self.num_characters += len(self.text)
+        self.text = ""
+        self.token_ids.clear()
+        self.scores.clear()

@@ -1,0 +1,180 @@
+"""Hands the engine's news to the running requests, all of a step at once, in one call of the event loop."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import time
+from collections.abc import Callable, Iterable
+
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.api.errors import ApiError, bad_request, of_kind
+from mllm_compile.server.flow.choice import Choice, PromptRun
+from mllm_compile.server.flow.job import Job
+from mllm_compile.server.wire import messages
+from mllm_compile.server.wire.messages import Abort, Command, End, StepRest, Submit
+
+ABORTED = "aborted"
+COMMENT_S = 15.0  # a stream that waits says so as often: proxies close what is silent
+SLOW_S = 60.0  # a reader that takes nothing for so long is given up
+
+
+class Dispatcher:
+    """The running requests of the front.
+
+    Args:
+        send: sends a command to the engine.
+        on_admitted: called for each prompt that does not wait any more, because it runs or has ended.
+    """
+
+    def __init__(self, send: Callable[[Command], None], on_admitted: Callable[[], None]) -> None:
+        self._send = send
+        self._on_admitted = on_admitted
+        self._keys = itertools.count()
+        self._runs: dict[int, tuple[Job, PromptRun]] = {}  # by key, until the engine has told the end
+        self._by_row: dict[int, tuple[Job, Choice]] = {}
+        self.jobs: dict[str, Job] = {}  # by name, until they are over
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.jobs
+
+    def next_key(self) -> int:
+        """A number for a prompt."""
+        return next(self._keys)
+
+    def start(self, job: Job, params: SamplingParams, priority: int, cache_salt: str | None) -> None:
+        """Hands a job's prompts to the engine."""
+        self.jobs[job.name] = job
+        fields = messages.params_to_wire(params)
+        if params.n == 1:
+            fields.pop("stop", None)  # found here, where the text is made
+        for index, prompt in enumerate(job.prompts):
+            name = job.name if len(job.prompts) == 1 else f"{job.name}-{index}"
+            self._runs[prompt.key] = (job, prompt)
+            ids = array.array("i", prompt.token_ids).tobytes()
+            self._send(Submit(prompt.key, name, ids, fields, priority, cache_salt))
+
+    def cancel(self, job: Job, prompts: Iterable[PromptRun]) -> None:
+        """Forgets a job that is over; the engine is told of what it still computes."""
+        self.jobs.pop(job.name, None)
+        for prompt in prompts:
+            self._no_longer_waits(prompt)
+            if self._runs.pop(prompt.key, None) is not None:
+                self._send(Abort(prompt.key))
+
+    def abort(self, names: Iterable[str]) -> list[str]:
+        """Ends requests by name; returns those that were there."""
+        found = [name for name in names if name in self.jobs]
+        for name in found:
+            self.jobs[name].fail(bad_request("the request was aborted", param="request_id", code=ABORTED))
+        return found
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends all requests with an error, as the engine is gone."""
+        self._by_row.clear()
+        self._runs.clear()
+        for job in list(self.jobs.values()):
+            job.fail(error)
+
+    def on_step(self, frame: bytes) -> None:
+        """Takes the news of a step."""
+        rows, tokens, rest = messages.decode_step(frame)
+        by_row = self._by_row
+        scores = {}
+        if rest is not None:
+            self._begin_rest(rest)
+            scores = dict(rest.scores)
+        touched: list[tuple[Job, Choice]] = []
+        now = time.monotonic()
+        for row, token in zip(rows, tokens, strict=True):
+            place = by_row.get(row)
+            if place is None:
+                continue
+            job, choice = place
+            if choice.finish_reason is not None:  # a stop text has ended it, or its client
+                continue
+            choice.take(token, scores.get(row))
+            job.last_token_s = now
+            job.num_steps += 1
+            touched.append(place)
+        for job, choice in touched:
+            if job.first_token_s is None:
+                job.first_token_s = now
+            if choice.finish_reason is None:
+                job.news(choice)
+            else:
+                self._cut(job, choice)
+        if rest is not None:
+            self._end_rest(rest)
+
+    def _begin_rest(self, rest: StepRest) -> None:
+        """Takes what has to be known before the step's tokens are taken."""
+        for admitted in rest.admitted:
+            if admitted.key in self._runs:
+                job, prompt = self._runs[admitted.key]
+                choice = prompt.choices[admitted.index]
+                self._by_row[admitted.row] = (job, choice)
+                job.admitted(choice, admitted)
+                self._no_longer_waits(prompt)
+        for key, prompt_scores in rest.prompt_scores:
+            if key in self._runs:
+                self._runs[key][1].scores = prompt_scores
+        for key, index, reason, stop_reason in rest.finished:
+            if key in self._runs:
+                self._runs[key][1].choices[index].will_end(reason, stop_reason)
+
+    def _end_rest(self, rest: StepRest) -> None:
+        for key, index, reason, stop_reason in rest.finished:
+            if key in self._runs:
+                job, prompt = self._runs[key]
+                self._end(job, prompt.choices[index], reason, stop_reason)
+        for end in rest.ended:
+            if end.key in self._runs:
+                self._end_run(*self._runs.pop(end.key), end)
+
+    def _end_run(self, job: Job, prompt: PromptRun, end: End) -> None:
+        self._no_longer_waits(prompt)
+        if end.error is not None:
+            job.fail(of_kind(end.error_kind, end.error))
+            return
+        for choice, (reason, stop_reason) in zip(prompt.choices, end.reasons, strict=True):
+            if choice.finish_reason is None and reason == "abort":
+                job.fail(ApiError(503, "the server has ended the request", code=ABORTED))
+                return
+            self._end(job, choice, reason, stop_reason)
+
+    def _end(self, job: Job, choice: Choice, reason: str, stop_reason: messages.StopReason) -> None:
+        if choice.finish_reason is None:
+            choice.end(reason, stop_reason)
+            job.news(choice)
+            job.choice_ended()
+
+    def _cut(self, job: Job, choice: Choice) -> None:
+        """Ends a completion at a stop text that was found here; one of several the engine finds by itself."""
+        prompt = choice.prompt
+        if len(prompt.choices) == 1 and self._runs.pop(prompt.key, None) is not None:
+            self._send(Abort(prompt.key))
+        job.news(choice)
+        job.choice_ended()
+
+    def _no_longer_waits(self, prompt: PromptRun) -> None:
+        if prompt.is_waiting:
+            prompt.is_waiting = False
+            self._on_admitted()
+
+    def sweep(self, max_queue_s: float | None, timeout_s: float | None) -> None:
+        """Looks after what waits too long; about once a second."""
+        now = time.monotonic()
+        for position, job in enumerate(list(self.jobs.values())):
+            age = now - job.arrived_s
+            if timeout_s is not None and age > timeout_s:
+                message = f"the request has taken more than {timeout_s:g} s, the most that this server gives one"
+                job.fail(ApiError(408, message, code="request_timeout"))
+            elif max_queue_s is not None and job.is_waiting and age > max_queue_s:
+                message = f"the request has waited for more than {max_queue_s:g} s. Ask again later."
+                job.fail(ApiError(429, message, code="queue_timeout", retry_after_s=int(max_queue_s) + 1))
+            elif job.writer.busy_since is not None and now - job.writer.busy_since > SLOW_S:
+                job.leave()
+            elif job.is_stream and now - job.last_sent_s > COMMENT_S and not job.writer.is_busy:
+                job.comment(f"waiting, {position} ahead" if job.is_waiting else "working", now)

@@ -1,0 +1,226 @@
+"""The state of a server's front, and what its endpoints do with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mllm_compile.errors import MllmError
+from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error
+from mllm_compile.server.api.fields import check_request_id
+from mllm_compile.server.api.interfaces import Plan, Request
+from mllm_compile.server.engine_facts import EngineFacts
+from mllm_compile.server.engine_link import CommandLine
+from mllm_compile.server.flow.admission import Admission
+from mllm_compile.server.flow.choice import PromptRun
+from mllm_compile.server.flow.dispatcher import Dispatcher
+from mllm_compile.server.flow.job import Job
+from mllm_compile.server.flow.writer import Headers, Send
+from mllm_compile.server.http import Bodies
+from mllm_compile.server.metrics import Metrics
+from mllm_compile.server.names import ModelNames
+from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.request_log import request_over
+from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
+
+logger = logging.getLogger("mllm_compile.server")
+
+_THREADS = 4  # that tokenize
+_SWEEP_S = 0.5
+
+
+class Front:
+    """The state of one server.
+
+    Args:
+        command_of: the engine's command line.
+    """
+
+    def __init__(self, options: ServeOptions, command_of: CommandLine) -> None:
+        self.options = options
+        self.names = ModelNames(options)
+        self.bodies = Bodies()
+        self.admission = Admission(options.max_queue)
+        self.is_draining = False
+        self.started_s = time.monotonic()
+        self._texts = ThreadPoolExecutor(_THREADS, thread_name_prefix="mllm-texts")
+        self._told: set[str] = set()
+        self.supervisor = Supervisor(
+            command_of,
+            sleep_after_s=options.sleep_after_s,
+            stuck_after_s=options.stuck_after_s,
+            on_step=lambda frame: self.dispatcher.on_step(frame),
+            on_ready=self._engine_ready,
+            on_lost=lambda error: self.dispatcher.fail_all(error),
+            is_idle=lambda: self.is_idle,
+        )
+        self.dispatcher = Dispatcher(self.supervisor.send, self.admission.leave)
+        self.metrics = Metrics(
+            lambda: self.names.first or "",
+            {
+                "requests_waiting": ("Prompts that wait.", "num_requests_waiting", lambda: self.admission.waiting),
+                "connections_generating": ("Requests in work.", None, lambda: len(self.dispatcher.jobs)),
+                "requests_refused": ("Requests refused as the queue was full.", None, lambda: self.admission.refused),
+                "engine_ready": ("1: an engine is ready.", None, lambda: self.supervisor.state == READY),
+                "engine_restarts": ("Engines that were lost.", None, lambda: self.supervisor.restarts),
+            },
+            lambda: self.supervisor.stats if self.supervisor.state == READY else {},
+        )
+
+    def _engine_ready(self, facts: EngineFacts) -> None:
+        self.names.engine_ready(facts)
+        self.admission.engine_ready(facts.hello.max_running_requests)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.dispatcher.is_idle and self.admission.waiting == 0
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """True if there is no reason to restart this server, and what it does."""
+        supervisor = self.supervisor
+        state: dict[str, Any] = {"state": "draining" if self.is_draining else supervisor.state}
+        stuck = supervisor.stuck_for()
+        if stuck is not None:
+            return False, {"state": "stuck", "seconds": round(stuck, 1)}
+        is_lost = supervisor.restarts > 0 and supervisor.state not in (READY, ASLEEP)
+        return not is_lost, state
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """True if a request would be taken now, and the stage of the start."""
+        supervisor = self.supervisor
+        is_ready = supervisor.state in (READY, ASLEEP) and not self.is_draining and supervisor.stuck_for() is None
+        state = {"state": "draining" if self.is_draining else supervisor.state}
+        if supervisor.state not in (READY, ASLEEP):
+            state |= {
+                "stage": supervisor.stage,
+                "seconds": f"{time.monotonic() - supervisor.stage_since_s:.1f}",
+            }
+        return is_ready, state
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            ApiError: no further request is taken.
+        """
+        if self.is_draining:
+            raise not_ready("the server is shutting down", "shutting_down")
+
+    def ignored_headers(self, ignored: list[str]) -> Headers:
+        """The header that names fields that nobody knows.
+
+        Raises:
+            ApiError: the server is strict.
+        """
+        if not ignored:
+            return []
+        names = [name.encode("ascii", "replace").decode() for name in ignored[:20]]
+        shown = ",".join("".join(c for c in name if c.isprintable())[:64] for name in names)
+        if self.options.is_strict:
+            raise bad_request(f"{shown}: this server knows no such field, and is strict", ignored[0], "unknown_field")
+        for name in ignored[:20]:
+            if name not in self._told and len(self._told) < 1000:
+                self._told.add(name)
+                logger.info("requests have the field %.64r, which is ignored", name)
+        return [(b"x-mllm-ignored", shown.encode())]
+
+    async def in_thread(self, function: Any, *args: Any) -> Any:
+        """The result of a function that tokenizes."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *args)
+
+    async def facts(self, model: str | None) -> EngineFacts:
+        """The facts of the engine that serves a model; wakes it, waits for it.
+
+        Raises:
+            ApiError: there is no such model, or none will be ready.
+        """
+        facts = await self.supervisor.ready()
+        self.names.check(model)
+        return facts
+
+    async def start(self, request: Request, prefix: str, send: Send, client: str, header_id: str | None) -> Job:
+        """Starts a request.
+
+        Raises:
+            ApiError: it is refused.
+        """
+        self.check_open()
+        headers = self.ignored_headers(request.ignored)
+        count = request.num_prompts
+        self.admission.enter(count)
+        try:
+            facts = await self.facts(request.fields.model)
+            try:
+                plan: Plan = await self.in_thread(request.plan, facts)
+            except MllmError as error:
+                raise of_error(error) from None
+            if self.supervisor.state != READY:
+                raise not_ready("the engine is gone. It starts again.", "engine_lost")
+            name = self._name(prefix, request.fields.request_id, header_id)
+            job = self._job(name, request, plan, facts, send, client, headers)
+        except BaseException:
+            for _ in range(count):
+                self.admission.leave()
+            raise
+        fields = request.fields
+        self.dispatcher.start(job, plan.params, fields.priority or 0, fields.cache_salt)
+        return job
+
+    def _name(self, prefix: str, asked: str | None, header_id: str | None) -> str:
+        """The answer's id: with the client's own name of the request, where it gives one."""
+        own = check_request_id(asked)
+        if own is None and header_id is not None:
+            own = header_id if 1 <= len(header_id) <= 128 and header_id.isascii() and header_id.isprintable() else None
+            own = None if own is not None and prefix + own in self.dispatcher.jobs else own
+        name = prefix + (own or secrets.token_hex(12))
+        if name in self.dispatcher.jobs:
+            raise bad_request(f"request_id: {own} is in use; give each live request an id of its own")
+        return name
+
+    def _job(
+        self,
+        name: str,
+        request: Request,
+        plan: Plan,
+        facts: EngineFacts,
+        send: Send,
+        client: str,
+        headers: Headers,
+    ) -> Job:
+        head = {
+            "id": name,
+            "created": int(time.time()),
+            "model": request.fields.model or self.names.first,
+            "system_fingerprint": facts.hello.fingerprint or None,
+        }
+        job = Job(
+            name,
+            plan.format(head),
+            send,
+            is_stream=bool(request.fields.stream),
+            stream_interval=request.fields.stream_interval or 1,
+            headers=[(b"x-request-id", name.encode()), *headers],
+            cancel=self.dispatcher.cancel,
+            on_over=lambda job: request_over(job, self.metrics, client),
+        )
+        for prompt in plan.prompts:
+            run = PromptRun(self.dispatcher.next_key(), prompt.token_ids, prompt.text, plan.is_only_echoed)
+            job.add(run, plan.params, facts.tokenizer)
+        return job
+
+    async def sweep(self) -> None:
+        """Looks after what waits too long, until it is cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.dispatcher.sweep(self.options.max_queue_s, self.options.request_timeout_s)
+
+    async def drain(self) -> None:
+        """Takes no more requests; lets those that run end, within the time that they have."""
+        self.is_draining = True
+        end = time.monotonic() + self.options.shutdown_timeout_s
+        while not self.is_idle and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        self.dispatcher.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))

@@ -1,0 +1,77 @@
+"""Bodies and answers of HTTP, over ASGI."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.flow.job import JSON
+from mllm_compile.server.flow.writer import Headers, Send
+
+MOST_BYTES = 16 << 20  # of a body
+_MOST_BYTES_AT_ONCE = 256 << 20  # of bodies that are being read
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+class Bodies:
+    """Reads bodies; bounds each, and all that are read at once."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    async def read(self, receive: Receive) -> bytes:
+        """A request's body.
+
+        Raises:
+            ApiError: it is too large.
+            ClientGoneError: there is nobody to answer.
+        """
+        parts: list[bytes] = []
+        size = 0
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                part = message.get("body", b"")
+                size += len(part)
+                self._held += len(part)
+                if size > MOST_BYTES:
+                    raise ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MiB", code="body_too_large")
+                if self._held > _MOST_BYTES_AT_ONCE:
+                    raise ApiError(429, "too many large requests at once", code="too_many_bytes", retry_after_s=1)
+                parts.append(part)
+                if not message.get("more_body"):
+                    return b"".join(parts)
+        finally:
+            self._held -= size
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """A request's header, the first of that name."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+async def respond(send: Send, body: bytes, *, status: int = 200, headers: Headers = JSON) -> None:
+    """Sends a whole answer."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_json(send: Send, data: Any, status: int = 200) -> None:
+    await respond(send, msgspec.json.encode(data), status=status)
+
+
+async def respond_error(send: Send, error: ApiError) -> None:
+    await respond(send, error.body, status=error.status, headers=[*JSON, *error.headers])

@@ -1,0 +1,74 @@
+"""The settings of a server, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mllm_compile.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The settings of a server.
+
+    Attributes:
+        model: the engine's source, as every command takes it.
+        host, port: where it listens; port 0 takes a free one.
+        api_keys: any of them opens every path; none: all paths are open.
+        served_names: the model's names; the first one is in answers. None: taken from the config.
+        max_queue: prompts that may wait; None: four times as many as can run.
+        max_queue_s: a request that has waited so long is refused; None: never.
+        request_timeout_s: a request that has taken so long is ended; None: never.
+        shutdown_timeout_s: running requests may go on for so long after SIGTERM.
+        sleep_after_s: an engine without work for so long gives the device back; None: never.
+        stuck_after_s: a step that takes so long, and a hundred usual ones, is stuck.
+        allowed_origins: origins of pages that browsers may call this server from.
+        is_strict: unknown fields are refused.
+        how: "quiet", "plain" or "verbose".
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_names: tuple[str, ...] = ()
+    max_queue: int | None = None
+    max_queue_s: float | None = None
+    request_timeout_s: float | None = None
+    shutdown_timeout_s: float = 30.0
+    sleep_after_s: float | None = None
+    stuck_after_s: float = 10.0
+    allowed_origins: tuple[str, ...] = ()
+    is_strict: bool = False
+    how: str = "plain"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port: expected a number from 0 to 65535, got {self.port}")
+        for name in ("api_keys", "served_names"):
+            if any(not value or not value.isascii() or not value.isprintable() for value in getattr(self, name)):
+                raise ConfigError(f"--{name[:-1].replace('_', '-')}: expected printable ASCII characters")
+        if self.max_queue is not None and self.max_queue < 1:
+            raise ConfigError(f"--max-queue: expected at least 1, got {self.max_queue}")
+        for name in ("max_queue_s", "request_timeout_s", "sleep_after_s", "stuck_after_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ConfigError(f"--{name.removesuffix('_s').replace('_', '-')}: expected more than 0 s, got {value}")
+        if not 0 <= self.shutdown_timeout_s < 1e9:
+            raise ConfigError(f"--shutdown-timeout: expected 0 s or more, got {self.shutdown_timeout_s}")
+
+
+def seconds_of(option: str, text: str | None) -> float | None:
+    """A time such as 90, 90s, 5m or 2h in seconds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text is None:
+        return None
+    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
+    try:
+        seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+    except ValueError:
+        raise ConfigError(f"{option}: expected a time such as 90s, 5m or 2h, got {text!r}") from None
+    return seconds

@@ -1,0 +1,29 @@
+"""What is said of each request: a line in the log, and the figures of /metrics. No prompt, no answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mllm_compile.server.flow.job import Job
+from mllm_compile.server.metrics import Metrics
+
+logger = logging.getLogger("mllm_compile.server")
+
+
+def request_over(job: Job, metrics: Metrics, client: str) -> None:
+    """Logs and counts a request that is over."""
+    metrics.request_over(job)
+    timing = job.timing()
+    num_out = job.num_output_tokens
+    parts = [f"{job.name} {job.status}", f"in {job.num_prompt_tokens} out {num_out}"]
+    parts.append(f"queue {timing['queue']:.0f} ms prefill {timing['prefill']:.0f} ms")
+    if num_out > 1:
+        parts.append(f"{timing['decode'] / (num_out - 1):.1f} ms/token")
+    parts.append(f"cached {timing['cached']}")
+    if timing["preempted"]:
+        parts.append(f"preempted {timing['preempted']}")
+    parts.append(f"all {1e3 * (time.monotonic() - job.arrived_s):.0f} ms client {client}")
+    if job.error is not None and job.error.status >= 500:
+        parts.append(f"error: {job.error.message}")
+    logger.info("%s", " ".join(parts))

@@ -1,0 +1,139 @@
+"""Runs a server: its port, its event loop, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Iterator
+
+import uvicorn
+import uvloop
+
+from mllm_compile.errors import ConfigError
+from mllm_compile.server.app import make_app
+from mllm_compile.server.banner import banner_lines
+from mllm_compile.server.engine_link import CommandLine, command_line
+from mllm_compile.server.front import Front
+from mllm_compile.server.options import ServeOptions
+
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they close first, and never meet a closed one
+_BACKLOG = 4096
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> None:
+    """Serves until a signal ends it.
+
+    Args:
+        command_of: the engine's command line, where it is not the usual one.
+
+    Raises:
+        MllmError: the port cannot be had, or the engine cannot be started.
+    """
+    listener = _listen(options)
+    front = Front(options, command_of or command_line(options.model, options.how))
+    uvloop.run(_serve(front, listener))
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        place = f"{options.host}:{options.port}"
+        raise ConfigError(f"--host, --port: {place} cannot be listened at ({error.strerror}). Take another.") from None
+    listener.listen(_BACKLOG)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """A server whose end is decided here: signals are not its own business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stop:
+    """SIGTERM and SIGINT: the first asks for a drained end, the second for an end at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.now = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal)
+
+    def _signal(self) -> None:
+        (self.now if self.asked.is_set() else self.asked).set()
+
+
+async def _serve(front: Front, listener: socket.socket) -> None:
+    options = front.options
+    stop = _Stop()
+    config = uvicorn.Config(
+        make_app(front),  # type: ignore[arg-type]
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="critical",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+    address = listener.getsockname()
+    url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
+    _say(options, f"listening at {url}, starting the engine")
+    if options.host not in _LOCAL and not options.api_keys:
+        _say(options, f"warning: {options.host} can be reached from outside, and no --api-key is set")
+    serving = asyncio.ensure_future(server.serve([listener]))
+    engine = asyncio.ensure_future(front.supervisor.run())
+    others = [asyncio.ensure_future(work) for work in (front.sweep(), _tell_ready(front, url))]
+    asked = asyncio.ensure_future(stop.asked.wait())
+    try:
+        await asyncio.wait({asked, engine, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not engine.done():
+            _say(options, f"shutting down: running requests have {options.shutdown_timeout_s:g} s")
+            await _first(front.drain(), stop.now.wait())
+    finally:
+        front.is_draining = True
+        front.supervisor.close()
+        server.should_exit = True
+        for work in (*others, asked):
+            work.cancel()
+        await _first(asyncio.wait({engine, serving}), stop.now.wait())
+        server.force_exit = True
+    if engine.done():
+        engine.result()  # raises why it could not be started
+
+
+async def _first(*works: Awaitable[object]) -> None:
+    """Waits for one of them, and cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _tell_ready(front: Front, url: str) -> None:
+    with contextlib.suppress(Exception):
+        facts = await front.supervisor.ready()
+        for line in banner_lines(front, facts, url):
+            _say(front.options, line)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 50, 50)
+
+
+def _say(options: ServeOptions, line: str) -> None:
+    if options.how != "quiet":
+        print(line, file=sys.stderr, flush=True)

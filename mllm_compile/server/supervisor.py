@@ -1,0 +1,236 @@
+"""Keeps an engine running: starts it, sees that it is stuck or dead and starts it again, lets it sleep, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mllm_compile.engine.stats import HistogramSnapshot
+from mllm_compile.errors import MllmError
+from mllm_compile.server.api.errors import ApiError, not_ready
+from mllm_compile.server.engine_facts import EngineFacts
+from mllm_compile.server.engine_link import CommandLine, EngineLink
+from mllm_compile.server.wire.messages import Command, Failed, Hello, Pulse, Stage, Tiding
+
+logger = logging.getLogger("mllm_compile.server")
+
+STARTING, READY, ASLEEP, ENDED = "starting", "ready", "asleep", "ended"
+_TICK_S = 0.25
+_STEPS_TO_BE_STUCK = 100
+_TIMES_UNTIL_KILLED = 2  # of the time after which a step counts as stuck
+_MOST_FAILED_STARTS = 5
+
+
+class EngineFailedError(MllmError):
+    """The engine cannot be started."""
+
+
+class Supervisor:
+    """Keeps an engine running.
+
+    Args:
+        command_of: the engine's command line.
+        sleep_after_s: without work for so long it is ended until a request comes; None: never.
+        stuck_after_s: least time after which a step counts as stuck.
+        on_step: takes the frames of steps.
+        on_ready: told of each engine that is ready.
+        on_lost: told why an engine is gone that was not to end.
+        is_idle: True while there is no work.
+
+    Attributes:
+        stage, stage_since_s: of the start that is on.
+        stats: the engine's last figures.
+        restarts: how often an engine was lost.
+    """
+
+    def __init__(
+        self,
+        command_of: CommandLine,
+        *,
+        sleep_after_s: float | None,
+        stuck_after_s: float,
+        on_step: Callable[[bytes], None],
+        on_ready: Callable[[EngineFacts], None],
+        on_lost: Callable[[ApiError], None],
+        is_idle: Callable[[], bool],
+    ) -> None:
+        self._command_of = command_of
+        self._sleep_after_s = sleep_after_s
+        self._stuck_after_s = stuck_after_s
+        self._on_step = on_step
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._is_idle = is_idle
+        self.state = STARTING
+        self.stage = "start"
+        self.stage_since_s = time.monotonic()
+        self.stats: dict[str, object] = {}
+        self.restarts = 0
+        self.facts: EngineFacts | None = None
+        self._link: EngineLink | None = None
+        self._hello: asyncio.Future[Hello] | None = None
+        self._failure: Failed | None = None
+        self._pulse_s = 0.0
+        self._worked_s = 0.0
+        self._ready = asyncio.Event()
+        self._is_wanted = asyncio.Event()  # a request waits for a sleeping engine
+        self._is_closing = asyncio.Event()
+
+    async def ready(self) -> EngineFacts:
+        """The facts of a ready engine; wakes one that sleeps, waits for one that starts.
+
+        Raises:
+            ApiError: there will be none.
+        """
+        while self.state != READY:
+            if self.state == ENDED or self._is_closing.is_set():
+                raise not_ready("the server is shutting down", "shutting_down")
+            self._is_wanted.set()
+            self._ready.clear()
+            await self._ready.wait()
+        assert self.facts is not None, "a ready engine has told them"
+        return self.facts
+
+    def send(self, command: Command) -> None:
+        """Sends a command to the engine, if there is one."""
+        if self._link is not None:
+            self._link.send(command)
+
+    def stuck_for(self) -> float | None:
+        """Seconds since the engine should have given a sign of life; None while it is well."""
+        if self.state != READY:
+            return None
+        silent = time.monotonic() - self._pulse_s
+        return silent if silent > self._stuck_limit() else None
+
+    def _stuck_limit(self) -> float:
+        histogram = self.stats.get("time_between_tokens")
+        usual = HistogramSnapshot(**histogram).quantile(0.5) if isinstance(histogram, dict) else None
+        return max(self._stuck_after_s, _STEPS_TO_BE_STUCK * (usual or 0.0))
+
+    def close(self) -> None:
+        """Ends the engine, and `run`, soon."""
+        self._is_closing.set()
+        self._is_wanted.set()
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs until `close`.
+
+        Raises:
+            EngineFailedError: the engine cannot be started.
+        """
+        failed_starts = 0
+        try:
+            while not self._is_closing.is_set():
+                if await self._live():
+                    failed_starts = 0
+                    continue
+                failed_starts += 1
+                message = self._failure.message if self._failure else "the engine's process ended while it started"
+                is_mistake = self._failure is not None and self._failure.is_mistake
+                if self.facts is None or is_mistake or failed_starts == _MOST_FAILED_STARTS:
+                    if not self._is_closing.is_set():
+                        raise EngineFailedError(message)
+                    return
+                logger.error("the engine has not started: %s. Trying again.", message)
+                await self._wait(self._is_closing, 2.0**failed_starts)
+        finally:
+            self.state = ENDED
+            self._ready.set()
+
+    async def _live(self) -> bool:
+        """One engine, from its start to its end; False: it was never ready."""
+        self._enter(STARTING)
+        self.stage, self.stage_since_s = "start", time.monotonic()
+        self._failure = None
+        self._hello = asyncio.get_running_loop().create_future()
+        self._link = link = EngineLink(self._command_of, self._on_step, self._on_tiding)
+        try:
+            if not await self._started(link, self._hello):
+                return False
+            await self._serve(link)
+            return True
+        finally:
+            self._link = None
+            link.kill()
+
+    async def _started(self, link: EngineLink, hello: asyncio.Future[Hello]) -> bool:
+        ends: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(event.wait()) for event in (link.exited, self._is_closing)
+        ]
+        await asyncio.wait([hello, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if not hello.done():
+            return False
+        self.stage = "load tokenizer"
+        self.facts = await asyncio.to_thread(EngineFacts.of, hello.result(), self.facts)
+        self._pulse_s = self._worked_s = time.monotonic()
+        self._enter(READY)
+        self._on_ready(self.facts)
+        return True
+
+    async def _serve(self, link: EngineLink) -> None:
+        """Watches a ready engine until it is to end, or is lost."""
+        while not self._is_closing.is_set():
+            if await self._wait(link.exited, _TICK_S):
+                self._lost(self._failure.message if self._failure else f"its process ended ({_how(link.exit_code)})")
+                return
+            now = time.monotonic()
+            stuck = self.stuck_for()
+            if stuck is not None and stuck > _TIMES_UNTIL_KILLED * self._stuck_limit():
+                link.kill()
+                self._lost(f"a step was stuck for {stuck:.0f} s")
+                return
+            if not self._is_idle():
+                self._worked_s = now
+            elif self._sleep_after_s is not None and now - self._worked_s > self._sleep_after_s:
+                await self._sleep(link)
+                return
+        await link.close()
+
+    def _lost(self, why: str) -> None:
+        self.restarts += 1
+        self._enter(STARTING)
+        logger.error("the engine is lost: %s. Starting it again.", why)
+        self._on_lost(not_ready(f"the engine is lost: {why}. It starts again.", "engine_lost"))
+
+    async def _sleep(self, link: EngineLink) -> None:
+        logger.info("no request for %g s: the engine sleeps until the next one", self._sleep_after_s)
+        self._is_wanted.clear()
+        self._enter(ASLEEP)
+        await link.close()
+        await self._is_wanted.wait()
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        self._ready.set()  # who waits looks again
+
+    @staticmethod
+    async def _wait(event: asyncio.Event, seconds: float) -> bool:
+        """True once the event is set, False after so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await event.wait()
+        return False
+
+    def _on_tiding(self, tiding: Tiding) -> None:
+        if isinstance(tiding, Pulse):
+            self._pulse_s = time.monotonic()
+            self.stats = tiding.stats
+        elif isinstance(tiding, Stage):
+            self.stage = tiding.name
+        elif isinstance(tiding, Failed):
+            self._failure = tiding
+        elif self._hello is not None and not self._hello.done():
+            self._hello.set_result(tiding)
+
+
+def _how(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,1 @@
+"""The messages between the front and the engine's process."""

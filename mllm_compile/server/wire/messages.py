@@ -1,0 +1,187 @@
+"""The messages between the front and the engine's process, and their bytes.
+
+Each is one frame. Commands (front to engine) and tidings (engine to front) are msgpack. A step is the exception, as
+there are hundreds a second: rows of the running requests and their new tokens as raw int32, and msgpack only of what is
+rare (who was admitted to which row, who has ended, log-probabilities). Nothing here is pickled.
+
+A request's row stands for it from the step that admits it to another row, or ends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mllm_compile.errors import MllmError
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+StopReason = int | str | None
+Alternatives = list[tuple[int, float]]  # (token id, log-probability), best first
+
+
+class Submit(msgspec.Struct, tag=1, array_like=True):
+    """Starts a request. `key` is the front's number of it, `prompt` int32 token ids."""
+
+    key: int
+    request_id: str
+    prompt: bytes
+    params: dict[str, Any]
+    priority: int
+    cache_salt: str | None
+
+
+class Abort(msgspec.Struct, tag=2, array_like=True):
+    """Ends a request."""
+
+    key: int
+
+
+class Close(msgspec.Struct, tag=3, array_like=True):
+    """Ends the engine and its process."""
+
+
+class Stage(msgspec.Struct, tag=1, array_like=True):
+    """A stage of the start has begun."""
+
+    name: str
+
+
+class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
+    """The engine is ready."""
+
+    model: str  # as it was asked for in the config
+    dtype: str
+    device: str
+    max_model_len: int
+    max_running_requests: int
+    kv_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    default_params: dict[str, Any]
+    tokenizer_folder: str | None
+    fingerprint: str  # of the runtime: the same texts come from the same one
+    seconds: float  # of its start
+    stages: list[tuple[str, float]]
+
+
+class Failed(msgspec.Struct, tag=3, array_like=True):
+    """The engine could not start, or is dead; its process ends."""
+
+    message: str
+    is_mistake: bool  # the user's: there is no use in another try
+
+
+class Pulse(msgspec.Struct, tag=4, array_like=True):
+    """The engine's thread has answered: its figures (EngineStats as a dict)."""
+
+    stats: dict[str, Any]
+
+
+class Admitted(msgspec.Struct, array_like=True):
+    """A completion got a row; again after a preemption. `scheduled` is time.monotonic(), which all processes share."""
+
+    key: int
+    index: int
+    row: int
+    num_cached_tokens: int
+    scheduled: float
+
+
+class Scores(msgspec.Struct, array_like=True):
+    """Log-probabilities of one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: Alternatives
+
+
+class End(msgspec.Struct, array_like=True):
+    """All completions of a request have ended."""
+
+    key: int
+    reasons: list[tuple[str, StopReason]]  # by completion: finish_reason, stop_reason
+    error: str | None
+    error_kind: str  # name of the MllmError
+
+
+class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The rare part of a step."""
+
+    admitted: list[Admitted] = []
+    finished: list[tuple[int, int, str, StopReason]] = []  # key, index, finish_reason, stop_reason: of n > 1
+    ended: list[End] = []
+    scores: list[tuple[int, Scores]] = []  # row, of its new token
+    prompt_scores: list[tuple[int, list[Scores]]] = []  # key, of all prompt tokens but the first
+
+    def is_empty(self) -> bool:
+        return not (self.admitted or self.finished or self.ended or self.scores or self.prompt_scores)
+
+
+Command = Submit | Abort | Close
+Tiding = Stage | Hello | Failed | Pulse
+
+_STEP = b"S"
+_TIDING = b"T"
+_COUNT = struct.Struct("<xxxi")  # behind the kind: the arrays are aligned
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_tidings = msgspec.msgpack.Decoder(Tiding)
+_rests = msgspec.msgpack.Decoder(StepRest)
+
+
+def encode_command(command: Command) -> bytes:
+    return _encoder.encode(command)
+
+
+def decode_command(frame: bytes) -> Command:
+    return _commands.decode(frame)
+
+
+def encode_tiding(tiding: Tiding) -> bytes:
+    return _TIDING + _encoder.encode(tiding)
+
+
+def encode_step(rows: bytes, tokens: bytes, rest: StepRest) -> bytes:
+    """The frame of a step.
+
+    Args:
+        rows, tokens: int32 arrays of the same length.
+    """
+    tail = b"" if rest.is_empty() else _encoder.encode(rest)
+    return b"".join((_STEP, _COUNT.pack(len(rows) // 4), rows, tokens, tail))
+
+
+def decode_tiding(frame: bytes) -> Tiding | None:
+    """None: the frame is a step's."""
+    return None if frame[:1] == _STEP else _tidings.decode(memoryview(frame)[1:])
+
+
+def decode_step(frame: bytes) -> tuple[list[int], list[int], StepRest | None]:
+    """Rows, their tokens, and what is rare."""
+    view = memoryview(frame)
+    (count,) = _COUNT.unpack_from(view, 1)
+    first = 1 + _COUNT.size
+    numbers = view[first : first + 8 * count].cast("i")
+    rest = view[first + 8 * count :]
+    return numbers[:count].tolist(), numbers[count:].tolist(), _rests.decode(rest) if rest else None
+
+
+def params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not their defaults, as plain data."""
+    changed = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value != field.default:
+            changed[field.name] = dict(value) if isinstance(value, Mapping) else value
+    return changed
+
+
+def end_of(key: int, reasons: Sequence[tuple[str, StopReason]], error: MllmError | None) -> End:
+    """The end of a request, by its completions' reasons or by an error."""
+    return End(key, list(reasons), None if error is None else str(error), "" if error is None else type(error).__name__)
