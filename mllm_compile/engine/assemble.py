@@ -98,6 +98,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         prepare_thread=prepare_thread,
         config=compiled.config,
         folder=compiled.folder,
+        tokenizer_folder=None if tokenizer is None else compiled.folder / TOKENIZER,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
     )
 

@@ -29,6 +29,7 @@ class EngineParts:
         prepare_thread: called on the engine's thread before its first step.
         config: the engine's config, every `auto` resolved.
         folder: the runtime's; None: they come from nowhere on disk.
+        tokenizer_folder: the folder that the tokenizer was read from, None if there is none.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
     """
 
@@ -43,4 +44,5 @@ class EngineParts:
     prepare_thread: Callable[[], None] = lambda: None
     config: ResolvedConfig | None = None
     folder: Path | None = None
+    tokenizer_folder: Path | None = None
     forward_times: ForwardTimesSource = tuple

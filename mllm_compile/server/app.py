@@ -7,17 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from mllm_compile.server import endpoints
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
-from mllm_compile.server.flow.writer import Message, Send
+from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import generate_endpoint
 from mllm_compile.server.http import Receive, Scope, header, respond_error
@@ -48,10 +45,7 @@ def make_app(front: Front) -> App:
         *(Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in endpoints.ENDPOINTS),
         *(Route(f"/v1/{name}", _Raw(_generates_only), methods=["POST"]) for name in _GENERATES_ONLY),
     ]
-    app: App = Starlette(  # type: ignore[assignment]
-        routes=routes, exception_handlers={HTTPException: _http_error}
-    )
-    app = _Guarded(app, front.options.api_keys)
+    app: App = _Guarded(Router(routes), front.options.api_keys)
     if front.options.allowed_origins:
         app = CORSMiddleware(  # type: ignore[assignment]
             app,  # type: ignore[arg-type]
@@ -66,7 +60,7 @@ def make_app(front: Front) -> App:
 class _Guarded:
     """Asks for a key on every path but the open ones, and answers what an endpoint did not catch."""
 
-    def __init__(self, app: App, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: Router, keys: tuple[str, ...]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
@@ -79,20 +73,20 @@ class _Guarded:
             error = ApiError(401, "this server needs a key: Authorization: Bearer KEY", code="invalid_api_key")
             await respond_error(send, error)
             return
-        has_begun = False
-
-        def sending(message: Message) -> Awaitable[None]:
-            nonlocal has_begun
-            has_begun = True
-            return send(message)
-
+        scope["app"] = self  # so that the router raises what it does not find
         try:
-            await self._app(scope, receive, sending)
-        except Exception:
+            await self._app(scope, receive, send)  # type: ignore[arg-type]
+        except HTTPException as error:
+            path = scope["path"]
+            message = f"there is no {path}" if error.status_code == 404 else f"{path}: {error.detail}"
+            await respond_error(send, ApiError(error.status_code, message))
+        except Exception as error:
             logger.exception("a request to %s met an internal error", scope["path"])
-            if has_begun:
-                raise
-            await respond_error(send, ApiError(500, "internal error; the server's log has it", code="internal_error"))
+            failure = ApiError(500, "internal error; the server's log has it", code="internal_error")
+            try:
+                await respond_error(send, failure)
+            except RuntimeError:  # the answer had begun
+                raise error from None
 
     def _has_key(self, scope: Scope) -> bool:
         bearer = (header(scope, b"authorization") or "").removeprefix("Bearer ").strip()
@@ -105,12 +99,3 @@ class _Guarded:
 async def _generates_only(scope: Scope, receive: Receive, send: Send) -> None:
     message = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
     await respond_error(send, ApiError(404, message, code="unsupported_endpoint"))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """The answer to a path or method that there is not."""
-    assert isinstance(error, HTTPException), "registered for these"
-    path = request.url.path
-    message = f"there is no {path}" if error.status_code == 404 else f"{path}: {error.detail}"
-    shown = ApiError(error.status_code, message)
-    return Response(shown.body, error.status_code, dict(error.headers or {}), "application/json")

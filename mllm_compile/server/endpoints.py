@@ -107,8 +107,11 @@ class TokenizeChatFields(ChatFields, kw_only=True):
 
 def _tokenize(front: Front) -> Answer:
     async def tokenize(body: bytes) -> dict[str, Any]:
-        kind = TokenizeChatFields if "messages" in read_object(body) else TokenizeFields
-        fields, _ = read_fields(kind, body)
+        fields: TokenizeChatFields | TokenizeFields
+        if "messages" in read_object(body):
+            fields, _ = read_fields(TokenizeChatFields, body)
+        else:
+            fields, _ = read_fields(TokenizeFields, body)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
 

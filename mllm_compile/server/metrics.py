@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -57,6 +58,7 @@ class Metrics:
         live: Mapping[str, tuple[str, str | None, Callable[[], float]]],
         engine: Callable[[], Mapping[str, Any]],
     ) -> None:
+        prometheus_client.disable_created_metrics()
         self._registry = CollectorRegistry()
         self._registry.register(_EngineFigures(model, live, engine, self))
         self.prompt_tokens = self.generated_tokens = 0

@@ -84,7 +84,7 @@ async def _serve(front: Front, listener: socket.socket) -> None:
         ws="none",
         lifespan="off",
         access_log=False,
-        log_level="critical",
+        log_level="error",
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,

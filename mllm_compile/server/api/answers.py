@@ -196,10 +196,8 @@ class CompletionAnswers(OpenAIAnswers):
     def _logprobs(self, texts: TokenTexts, choice: Choice, with_prompt: bool) -> dict[str, Any]:
         token_ids: list[int] = list(choice.token_ids)
         scores: list[Scores | None] = list(choice.scores)
-        offset = choice.num_characters
         if with_prompt:
             token_ids = [*choice.prompt.token_ids, *token_ids]
             scores = [None, *choice.prompt.scores, *scores]
-        elif self._echo_of is not None:
-            offset += len(self._echo(choice))
-        return completion_logprobs(texts, token_ids, scores, offset)
+        logprobs, choice.offset = completion_logprobs(texts, token_ids, scores, choice.offset)
+        return logprobs

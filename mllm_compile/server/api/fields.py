@@ -123,7 +123,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
 class CompletionFields(GenerateFields, kw_only=True):
     """The fields of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | Any = None
+    prompt: Any = None
     logprobs: int | None = None
     echo: bool | None = None
 

@@ -53,8 +53,8 @@ def chat_logprobs(texts: TokenTexts, scores: Sequence[Scores]) -> dict[str, Any]
 
 def completion_logprobs(
     texts: TokenTexts, token_ids: Sequence[int], scores: Sequence[Scores | None], offset: int
-) -> dict[str, Any]:
-    """The shape of /v1/completions.
+) -> tuple[dict[str, Any], int]:
+    """The shape of /v1/completions, and the offset of the next token.
 
     Args:
         scores: of each token; None for a prompt's first, which nothing predicts.
@@ -70,7 +70,7 @@ def completion_logprobs(
         "token_logprobs": [None if one is None else max(one.logprob, _LEAST) for one in scores],
         "top_logprobs": [None if one is None else _top(texts, one) for one in scores],
         "text_offset": offsets,
-    }
+    }, offset
 
 
 def _top(texts: TokenTexts, scores: Scores) -> dict[str, float]:

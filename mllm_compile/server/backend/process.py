@@ -160,12 +160,7 @@ class EngineServer:
 
 def _hello(engine: Engine, timeline: Timeline) -> Hello:
     limits = engine.core.scheduler_config
-    config, folder = engine.config, engine.folder
-    tokenizer_folder = None
-    if folder is not None and engine.tokenizer is not None:
-        from mllm_compile.store.artifact import TOKENIZER
-
-        tokenizer_folder = str(folder / TOKENIZER)
+    config, folder, tokenizer_folder = engine.config, engine.folder, engine.tokenizer_folder
     return Hello(
         model="" if config is None else config.model.source,
         dtype="" if config is None else config.model.dtype,
@@ -176,7 +171,7 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         vocab_size=engine.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),
         default_params=messages.params_to_wire(engine.default_params),
-        tokenizer_folder=tokenizer_folder,
+        tokenizer_folder=None if tokenizer_folder is None else str(tokenizer_folder),
         fingerprint="" if folder is None else f"mllm-{folder.name}",
         seconds=timeline.age_s,
         stages=timeline.stages,

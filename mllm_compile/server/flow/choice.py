@@ -40,7 +40,7 @@ class Choice:
         index: its number in the answer, over all prompts.
         text, token_ids, scores: what is not sent yet; of an answer that is sent whole, all of it.
         num_tokens: all so far.
-        num_characters: of the text that was sent before.
+        offset: characters of the tokens whose log-probabilities were sent.
         finish_reason: None while it runs; "stop", "length", "abort" or "error".
         was_admitted: it has had a row.
         has_begun: something of it was sent.
@@ -55,8 +55,8 @@ class Choice:
         "finish_reason",
         "has_begun",
         "index",
-        "num_characters",
         "num_tokens",
+        "offset",
         "prompt",
         "scores",
         "stop_reason",
@@ -72,7 +72,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.scores: list[Scores] = []
         self.num_tokens = 0
-        self.num_characters = 0
+        self.offset = 0
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
         self.was_admitted = False
@@ -88,6 +88,11 @@ class Choice:
             if params.stop and decoder is not None
             else None
         )
+
+    @property
+    def is_ending(self) -> bool:
+        """True if its last token comes with its end, which follows."""
+        return self._ending is not None
 
     def will_end(self, reason: str, stop_reason: StopReason) -> None:
         """Says before its last token how it ends: a token that ends it is not shown."""
@@ -129,7 +134,6 @@ class Choice:
     def sent(self) -> None:
         """Forgets what was sent."""
         self.has_begun = True
-        self.num_characters += len(self.text)
         self.text = ""
         self.token_ids.clear()
         self.scores.clear()

@@ -101,10 +101,10 @@ class Dispatcher:
         for job, choice in touched:
             if job.first_token_s is None:
                 job.first_token_s = now
-            if choice.finish_reason is None:
-                job.news(choice)
-            else:
+            if choice.finish_reason is not None:
                 self._cut(job, choice)
+            elif not choice.is_ending:
+                job.news(choice)
         if rest is not None:
             self._end_rest(rest)
 

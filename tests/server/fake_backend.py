@@ -1,0 +1,85 @@
+"""The engine's process over a fake device: `python -m tests.server.fake_backend COMMANDS TIDINGS SETTINGS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mllm_compile.model
+from mllm_compile.engine.engine import Engine
+from mllm_compile.errors import ConfigError
+from mllm_compile.process.interruption import ended_by_sigterm
+from mllm_compile.process.progress import NullReporter, Reporter
+from mllm_compile.server.backend.process import EngineServer
+from mllm_compile.text.tokenizer import load_tokenizer
+from tests.fakes import FakeStepRunner, fake_engine
+
+TINY = Path(mllm_compile.model.__file__).parent / "tiny"
+TOKENIZER = load_tokenizer(TINY)
+VOCAB = TOKENIZER.vocab_size
+EOS = TOKENIZER.eos_token_id
+
+
+def drawn_token(token_ids: list[int]) -> int:
+    """Any token of the vocabulary, parts of characters too, by the last few; an end now and then."""
+    number = zlib.crc32(np.array(token_ids[-6:], dtype=np.int32).tobytes())
+    return EOS if number % 97 == 0 else number % VOCAB
+
+
+class Runner(FakeStepRunner):
+    """Waits while a file is there, which a test makes."""
+
+    def submit(self, batch: Any) -> Any:
+        handle = super().submit(batch)
+        self.batches[:-1] = [None] * (len(self.batches) - 1)  # a long run would keep all
+        stuck = os.environ.get("MLLM_FAKE_STUCK")
+        if stuck:
+            wait = handle.wait
+
+            class Handle:
+                def wait(self) -> Any:
+                    while os.path.exists(stuck):
+                        time.sleep(0.01)
+                    return wait()
+
+            return Handle()
+        return handle
+
+
+def make_engine(settings: dict[str, Any]) -> Engine:
+    if settings.get("fails"):
+        raise ConfigError("the fake engine does not start")
+    time.sleep(settings.get("start_s", 0.0))
+    runner = Runner(next_token=drawn_token, delay_s=settings.get("delay_s", 0.001))
+    limits = {"max_running_requests": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "num_pages": 2049}
+    return fake_engine(
+        runner,
+        tokenizer=TOKENIZER,
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset({EOS}),
+        tokenizer_folder=TINY,
+        **(limits | settings.get("limits", {})),
+    )
+
+
+def main() -> None:
+    commands, tidings, settings = sys.argv[1:]
+
+    def make(reporter: Reporter) -> Engine:
+        with reporter.stage("fake"):
+            return make_engine(json.loads(settings))
+
+    with ended_by_sigterm():
+        code = EngineServer(commands, tidings).run(make, NullReporter())
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""A server over fake_backend.py: `python -m tests.server.fake_front OPTIONS SETTINGS`, both JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+from mllm_compile.errors import MllmError
+from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.serve import run_server
+
+
+def main() -> None:
+    given, settings = sys.argv[1:]
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(given).items()}
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    try:
+        run_server(
+            ServeOptions(model="fake", **options),
+            lambda commands, tidings: [sys.executable, "-m", "tests.server.fake_backend", commands, tidings, settings],
+        )
+    except MllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
