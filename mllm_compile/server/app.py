@@ -16,7 +16,7 @@ from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
-from mllm_compile.server.generate import generate_endpoint
+from mllm_compile.server.generate import RequestKind, generate_endpoint
 from mllm_compile.server.http import Receive, Scope, header, respond_error
 
 logger = logging.getLogger("mllm_compile.server")
@@ -37,14 +37,31 @@ class _Raw:
         await self._app(scope, receive, send)
 
 
+async def _generates_only(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
+    await respond_error(send, ApiError(404, message, code="unsupported_endpoint"))
+
+
+def _generating(kind: RequestKind) -> endpoints.Endpoint:
+    return lambda front: generate_endpoint(front, kind)
+
+
+_ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
+    ("POST", "/v1/completions", _generating(CompletionRequest)),
+    ("POST", "/v1/chat/completions", _generating(ChatRequest)),
+    *endpoints.ENDPOINTS,
+    *(("POST", f"/v1/{name}", lambda front: _generates_only) for name in _GENERATES_ONLY),
+)
+
+
+def paths_of() -> list[tuple[str, str]]:
+    """Method and path of every route."""
+    return [(method, path) for method, path, _ in _ROUTES]
+
+
 def make_app(front: Front) -> App:
     """The application of a front."""
-    routes = [
-        Route("/v1/completions", _Raw(generate_endpoint(front, CompletionRequest)), methods=["POST"]),
-        Route("/v1/chat/completions", _Raw(generate_endpoint(front, ChatRequest)), methods=["POST"]),
-        *(Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in endpoints.ENDPOINTS),
-        *(Route(f"/v1/{name}", _Raw(_generates_only), methods=["POST"]) for name in _GENERATES_ONLY),
-    ]
+    routes = [Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in _ROUTES]
     app: App = _Guarded(Router(routes), front.options.api_keys)
     if front.options.allowed_origins:
         app = CORSMiddleware(  # type: ignore[assignment]
@@ -94,8 +111,3 @@ class _Guarded:
         # All are compared: how long it takes says nothing about which one is nearly right.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
-
-
-async def _generates_only(scope: Scope, receive: Receive, send: Send) -> None:
-    message = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
-    await respond_error(send, ApiError(404, message, code="unsupported_endpoint"))

@@ -174,7 +174,7 @@ def _json(front: Front, answer_to: Callable[[bytes], Awaitable[dict[str, Any]]])
         except ApiError as error:
             await respond_error(send, error)
         except MllmError as error:
-            await respond_error(send, of_error(error))
+            await respond_error(send, of_error(error, None))
         else:
             await respond(send, msgspec.json.encode(data), headers=JSON)
 

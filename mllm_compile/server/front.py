@@ -156,7 +156,7 @@ class Front:
             try:
                 plan: Plan = await self.in_thread(request.plan, facts)
             except MllmError as error:
-                raise of_error(error) from None
+                raise of_error(error, request.fields.subject) from None
             if self.supervisor.state != READY:
                 raise not_ready("the engine is gone. It starts again.", "engine_lost")
             name = self._name(prefix, request.fields.request_id, header_id)
@@ -223,4 +223,8 @@ class Front:
         end = time.monotonic() + self.options.shutdown_timeout_s
         while not self.is_idle and time.monotonic() < end:
             await asyncio.sleep(0.05)
+
+    def end(self) -> None:
+        """Ends the requests that still run."""
+        self.is_draining = True
         self.dispatcher.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))

@@ -105,7 +105,7 @@ async def _serve(front: Front, listener: socket.socket) -> None:
             _say(options, f"shutting down: running requests have {options.shutdown_timeout_s:g} s")
             await _first(front.drain(), stop.now.wait())
     finally:
-        front.is_draining = True
+        front.end()
         front.supervisor.close()
         server.should_exit = True
         for work in (*others, asked):

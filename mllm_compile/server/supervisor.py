@@ -171,6 +171,7 @@ class Supervisor:
             return False
         self.stage = "load tokenizer"
         self.facts = await asyncio.to_thread(EngineFacts.of, hello.result(), self.facts)
+        self.stats = hello.result().stats
         self._pulse_s = self._worked_s = time.monotonic()
         self._enter(READY)
         self._on_ready(self.facts)

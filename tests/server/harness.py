@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class Server:
         timeout_s: float = HANG_S,
     ) -> Answer:
         """One request on a connection of its own; `body` is JSON unless it is bytes."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, data, dict(headers or {}))
@@ -121,6 +122,11 @@ class Server:
         """Sends a signal; returns the exit code."""
         self.process.send_signal(number)
         return self.process.wait(HANG_S)
+
+
+def eventually(condition: Callable[[], object], what: str = "what a test waits for") -> None:
+    """Returns when `condition` holds; asks less often than hang_guard's, as each question costs the server time."""
+    until(lambda: condition() or time.sleep(0.05), what)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.hang_guard import until
 from tests.sample import sample_of
-from tests.server.harness import Server, fake_server
+from tests.server.harness import Server, eventually, fake_server
 
 PROMPTS = ["def", "Return a new list", "naïve café ☕ 日本語", "x" * 200, "for i in", "\n\n\t"]
 
@@ -88,7 +87,8 @@ def test_a_streamed_completion_is_the_one_that_is_not_streamed(client, seed):
     rng = random.Random(seed)
     prompt = rng.choice([PROMPTS[seed % len(PROMPTS)], PROMPTS[:3], [5, 6, 7], [[5, 6, 7], [8, 9]]])
     whole = client.completions.create(model="fake", prompt=prompt, **fields)
-    Completion.model_validate(whole.model_dump(), strict=True)
+    if not fields.get("echo"):  # its first token has null, as OpenAI's own answers had, and its types do not
+        Completion.model_validate(whole.model_dump(), strict=True)
 
     texts, scores, reasons = {}, {}, {}
     for chunk in client.completions.create(model="fake", prompt=prompt, stream=True, **fields):
@@ -180,5 +180,5 @@ def test_what_a_stop_text_ends_is_not_computed_on(client, server):
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason == "e"
     assert answer.usage.completion_tokens < 100
-    until(lambda: server.figure("mllm:requests_running") == 0)
+    eventually(lambda: server.figure("mllm:requests_running") == 0)
     assert server.figure("mllm:steps_total") - before < 200

@@ -76,6 +76,9 @@ def of_kind(kind: str, message: str) -> ApiError:
     return ApiError(500, message, code="out_of_memory" if kind == "DeviceMemoryError" else "engine_error")
 
 
-def of_error(error: MllmError) -> ApiError:
-    """The error of what was refused here."""
-    return of_kind(type(error).__name__, str(error))
+def of_error(error: MllmError, subject: str | None) -> ApiError:
+    """The error of what was refused here; of the field `subject` where it names none."""
+    shown = of_kind(type(error).__name__, str(error))
+    if shown.param is None and shown.status == 400:
+        shown.param = subject
+    return shown

@@ -228,7 +228,7 @@ def params_of(fields: GenerateFields, defaults: SamplingParams) -> SamplingParam
     try:
         return dataclasses.replace(defaults, **changes)
     except RequestError as error:
-        raise of_error(error) from None
+        raise of_error(error, None) from None
 
 
 def check_request_id(name: str | None) -> str | None:

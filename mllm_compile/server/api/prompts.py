@@ -8,7 +8,7 @@ from typing import Any
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.shown import brief
-from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.server.api.errors import bad_request, of_error
 from mllm_compile.server.api.fields import (
     MOST_COMPLETIONS,
     ChatFields,
@@ -136,13 +136,12 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
     try:
         submissions = facts.builder.build(given, params)
     except MllmError as error:
-        raise of_error(error) from None
+        raise of_error(error, None) from None
     most = facts.hello.max_model_len
     checked = []
     for prompt, submission in zip(prompts, submissions, strict=True):
         if submission.failure is not None:
-            refused = of_error(submission.failure)
-            raise refused if refused.param is not None else _of_prompt(refused, fields.subject)
+            raise of_error(submission.failure, fields.subject)
         length = len(submission.prompt_token_ids)
         if length >= most:
             raise bad_request(
@@ -153,7 +152,3 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
             )
         checked.append(Prompt(submission.prompt_token_ids, prompt.text))
     return checked
-
-
-def _of_prompt(error: ApiError, subject: str) -> ApiError:
-    return ApiError(error.status, error.message, param=subject, code=error.code)

@@ -121,9 +121,7 @@ class EngineServer:
     def _pulse(self, engine: Engine) -> None:
         socket = self._sender()
         while not self._is_over.wait(PULSE_S):
-            stats = dataclasses.asdict(engine.stats())
-            stats["finished"] = dict(stats["finished"])
-            socket.send(messages.encode_tiding(Pulse(stats)))
+            socket.send(messages.encode_tiding(Pulse(dataclasses.asdict(engine.stats()))))
 
     def _take_commands(self, engine: Engine, news: StepNews) -> None:
         while engine.is_alive:
@@ -175,6 +173,7 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         fingerprint="" if folder is None else f"mllm-{folder.name}",
         seconds=timeline.age_s,
         stages=timeline.stages,
+        stats=dataclasses.asdict(engine.stats()),
     )
 
 

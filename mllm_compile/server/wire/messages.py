@@ -66,6 +66,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     fingerprint: str  # of the runtime: the same texts come from the same one
     seconds: float  # of its start
     stages: list[tuple[str, float]]
+    stats: dict[str, Any]  # as in Pulse
 
 
 class Failed(msgspec.Struct, tag=3, array_like=True):

@@ -1,0 +1,195 @@
+"""Each field of a request works, is refused by its name, or is named as ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.harness import Server, fake_server
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "def"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with fake_server() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "expected an integer of at least 1 or None, got 0"),
+        ({"max_tokens": "8"}, "max_tokens", "expected an integer"),
+        ({"temperature": "hot"}, "temperature", "expected a number"),
+        ({"n": 2, "temperature": 0}, "n", "1 when temperature is 0"),
+        ({"n": 5000}, "n", "at most|from 1 to 1024"),
+        ({"stream": 1}, "stream", "expected `bool"),
+        ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "expected `bool"),
+        ({"stream_options": {}}, "stream_options", "with stream: true"),
+        ({"seed": "x"}, "seed", "expected `int"),
+        ({"best_of": 3}, "best_of", "number of answers"),
+        ({"stop": ""}, "stop", "texts that are not empty"),
+        ({"logit_bias": {"9999999": 1}}, "logit_bias", "token ids under"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "at least 0"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20, got 21"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not in a stream"),
+        ({"request_id": "a b"}, "request_id", "printable ASCII"),
+        ({"prompt": ""}, "prompt", "empty text"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [10**9]}, "prompt", "expected ids from 0"),
+        ({"prompt": {"a": 1}}, "prompt", "expected a text"),
+        ({"prompt": [["a"]]}, "prompt", "integers"),
+        ({"prompt": None}, "prompt", "expected a text"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"stream_interval": 0}, "stream_interval", "at least 1"),
+        ({"suffix": "x"}, "suffix", "not filled in"),
+        ({"use_beam_search": True}, "use_beam_search", "no beam search"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "grammar"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "grammar"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "token ids"),
+    ],
+)
+def test_a_completion_is_refused_by_the_fields_name(server, fields, param, says):
+    answer = server.post("/v1/completions", {"prompt": "def", "max_tokens": 4, **fields})
+    assert answer.status == 400, answer.body
+    assert answer.error["param"] == param
+    assert answer.error["type"] == "invalid_request_error"
+    assert re.search(says, answer.error["message"]), answer.error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", "no messages"),
+        ({"messages": "hi"}, "messages", "expected `array`"),
+        ({"messages": [{"content": "x"}]}, "messages", "has no role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None, "text"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not served"),
+        ({"tool_choice": "required"}, "tool_choice", "not served"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "grammar"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "template is code"),
+        ({"chat_template_kwargs": {"no_such": 1}}, None, "no_such"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages", "field of its own"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"modalities": ["audio"]}, "modalities", "only text"),
+        ({"max_completion_tokens": 0}, "max_tokens", "at least 1"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "without"),
+    ],
+)
+def test_a_chat_is_refused_by_the_fields_name(server, fields, param, says):
+    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 4, **fields})
+    assert answer.status == 400, answer.body
+    assert param is None or answer.error["param"] == param
+    assert says in answer.error["message"], answer.error
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"response_format": {"type": "text"}},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        {"temperature": None, "stop": None, "tools": None, "n": None, "logit_bias": None},
+        {"best_of": 1, "use_beam_search": False, "include_reasoning": True, "modalities": ["text"]},
+        {"seed": -5, "logit_bias": {"65": 5}, "top_k": -1, "min_p": 0.1, "bad_words": ["x"]},
+        {"priority": 3, "cache_salt": "s", "request_id": "mine", "stream_interval": 2},
+        {"model": "fake", "max_completion_tokens": 2},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+    ],
+)
+def test_fields_that_ask_for_nothing_else_are_taken(server, fields):
+    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 2, **fields})
+    assert answer.status == 200, answer.body
+    assert "x-mllm-ignored" not in answer.headers
+
+
+def test_an_unknown_field_is_named_in_a_header(server):
+    answer = server.complete(no_such=1, frobnicate=None)
+    assert answer.status == 200
+    assert answer.headers["x-mllm-ignored"] == "no_such,frobnicate"
+
+
+def test_a_strict_server_refuses_an_unknown_field():
+    with fake_server({"is_strict": True}) as server:
+        answer = server.complete(no_such=1)
+    assert answer.status == 400
+    assert answer.error["param"] == "no_such"
+
+
+def test_prompts_are_answered_in_their_order(server):
+    answer = server.complete(prompt=["def", "class", [5, 6, 7]], temperature=0, max_tokens=3, return_token_ids=True)
+    alone = [
+        server.complete(prompt=prompt, temperature=0, max_tokens=3).json["choices"][0]["text"]
+        for prompt in ("def", "class", [5, 6, 7])
+    ]
+    assert [choice["text"] for choice in answer.json["choices"]] == alone
+    assert [choice["index"] for choice in answer.json["choices"]] == [0, 1, 2]
+    assert answer.json["choices"][2]["prompt_token_ids"] == [5, 6, 7]
+    assert all(len(choice["token_ids"]) == 3 for choice in answer.json["choices"])
+
+
+def test_one_bad_prompt_of_a_list_refuses_the_request(server):
+    answer = server.complete(prompt=["def", ""])
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    assert server.figure("mllm:requests_waiting") == 0
+
+
+def test_a_prompt_is_cut_from_its_begin(server):
+    answer = server.complete(prompt=[5, 6, 7, 8], truncate_prompt_tokens=2, return_token_ids=True)
+    assert answer.json["choices"][0]["prompt_token_ids"] == [7, 8]
+
+
+def test_an_answer_may_go_on_from_the_last_message(server):
+    messages = [*HELLO, {"role": "assistant", "content": "Once upon"}]
+    ids = server.post("/tokenize", {"messages": messages, "continue_final_message": True}).json["tokens"]
+    text = server.post("/detokenize", {"tokens": ids}).json["prompt"]
+    assert text.endswith("Once upon")
+    answer = server.post(CHAT, {"messages": messages, "continue_final_message": True, "max_tokens": 2})
+    assert answer.json["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_a_request_carries_its_own_name(server):
+    answer = server.complete(request_id="job-7")
+    assert answer.json["id"] == "cmpl-job-7"
+    assert answer.headers["x-request-id"] == "cmpl-job-7"
+    by_header = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"x-request-id": "h1"})
+    assert by_header.json["id"] == "cmpl-h1"
+
+
+def test_prompt_logprobs_come_by_token(server):
+    answer = server.complete(prompt=[5, 6, 7], prompt_logprobs=1).json
+    first, second, third = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second["6"]["logprob"] == -6.0
+    assert set(third) == {"7"}  # the likeliest of the fake is 7 itself
+
+
+def test_tokens_can_be_named_by_their_ids(server):
+    answer = server.complete(logprobs=0, return_tokens_as_token_ids=True, return_token_ids=True).json["choices"][0]
+    assert answer["logprobs"]["tokens"] == [f"token_id:{token}" for token in answer["token_ids"]]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"nul", b"\xff", b"[" * 100_000, b'{"prompt": NaN}'])
+def test_a_body_that_is_no_json_object_is_refused(server, body):
+    for path in ("/v1/completions", CHAT, "/tokenize", "/detokenize", "/v1/abort"):
+        answer = server.ask("POST", path, body)
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_that_is_too_large_is_refused(server):
+    answer = server.ask("POST", "/v1/completions", b'{"prompt": "' + b"x" * (16 << 20) + b'"}')
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(server):
+    for prefix in ("", "/v1"):
+        told = server.post(prefix + "/tokenize", {"prompt": "def f(x):", "return_token_strs": True}).json
+        assert "".join(told["token_strs"]) == "def f(x):"
+        assert told["count"] == len(told["tokens"])
+        assert server.post(prefix + "/detokenize", {"tokens": told["tokens"]}).json["prompt"] == "def f(x):"
+    assert server.post("/detokenize", {"tokens": [10**7]}).error["param"] == "tokens"

@@ -1,0 +1,114 @@
+"""Who may enter, and what is behind each path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import prometheus_client.parser
+import pytest
+
+from mllm_compile.server.app import OPEN_PATHS, paths_of
+from tests.server.harness import ROOT, Server, fake_server
+
+KEY = "secret-1"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with fake_server({"api_keys": [KEY, "secret-2"], "allowed_origins": ["https://a.example"]}) as server:
+        yield server
+
+
+def test_every_path_but_health_and_ready_needs_the_key(server):
+    paths = paths_of()
+    assert len(paths) > 15
+    for method, path in paths:
+        path = path.replace("{name:path}", "fake")
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Bearer {KEY}x"}, {"x-api-key": ""}):
+            answer = server.ask(method, path, {} if method == "POST" else None, headers)
+            if path in OPEN_PATHS:
+                assert answer.status == 200, path
+            else:
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), path
+    assert server.get("/no/such/path").status == 401
+    assert server.get("//health").status == 401
+
+
+@pytest.mark.parametrize("headers", [{"authorization": f"Bearer {KEY}"}, {"x-api-key": "secret-2"}])
+def test_a_key_opens_every_path(server, headers):
+    for method, path in paths_of():
+        answer = server.ask(method, path.replace("{name:path}", "fake"), {} if method == "POST" else None, headers)
+        assert answer.status in (200, 400) or answer.error["code"] == "unsupported_endpoint", path
+
+
+def test_a_browser_may_ask_from_the_origins_that_are_allowed(server):
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    ours = server.ask("OPTIONS", "/v1/completions", headers={"origin": "https://a.example", **asks})
+    assert ours.headers["access-control-allow-origin"] == "https://a.example"
+    other = server.ask("OPTIONS", "/v1/completions", headers={"origin": "https://b.example", **asks})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_what_is_not_there_is_said_in_openais_shape(server):
+    key = {"authorization": f"Bearer {KEY}"}
+    missing = server.get("/v1/nothing", headers=key)
+    assert (missing.status, missing.error["message"]) == (404, "there is no /v1/nothing")
+    method = server.get("/v1/completions", headers=key)
+    assert (method.status, method.error["type"]) == (405, "invalid_request_error")
+    embeddings = server.post("/v1/embeddings", {}, headers=key)
+    assert embeddings.status == 404
+    assert "generates text" in embeddings.error["message"]
+    assert server.get("/v1/models/none", headers=key).error["code"] == "model_not_found"
+
+
+def test_an_empty_bearer_is_no_key_where_none_is_needed():
+    with fake_server() as server:
+        assert server.complete(headers={"authorization": "Bearer "}).status == 200
+
+
+def test_figures_are_prometheus_and_equal_what_answers_have_said(server):
+    key = {"authorization": f"Bearer {KEY}"}
+
+    def figures() -> dict[str, float]:
+        families = prometheus_client.parser.text_string_to_metric_families(
+            server.get("/metrics", headers=key).body.decode()
+        )
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+    before = figures()
+    body = {"prompt": ["def", "class"], "max_tokens": 5, "n": 2}
+    usage = server.post("/v1/completions", body, headers=key).json["usage"]
+    after = figures()
+    for name, count in (("generat", usage["completion_tokens"]), ("prompt", usage["prompt_tokens"])):
+        ours, theirs = (f"mllm:{name}ed_tokens_total", f"vllm:{name}ion_tokens_total")
+        if name == "prompt":
+            ours, theirs = "mllm:prompt_tokens_total", "vllm:prompt_tokens_total"
+        assert after[ours] - before[ours] == count
+        assert after[theirs] - before[theirs] == count
+    for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
+        "prefix_cache_hits_total", "num_preemptions_total", "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count", "request_success_total",
+    ):  # fmt: skip
+        assert f"vllm:{name}" in after, name
+
+
+def test_the_front_imports_neither_torch_nor_transformers():
+    code = """
+import sys
+from mllm_compile.cli import make_app
+from mllm_compile.server import app, banner, serve
+print([name for name in ("torch", "transformers", "triton", "flashinfer") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_log_has_no_prompts(server):
+    key = {"authorization": f"Bearer {KEY}"}
+    server.post("/v1/completions", {"prompt": "a very secret text", "max_tokens": 2}, headers=key)
+    server.post("/v1/completions", {"prompt": "a very secret text", "max_tokens": -2}, headers=key)
+    assert "200 in " in server.said
+    assert "secret" not in server.said

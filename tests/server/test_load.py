@@ -1,0 +1,135 @@
+"""More work than the engine can do, clients that leave, readers that do not read."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.hang_guard import HANG_S
+from tests.server.harness import Server, eventually, fake_server
+
+LIMITS = {"max_running_requests": 2, "max_model_len": 4096, "num_pages": 4096}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with fake_server({"max_queue": 4}, {"limits": LIMITS, "delay_s": 0.003}) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _left_idle(server: Server) -> Iterator[None]:
+    yield
+    eventually(lambda: server.figure("mllm:requests_running") == 0, "the engine is idle again")
+    assert server.figure("mllm:requests_waiting") == 0
+
+
+def long_request(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "def", "max_tokens": 3000, "ignore_eos": True, **fields}
+
+
+def is_running(server: Server, count: int) -> bool:
+    return server.figure("mllm:requests_running") == count
+
+
+def read_some(connection: socket.socket) -> bytes:
+    """The answer's head, at least."""
+    return connection.recv(100)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request_whether_it_runs_or_waits(server, stream):
+    steps = server.figure("mllm:steps_total")
+    connections = [server.open("/v1/completions", long_request(stream=stream)) for _ in range(2)]
+    eventually(lambda: is_running(server, 2))
+    connections += [server.open("/v1/completions", long_request(stream=stream)) for _ in range(3)]
+    eventually(lambda: server.figure("mllm:requests_waiting") == 3)
+    for connection in reversed(connections):  # those that wait first: none of them may begin
+        connection.close()
+    eventually(lambda: server.figure("mllm:connections_generating") == 0)
+    eventually(lambda: is_running(server, 0))
+    assert server.figure("mllm:requests_waiting") == 0
+    assert server.figure("mllm:steps_total") - steps < 2000, "they were not computed to their end"
+
+
+def test_too_many_requests_are_refused_at_once_and_told_when_to_come_again(server):
+    with ThreadPoolExecutor(24) as threads:
+        answers = list(threads.map(lambda _: server.complete(max_tokens=20, ignore_eos=True), range(24)))
+    statuses = [answer.status for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 6, "two run and four wait"
+    for answer in answers:
+        if answer.status == 429:
+            assert answer.error["code"] == "queue_full"
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert server.figure("mllm:requests_refused") >= statuses.count(429)
+
+
+def test_a_list_longer_than_the_queue_is_taken_when_nothing_waits(server):
+    answer = server.complete(prompt=["def"] * 9, max_tokens=2)
+    assert (answer.status, len(answer.json["choices"])) == (200, 9)
+
+
+def test_a_slow_reader_gets_all_of_its_text_and_holds_up_nobody(server):
+    body = {"prompt": [40, 41, 42], "max_tokens": 1000, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    data = json.dumps({**body, "stream": True}).encode()
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.settimeout(HANG_S)
+    slow.connect(("127.0.0.1", server.port))
+    slow.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(data)
+        + data
+    )
+    eventually(lambda: is_running(server, 1))
+    assert server.complete(max_tokens=5).status == 200
+    eventually(lambda: is_running(server, 0), "its own request has ended though it reads nothing")
+    received = bytearray()
+    while part := slow.recv(1 << 16):
+        received += part
+    slow.close()
+    events = [json.loads(event) for event in re.findall(r"data: (\{.*\})\n", received.decode())]
+    whole = server.post("/v1/completions", body).json["choices"][0]
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+    tokens = [token for event in events for token in event["choices"][0]["logprobs"]["tokens"]]
+    assert tokens == whole["logprobs"]["tokens"]
+
+
+def test_a_request_is_aborted_by_its_name(server):
+    connection = server.open("/v1/completions", long_request(stream=True, request_id="long"))
+    eventually(lambda: is_running(server, 1))
+    read_some(connection)
+    assert server.post("/v1/abort", {"request_id": ["cmpl-long", "cmpl-none"]}).json == {"aborted": ["cmpl-long"]}
+    received = b""
+    while b"[DONE]" not in received:
+        received += connection.recv(1 << 16)
+    connection.close()
+    assert b'"code":"aborted"' in received
+
+
+def test_an_id_in_use_is_refused(server):
+    connection = server.open("/v1/completions", long_request(stream=True, request_id="twice"))
+    eventually(lambda: is_running(server, 1))
+    answer = server.complete(request_id="twice")
+    assert (answer.status, answer.error["param"]) == (400, "request_id")
+    connection.close()
+
+
+def test_a_request_that_takes_or_waits_too_long_is_ended():
+    options = {"max_queue_s": 1.0, "request_timeout_s": 4.0}
+    with (
+        fake_server(options, {"limits": {**LIMITS, "max_running_requests": 1}, "delay_s": 0.01}) as server,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        first = threads.submit(server.post, "/v1/completions", long_request())
+        eventually(lambda: is_running(server, 1))
+        second = server.post("/v1/completions", long_request())
+        assert (second.status, second.error["code"]) == (429, "queue_timeout")
+        assert (first.result().status, first.result().error["code"]) == (408, "request_timeout")
+        eventually(lambda: is_running(server, 0))
