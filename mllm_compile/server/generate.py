@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from mllm_compile.server.api.errors import ApiError
@@ -21,7 +21,7 @@ class RequestKind(Protocol):
     def __call__(self, body: bytes) -> Request: ...
 
 
-def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Receive, Send], object]:
+def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """The endpoint of an interface."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:

@@ -33,6 +33,14 @@ def drawn_token(token_ids: list[int]) -> int:
     return EOS if number % 97 == 0 else number % VOCAB
 
 
+_TEXT = TOKENIZER.encode("Return a new list containing the items of the mapping in the order of their keys. ")
+
+
+def same_text(token_ids: list[int]) -> int:
+    """The next token of a text that begins again and again."""
+    return _TEXT[len(token_ids) % len(_TEXT)]
+
+
 class Runner(FakeStepRunner):
     """Waits while a file is there, which a test makes."""
 
@@ -57,7 +65,8 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     if settings.get("fails"):
         raise ConfigError("the fake engine does not start")
     time.sleep(settings.get("start_s", 0.0))
-    runner = Runner(next_token=drawn_token, delay_s=settings.get("delay_s", 0.001))
+    next_token = same_text if settings.get("quick") else drawn_token
+    runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
     limits = {"max_running_requests": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "num_pages": 2049}
     return fake_engine(
         runner,

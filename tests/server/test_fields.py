@@ -30,6 +30,7 @@ def server() -> Iterator[Server]:
         ({"stream": 1}, "stream", "expected `bool"),
         ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "expected `bool"),
         ({"stream_options": {}}, "stream_options", "with stream: true"),
+        ({"priority": 10**30}, "priority", "out of range|2147483648"),
         ({"seed": "x"}, "seed", "expected `int"),
         ({"best_of": 3}, "best_of", "number of answers"),
         ({"stop": ""}, "stop", "texts that are not empty"),

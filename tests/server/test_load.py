@@ -83,10 +83,8 @@ def test_a_slow_reader_gets_all_of_its_text_and_holds_up_nobody(server):
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     slow.settimeout(HANG_S)
     slow.connect(("127.0.0.1", server.port))
-    slow.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(data)
-        + data
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    slow.sendall(head % len(data) + data)
     eventually(lambda: is_running(server, 1))
     assert server.complete(max_tokens=5).status == 200
     eventually(lambda: is_running(server, 0), "its own request has ended though it reads nothing")
