@@ -16,14 +16,14 @@ VENV ?= .venv
 
 ifneq ($(shell nvidia-smi -L 2>/dev/null | grep -m 1 GPU),)
 TORCH ?= 'torch>=2.11,<2.14'
-EXTRAS := cuda,dev
+EXTRAS := cuda,serve,dev
 CONSTRAINTS ?=
 # Tests on a GPU fill its memory: one at a time.
 WORKERS ?= 0
 else
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
-EXTRAS := dev
+EXTRAS := serve,dev
 WORKERS ?= 2
 endif
 

@@ -12,8 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
 from mllm_compile.server import endpoints
+from mllm_compile.server.api.anthropic import MessagesRequest
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
+from mllm_compile.server.api.responses import ResponsesRequest
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
@@ -49,6 +51,8 @@ def _generating(kind: RequestKind) -> endpoints.Endpoint:
 _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", "/v1/completions", _generating(CompletionRequest)),
     ("POST", "/v1/chat/completions", _generating(ChatRequest)),
+    ("POST", "/v1/responses", _generating(ResponsesRequest)),
+    ("POST", "/v1/messages", _generating(MessagesRequest)),
     *endpoints.ENDPOINTS,
     *(("POST", f"/v1/{name}", lambda front: _generates_only) for name in _GENERATES_ONLY),
 )

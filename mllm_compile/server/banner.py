@@ -1,4 +1,4 @@
-"""What a server says when it is ready: what was decided, and a command to try."""
+"""The banner of a server that is ready: what was decided, and a command to try."""
 
 from __future__ import annotations
 

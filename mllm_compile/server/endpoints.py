@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from mllm_compile.errors import MllmError
-from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error
+from mllm_compile.server.api import anthropic
+from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, read_fields, read_object
 from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import chat_text
@@ -131,6 +132,17 @@ def _tokenize(front: Front) -> Answer:
     return _json(front, tokenize)
 
 
+def _count_tokens(front: Front) -> Answer:
+    async def count(body: bytes) -> dict[str, Any]:
+        fields, _ = anthropic.read_chat(body)
+        facts = await front.facts(fields.model)
+        tokenizer = _tokenizer(facts)
+        text = await front.in_thread(chat_text, tokenizer, fields)
+        return {"input_tokens": len(await front.in_thread(tokenizer.encode, text, False))}
+
+    return _json(front, count, anthropic.refusal)
+
+
 class DetokenizeFields(msgspec.Struct, kw_only=True):
     """The fields of /detokenize."""
 
@@ -163,7 +175,11 @@ async def _done(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _json(front: Front, answer_to: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Answer:
+def _json(
+    front: Front,
+    answer_to: Callable[[bytes], Awaitable[dict[str, Any]]],
+    refusal: Callable[[ApiError], bytes] = openai_refusal,
+) -> Answer:
     """An endpoint from a JSON body to a JSON answer."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,9 +188,10 @@ def _json(front: Front, answer_to: Callable[[bytes], Awaitable[dict[str, Any]]])
         except ClientGoneError:
             return
         except ApiError as error:
-            await respond_error(send, error)
+            await respond_error(send, error, refusal(error))
         except MllmError as error:
-            await respond_error(send, of_error(error, None))
+            refused = of_error(error, None)
+            await respond_error(send, refused, refusal(refused))
         else:
             await respond(send, msgspec.json.encode(data), headers=JSON)
 
@@ -189,6 +206,7 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/models", _models),
     ("GET", "/v1/models/{name:path}", _model),
     ("POST", "/v1/abort", _abort),
+    ("POST", "/v1/messages/count_tokens", _count_tokens),
     ("POST", "/tokenize", _tokenize),
     ("POST", "/detokenize", _detokenize),
     ("POST", "/v1/tokenize", _tokenize),

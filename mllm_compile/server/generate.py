@@ -14,9 +14,17 @@ from mllm_compile.server.http import ClientGoneError, Receive, Scope, header, re
 
 
 class RequestKind(Protocol):
-    """A class of requests."""
+    """A class of requests.
+
+    Attributes:
+        prefix: of answers' ids.
+        refusal: the body of an error response.
+    """
 
     prefix: str
+
+    @property
+    def refusal(self) -> Callable[[ApiError], bytes]: ...
 
     def __call__(self, body: bytes) -> Request: ...
 
@@ -30,7 +38,7 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
         except ClientGoneError:
             return
         except ApiError as error:
-            await respond_error(send, error)
+            await respond_error(send, error, kind.refusal(error))
             return
         client = header(scope, b"user-agent") or "-"
         # From here on there is nothing to receive but the client's leave.
@@ -44,7 +52,7 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
                 return
             job = starting.result()
         except ApiError as error:
-            await respond_error(send, error)
+            await respond_error(send, error, kind.refusal(error))
             return
         finally:
             starting.cancel()

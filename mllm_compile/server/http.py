@@ -73,5 +73,6 @@ async def respond_json(send: Send, data: Any, status: int = 200) -> None:
     await respond(send, msgspec.json.encode(data), status=status)
 
 
-async def respond_error(send: Send, error: ApiError) -> None:
-    await respond(send, error.body, status=error.status, headers=[*JSON, *error.headers])
+async def respond_error(send: Send, error: ApiError, body: bytes | None = None) -> None:
+    """Sends an error, in OpenAI's shape unless its body is given."""
+    await respond(send, error.body if body is None else body, status=error.status, headers=[*JSON, *error.headers])

@@ -1,4 +1,4 @@
-"""What is said of each request: a line in the log, and the figures of /metrics. No prompt, no answer."""
+"""Accounts for each request at its end: a line in the log, and the figures of /metrics. No prompt, no answer."""
 
 from __future__ import annotations
 

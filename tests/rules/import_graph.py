@@ -26,6 +26,7 @@ FLOORS = (
     "mllm_compile/cli",
     "mllm_compile/report",
     "mllm_compile/bench",
+    "mllm_compile/server",
     "mllm_compile/engine",
     "mllm_compile/compiler",
     "mllm_compile/check",

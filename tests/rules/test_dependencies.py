@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
+SERVE = [Requirement(line) for line in PROJECT["optional-dependencies"]["serve"]]
 DEV = [Requirement(line) for line in PROJECT["optional-dependencies"]["dev"]]
 CONSTRAINTS = dict(
     re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
@@ -23,13 +24,13 @@ CONSTRAINTS = dict(
 VERSIONS = {canonicalize_name(name): version for name, version in CONSTRAINTS.items()}
 
 
-@pytest.mark.parametrize("dependency", DEPENDENCIES, ids=lambda one: one.name)
+@pytest.mark.parametrize("dependency", [*DEPENDENCIES, *SERVE], ids=lambda one: one.name)
 def test_a_dependency_has_a_lowest_and_a_first_version_too_new(dependency):
     operators = {specifier.operator for specifier in dependency.specifier}
     assert operators >= {">=", "<"}
 
 
-@pytest.mark.parametrize("dependency", [*DEPENDENCIES, *DEV], ids=lambda one: one.name)
+@pytest.mark.parametrize("dependency", [*DEPENDENCIES, *SERVE, *DEV], ids=lambda one: one.name)
 def test_the_version_that_tests_are_run_with_is_one_that_is_allowed(dependency):
     version = VERSIONS[canonicalize_name(dependency.name)]
     assert dependency.specifier.contains(version), f"{version}; make constraints"
@@ -43,7 +44,7 @@ def test_make_installs_the_torch_of_the_constraints():
 
 def test_what_is_imported_is_declared():
     declared = {canonicalize_name(one.name) for one in DEPENDENCIES}
-    for extra in ("cuda", "bench"):
+    for extra in ("cuda", "bench", "serve"):
         declared |= {canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"][extra]}
     # With torch: Triton where it has CUDA, SymPy for sizes.
     own = set(sys.stdlib_module_names) | {"mllm_compile", "triton", "sympy", "cuda"}

@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
         ({"stream": 1}, "stream", "expected `bool"),
         ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "expected `bool"),
         ({"stream_options": {}}, "stream_options", "with stream: true"),
-        ({"priority": 10**30}, "priority", "out of range|2147483648"),
+        ({"priority": 10**30}, "priority", "expected `int` <= 2147483647"),
         ({"seed": "x"}, "seed", "expected `int"),
         ({"best_of": 3}, "best_of", "number of answers"),
         ({"stop": ""}, "stop", "texts that are not empty"),
@@ -152,6 +152,11 @@ def test_an_answer_may_go_on_from_the_last_message(server):
     assert text.endswith("Once upon")
     answer = server.post(CHAT, {"messages": messages, "continue_final_message": True, "max_tokens": 2})
     assert answer.json["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_without_max_tokens_an_answer_has_the_rest_of_the_context(server):
+    answer = server.post("/v1/completions", {"prompt": "def", "ignore_eos": True}).json
+    assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (512, "length")
 
 
 def test_a_request_carries_its_own_name(server):

@@ -11,19 +11,19 @@ from typing import Any
 
 import msgspec
 
-from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.api.errors import ApiError, openai_refusal
 from mllm_compile.server.api.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.wire.messages import Scores
 
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.encode
+encode = msgspec.json.encode
 
 
 def event(data: Any) -> bytes:
     """A chunk of a stream."""
-    return b"data: " + _encode(data) + b"\n\n"
+    return b"data: " + encode(data) + b"\n\n"
 
 
 def usage_of(job: Job) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def usage_of(job: Job) -> dict[str, Any]:
 
 
 class OpenAIAnswers:
-    """What both interfaces share.
+    """The part that both interfaces share.
 
     Args:
         head: id, created, model, system_fingerprint.
@@ -70,7 +70,7 @@ class OpenAIAnswers:
         self._gives_ids = gives_ids
         # The chunk of a text alone, which nearly all are, is bytes around it.
         self._is_plain = texts is None and not gives_ids and not usage_in_each
-        self._prefix = f'data: {_encode(self._chunk_head).decode()[:-1]},"choices":[{{"index":'
+        self._prefix = f'data: {encode(self._chunk_head).decode()[:-1]},"choices":[{{"index":'
 
     def begin(self, job: Job) -> bytes:
         return b""
@@ -113,7 +113,7 @@ class OpenAIAnswers:
         return b"data: " + error.body + b"\n\n" + DONE
 
     def refusal(self, error: ApiError) -> bytes:
-        return error.body
+        return openai_refusal(error)
 
     def whole(self, job: Job) -> bytes:
         choices = []
@@ -125,7 +125,7 @@ class OpenAIAnswers:
             if self._prompt_texts is not None:
                 entry["prompt_logprobs"] = prompt_logprobs(self._prompt_texts, choice.prompt.scores)
             choices.append(entry)
-        return _encode(self._answer_head | {"choices": choices, "usage": usage_of(job)})
+        return encode(self._answer_head | {"choices": choices, "usage": usage_of(job)})
 
     def _answer(self, choice: Choice) -> dict[str, Any]:
         """An answer's entry: text and log-probabilities."""

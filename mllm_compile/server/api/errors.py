@@ -54,6 +54,11 @@ class ApiError(Exception):
         return [] if self.retry_after_s is None else [(b"retry-after", str(self.retry_after_s).encode())]
 
 
+def openai_refusal(error: ApiError) -> bytes:
+    """The body of an error response of OpenAI's interfaces."""
+    return error.body
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The client's mistake; the field is the message's first word where it ends in a colon."""
     if param is None:

@@ -26,24 +26,24 @@ _SAMPLING = (
     "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
-_NO_PARSER = "this server does not parse it out of the model's text"
-_NO_TOOLS = "tool calls are not served. Describe the functions in a message, and read the model's text"
-_NO_GRAMMAR = "outputs are not held to a grammar. Ask for the format in a message, and check the text"
+NO_PARSER = "this server does not parse it out of the model's text"
+NO_TOOLS = "tool calls are not served. Describe the functions in a message, and read the model's text"
+NO_GRAMMAR = "outputs are not held to a grammar. Ask for the format in a message, and check the text"
 _TEMPLATE = "a template is code, and is not taken from a request. Serve a model folder that has it"
-# name → (values that ask for nothing, reason)
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
-    "response_format": (({"type": "text"},), _NO_GRAMMAR),
-    "structured_outputs": (({},), _NO_GRAMMAR),
-    "guided_json": ((), _NO_GRAMMAR),
-    "guided_regex": ((), _NO_GRAMMAR),
-    "guided_choice": ((), _NO_GRAMMAR),
-    "guided_grammar": ((), _NO_GRAMMAR),
-    "include_reasoning": ((True,), _NO_PARSER),
-    "thinking_token_budget": ((), _NO_PARSER),
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # name → values that ask for nothing, reason
+_REFUSED: Refused = {
+    "tools": (([],), NO_TOOLS),
+    "tool_choice": (("none", "auto"), NO_TOOLS),
+    "functions": (([],), NO_TOOLS),
+    "function_call": (("none", "auto"), NO_TOOLS),
+    "response_format": (({"type": "text"},), NO_GRAMMAR),
+    "structured_outputs": (({},), NO_GRAMMAR),
+    "guided_json": ((), NO_GRAMMAR),
+    "guided_regex": ((), NO_GRAMMAR),
+    "guided_choice": ((), NO_GRAMMAR),
+    "guided_grammar": ((), NO_GRAMMAR),
+    "include_reasoning": ((True,), NO_PARSER),
+    "thinking_token_budget": ((), NO_PARSER),
     "chat_template": ((), _TEMPLATE),
     "use_beam_search": ((False,), "there is no beam search. Use n with a temperature"),
     "length_penalty": ((1, 1.0), "it is for beam search, which there is not"),
@@ -163,12 +163,16 @@ class ChatFields(GenerateFields, kw_only=True):
 F = TypeVar("F", bound=msgspec.Struct)
 
 
-def read_fields(kind: type[F], body: bytes) -> tuple[F, list[str]]:
+def read_fields(kind: type[F], body: bytes, refused: Refused | None = None) -> tuple[F, list[str]]:
     """A request's fields, and the names in it that are unknown.
+
+    Args:
+        refused: names that are refused, unless their value asks for nothing, and why; None: OpenAI's.
 
     Raises:
         ApiError: it is no JSON object, a field is of another type, or one that is refused.
     """
+    refused = _REFUSED if refused is None else refused
     given = read_object(body)
     try:
         fields = msgspec.convert(given, kind)
@@ -177,8 +181,10 @@ def read_fields(kind: type[F], body: bytes) -> tuple[F, list[str]]:
     known = set(kind.__struct_fields__)
     unknown = [name for name in given if name not in known]
     for name in unknown:
-        _check_refused(name, given[name])
-    return fields, [name for name in unknown if name not in _REFUSED]
+        neutral, reason = refused.get(name, ((given[name],), ""))
+        if given[name] is not None and given[name] not in neutral:
+            raise bad_request(f"{name}: {reason}.", name, "unsupported_field")
+    return fields, [name for name in unknown if name not in refused]
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -201,12 +207,6 @@ def _wrong_type(error: Exception) -> ApiError:
     what, _, place = str(error).partition(" - at `$.")
     name = place.rstrip("`") or None
     return bad_request(what if name is None else f"{name}: {what[:1].lower()}{what[1:]}", name)
-
-
-def _check_refused(name: str, value: Any) -> None:
-    neutral, reason = _REFUSED.get(name, ((value,), ""))
-    if value is not None and value not in neutral:
-        raise bad_request(f"{name}: {reason}.", name, "unsupported_field")
 
 
 def params_of(fields: GenerateFields, defaults: SamplingParams) -> SamplingParams:

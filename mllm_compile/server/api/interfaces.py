@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import ChatAnswers, CompletionAnswers
-from mllm_compile.server.api.errors import bad_request
+from mllm_compile.server.api.errors import bad_request, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, CompletionFields, GenerateFields, params_of, read_fields
 from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import Prompt
@@ -51,7 +51,7 @@ class Request(Protocol):
     def num_prompts(self) -> int: ...
 
     def plan(self, facts: EngineFacts) -> Plan:
-        """What it asks of an engine; takes time, as texts are tokenized.
+        """The plan of it for an engine; takes time, as texts are tokenized.
 
         Raises:
             ApiError, MllmError: it is refused.
@@ -62,6 +62,7 @@ class CompletionRequest:
     """A request of /v1/completions."""
 
     prefix = "cmpl-"
+    refusal = staticmethod(openai_refusal)
 
     def __init__(self, body: bytes) -> None:
         self.fields, self.ignored = read_fields(CompletionFields, body)
@@ -90,6 +91,7 @@ class ChatRequest:
     """A request of /v1/chat/completions."""
 
     prefix = "chatcmpl-"
+    refusal = staticmethod(openai_refusal)
     num_prompts = 1
 
     def __init__(self, body: bytes) -> None:

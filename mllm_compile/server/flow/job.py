@@ -168,10 +168,12 @@ class Job:
             return
         if choice.finish_reason is None and choice.has_begun and len(choice.token_ids) < self._stream_interval:
             return
+        if not self.writer.has_begun:
+            if not choice.text and choice.finish_reason is None:
+                return
+            self.begin_stream()
         events = self.format.chunk(self, choice)
         if events:
-            if not self.writer.has_begun:
-                self.begin_stream()
             self.writer.write(events)
             self.last_sent_s = time.monotonic()
 

@@ -1,0 +1,218 @@
+"""Running requests: their news in one call a step, merged for a slow reader, within bounds."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.api.answers import CompletionAnswers
+from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.flow import dispatcher as dispatcher_module
+from mllm_compile.server.flow.admission import Admission
+from mllm_compile.server.flow.choice import PromptRun
+from mllm_compile.server.flow.dispatcher import Dispatcher
+from mllm_compile.server.flow.job import Job
+from mllm_compile.server.wire import messages
+from mllm_compile.server.wire.messages import Abort, Admitted, StepRest
+from tests.fakes import ByteTokenizer
+
+
+class Client:
+    """A reader that can stop reading."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    @property
+    def events(self) -> list[Any]:
+        lines = [line[6:] for line in self.body.decode().split("\n\n") if line.startswith("data: {")]
+        return [json.loads(line) for line in lines]
+
+    @property
+    def texts(self) -> list[str]:
+        return [event["choices"][0]["text"] for event in self.events]
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.sent) and self.sent[-1].get("more_body") is False
+
+
+class Engine:
+    """Sends what an engine sends."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+        self.admitted = 0
+        self.over: list[Job] = []
+        self.dispatcher = Dispatcher(self.commands.append, self._admitted)
+
+    def _admitted(self) -> None:
+        self.admitted += 1
+
+    def start(self, client: Client, *, row: int, **fields: Any) -> Job:
+        params = SamplingParams(**{"max_tokens": 100, **fields})
+        head = {"id": f"cmpl-{row}", "created": 0, "model": "m", "system_fingerprint": None}
+        job = Job(
+            f"cmpl-{row}",
+            CompletionAnswers(head, None),
+            client.send,
+            is_stream=True,
+            stream_interval=1,
+            headers=[],
+            cancel=self.dispatcher.cancel,
+            on_over=self.over.append,
+        )
+        job.add(PromptRun(self.dispatcher.next_key(), [1], None, False), params, ByteTokenizer())
+        self.dispatcher.start(job, params, 0, None)
+        key = job.prompts[0].key
+        self.step({}, StepRest(admitted=[Admitted(key, 0, row, 0, time.monotonic())]))
+        return job
+
+    def step(self, tokens: dict[int, str], rest: StepRest | None = None) -> None:
+        rows = array.array("i", tokens.keys()).tobytes()
+        ids = array.array("i", [ord(text) for text in tokens.values()]).tobytes()
+        self.dispatcher.on_step(messages.encode_step(rows, ids, rest or StepRest()))
+
+    def end(self, job: Job, reason: str) -> None:
+        self.step({}, StepRest(ended=[messages.end_of(job.prompts[0].key, [(reason, None)], None)]))
+
+
+def test_a_step_is_told_at_once_and_a_slow_reader_gets_its_news_in_one():
+    async def run() -> None:
+        engine, quick, slow = Engine(), Client(), Client()
+        jobs = [engine.start(quick, row=1), engine.start(slow, row=2)]
+        engine.step({1: "a", 2: "a"})
+        assert quick.texts == slow.texts == ["a"], "without a turn of the loop"
+        slow.reads.clear()
+        for letter in "bcde":
+            engine.step({1: letter, 2: letter})
+        assert quick.texts == list("abcde")
+        slow.reads.set()
+        await asyncio.sleep(0.01)
+        assert slow.texts == ["a", "b", "cde"], "one was on its way, the others are merged"
+        slow.reads.clear()
+        engine.step({1: "f", 2: "f"})
+        engine.step({1: "g", 2: "g"})
+        for job in jobs:
+            engine.end(job, "length")
+        assert quick.is_complete
+        assert not slow.is_complete
+        slow.reads.set()
+        await asyncio.sleep(0.01)
+        assert slow.is_complete
+        assert "".join(slow.texts) == "".join(quick.texts) == "abcdefg"
+        assert slow.body.endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_takes_nothing_is_given_up(monkeypatch):
+    async def run() -> None:
+        engine, slow = Engine(), Client()
+        job = engine.start(slow, row=1)
+        engine.step({1: "a"})
+        slow.reads.clear()
+        engine.step({1: "b"})
+        monkeypatch.setattr(dispatcher_module, "SLOW_S", 0.0)
+        engine.dispatcher.sweep(None, None)
+        assert (job.is_over, job.status) == (True, 499)
+        assert engine.commands[-1] == Abort(job.prompts[0].key)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_waits_says_so_now_and_then(monkeypatch):
+    async def run() -> None:
+        engine, client = Engine(), Client()
+        engine.start(client, row=1)
+        monkeypatch.setattr(dispatcher_module, "COMMENT_S", 0.0)
+        engine.dispatcher.sweep(None, None)
+        assert client.body == b": working\n\n"
+        engine.step({1: "a"})
+        assert client.texts == ["a"]
+
+    asyncio.run(run())
+
+
+def test_a_stop_text_ends_a_stream_here_and_tells_the_engine():
+    async def run() -> None:
+        engine, client = Engine(), Client()
+        job = engine.start(client, row=1, stop=["cd"])
+        assert "stop" not in engine.commands[0].params
+        for letter in "abcde":
+            engine.step({1: letter})
+        assert "".join(client.texts) == "ab"
+        assert client.is_complete
+        assert client.events[-1]["choices"][0]["stop_reason"] == "cd"
+        assert engine.commands[-1] == Abort(job.prompts[0].key)
+        assert engine.over == [job]
+
+    asyncio.run(run())
+
+
+def test_a_row_stands_for_the_request_that_has_it_now():
+    async def run() -> None:
+        engine, first, second = Engine(), Client(), Client()
+        job = engine.start(first, row=1)
+        engine.step({1: "a"})
+        job.leave()
+        engine.step({1: "b"})
+        engine.start(second, row=1)
+        engine.step({1: "c"})
+        assert (first.texts, second.texts) == (["a"], ["c"])
+
+    asyncio.run(run())
+
+
+def test_what_is_refused_late_is_an_error_response_and_after_the_head_an_event():
+    async def run() -> None:
+        engine, refused, failed = Engine(), Client(), Client()
+        jobs = [engine.start(refused, row=1), engine.start(failed, row=2)]
+        engine.step({2: "a"})
+        engine.dispatcher.fail_all(ApiError(503, "gone", code="engine_lost"))
+        assert refused.sent[0]["status"] == 503
+        assert json.loads(refused.body)["error"]["code"] == "engine_lost"
+        assert failed.sent[0]["status"] == 200
+        assert failed.events[-1]["error"]["message"] == "gone"
+        assert [job.status for job in jobs] == [503, 503]
+        assert engine.dispatcher.is_idle
+
+    asyncio.run(run())
+
+
+def test_the_queue_is_bounded_and_a_long_list_is_taken_when_it_is_empty():
+    admission = Admission(3)
+    admission.enter(5)
+    with pytest.raises(ApiError) as caught:
+        admission.enter(1)
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+    for _ in range(3):
+        admission.leave()
+    admission.enter(1)
+    assert (admission.waiting, admission.refused) == (3, 1)
+
+
+def test_the_bound_of_the_queue_follows_from_what_can_run():
+    admission = Admission(None)
+    admission.engine_ready(16)
+    assert admission.most == 64
+    asked = Admission(7)
+    asked.engine_ready(16)
+    assert asked.most == 7
