@@ -98,7 +98,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         prepare_thread=prepare_thread,
         config=compiled.config,
         folder=compiled.folder,
-        tokenizer_folder=None if tokenizer is None else compiled.folder / TOKENIZER,
+        tokenizer_files=_tokenizer_files(compiled),
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
     )
 
@@ -148,6 +148,12 @@ def _load_text_parts(
         tokenizer = load_tokenizer(compiled.folder / TOKENIZER, held_files(texts, TOKENIZER + "/"))
         defaults = load_generation_defaults(compiled.folder, held_files(texts))
         return tokenizer, defaults, default_params(defaults, compiled.folder)
+
+
+def _tokenizer_files(compiled: CompiledRuntime) -> dict[str, bytes]:
+    """The bytes that were hashed, not those that a file has now."""
+    start = TOKENIZER + "/"
+    return {name.removeprefix(start): data for name, data in compiled.artifact.texts.items() if name.startswith(start)}
 
 
 def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, timeline: Timeline) -> None:

@@ -89,7 +89,7 @@ class Engine:
     def _start(self, parts: EngineParts, log_interval_s: float) -> None:
         self.config = parts.config
         self.folder = parts.folder
-        self.tokenizer_folder = parts.tokenizer_folder
+        self.tokenizer_files = parts.tokenizer_files
         self.vocab_size = parts.vocab_size
         self.eos_token_ids = parts.eos_token_ids
         self.tokenizer = parts.tokenizer

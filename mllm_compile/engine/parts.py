@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class EngineParts:
         prepare_thread: called on the engine's thread before its first step.
         config: the engine's config, every `auto` resolved.
         folder: the runtime's; None: they come from nowhere on disk.
-        tokenizer_folder: the folder that the tokenizer was read from, None if there is none.
+        tokenizer_files: the files that the tokenizer was read from, by name; for a process that needs another one.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
     """
 
@@ -44,5 +44,5 @@ class EngineParts:
     prepare_thread: Callable[[], None] = lambda: None
     config: ResolvedConfig | None = None
     folder: Path | None = None
-    tokenizer_folder: Path | None = None
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     forward_times: ForwardTimesSource = tuple

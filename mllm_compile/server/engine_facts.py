@@ -33,12 +33,12 @@ class EngineFacts:
 
     @classmethod
     def of(cls, hello: Hello, earlier: EngineFacts | None) -> EngineFacts:
-        """The facts that an engine has told; reads the tokenizer unless an earlier engine had the same.
+        """The facts that an engine has told; makes the tokenizer, unless an earlier engine had the same.
 
         Raises:
             CheckpointError: the tokenizer cannot be read.
         """
-        folder = hello.tokenizer_folder
-        if earlier is not None and earlier.hello.tokenizer_folder == folder:
+        files, hello.tokenizer_files = hello.tokenizer_files, {}
+        if earlier is not None and hello.fingerprint and earlier.hello.fingerprint == hello.fingerprint:
             return cls(hello, earlier.tokenizer)
-        return cls(hello, None if folder is None else load_tokenizer(Path(folder)))
+        return cls(hello, load_tokenizer(Path("tokenizer"), files.get))

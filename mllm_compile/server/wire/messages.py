@@ -62,7 +62,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     default_params: dict[str, Any]
-    tokenizer_folder: str | None
+    tokenizer_files: dict[str, bytes]  # none: prompts are token ids
     fingerprint: str  # of the runtime: the same texts come from the same one
     seconds: float  # of its start
     stages: list[tuple[str, float]]
