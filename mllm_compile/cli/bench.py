@@ -17,6 +17,7 @@ from mllm_compile.errors import ConfigError
 if TYPE_CHECKING:
     from mllm_compile.bench.limits.roofline_report import Roofline
     from mllm_compile.bench.measure.results import BenchResult
+    from mllm_compile.bench.serving.load import ServeResult
 
 
 def _comma(numbers: Sequence[int]) -> str:
@@ -59,6 +60,7 @@ def make_bench_app() -> typer.Typer:
     app.command("startup")(startup_command)
     app.command("ablation")(ablation_command)
     app.command("roofline")(roofline_command)
+    app.command("serve")(serve_command)
     app.command("table")(table_command)
     return app
 
@@ -174,7 +176,54 @@ def roofline_command(
     _save_and_show(result, json_path, lambda: print_roofline(result, top, sys.stdout))
 
 
-def _save_and_show(result: BenchResult | Roofline, json_path: Path | None, show: Callable[[], None]) -> None:
+def serve_command(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODEL|URL", help="A model, which is served for it, or the URL of any OpenAI server."),
+    ],
+    rate: Annotated[str, typer.Option(help="Requests a second, arriving at random; inf: all at once.")] = "inf",
+    requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 100,
+    input_words: Annotated[int, typer.Option(help="Words of each prompt.")] = 256,
+    output_tokens: Annotated[int, typer.Option(help="New tokens of each request.")] = 128,
+    concurrency: Annotated[int | None, typer.Option(help="Most requests at once.", show_default="no bound")] = None,
+    slo_ttft: Annotated[float, typer.Option(help="A good request's first token comes within so many seconds.")] = 1.0,
+    slo_gap: Annotated[float, typer.Option(help="And its mean gap between tokens is at most so many.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="MLLM_API_KEY")] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Load a server over HTTP: percentiles of the first token and of gaps between tokens, and goodput, by rate."""
+    check_output_file("--json", json_path)
+
+    from mllm_compile.bench.serving.load import ServeWork, run_load
+    from mllm_compile.bench.serving.own_server import served
+    from mllm_compile.bench.show.serving import print_rates
+
+    try:
+        rates = tuple(float(part) for part in rate.split(","))
+    except ValueError:
+        raise ConfigError(f"--rate is {rate!r}; expected numbers separated by commas, such as 1,4,inf") from None
+    work = ServeWork(
+        rates=rates,
+        requests=requests,
+        input_words=input_words,
+        output_tokens=output_tokens,
+        concurrency=concurrency,
+        slo_ttft_s=slo_ttft,
+        slo_gap_s=slo_gap,
+        seed=seed,
+    )
+    if "://" in target:
+        result = run_load(target, api_key, work)
+    else:
+        with served(target) as url:
+            result = run_load(url, api_key, work)
+    _save_and_show(result, json_path, lambda: print_rates(result, sys.stdout))
+
+
+def _save_and_show(
+    result: BenchResult | Roofline | ServeResult, json_path: Path | None, show: Callable[[], None]
+) -> None:
     """Writes the file before the table, whose reader may stop reading, and shows the table also if the file fails."""
     try:
         if json_path is not None:

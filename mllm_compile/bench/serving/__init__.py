@@ -1,0 +1,1 @@
+"""Load for a server, and what its clients saw."""

@@ -1,0 +1,157 @@
+"""One request to an OpenAI server, and when each of its chunks came.
+
+Over asyncio's streams and httptools' parser: a client that costs more than the server would measure itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+
+from mllm_compile.bench.errors import BenchmarkError
+
+_PART = 1 << 16
+_TEXT = re.compile(rb'"text": ?"[^"]')  # of a chunk that has some
+_BAD = (OSError, asyncio.IncompleteReadError, httptools.HttpParserError, ValueError)
+
+
+@dataclass
+class Seen:
+    """One request as its client saw it; times are time.perf_counter().
+
+    Attributes:
+        started: when it was sent.
+        chunks: when each chunk with text came.
+        output_tokens, prompt_tokens: as the server's usage says.
+        error: what went wrong; None: it was answered.
+    """
+
+    started: float
+    chunks: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    error: str | None = None
+
+
+class _Response:
+    """Takes what the parser finds."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self.is_complete = False
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+
+
+class Server:
+    """The server that is measured.
+
+    Args:
+        url: its root, or its `/v1`.
+        api_key: sent where it is given.
+
+    Raises:
+        BenchmarkError: the URL is none.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise BenchmarkError(f"{url} is no URL of a server; expected such as http://127.0.0.1:8000")
+        self._host = parts.hostname
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._root = parts.path.rstrip("/").removesuffix("/v1")
+        self._key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+
+    async def get(self, path: str) -> Any:
+        """The JSON at a path.
+
+        Raises:
+            BenchmarkError: there is none.
+        """
+        try:
+            status, body = await self._ask("GET", path, b"", None)
+            return _json_of(status, body)
+        except _BAD as error:
+            raise BenchmarkError(
+                f"{self._host}:{self._port}{path}: no answer ({error or type(error).__name__})"
+            ) from None
+
+    async def stream(self, path: str, fields: dict[str, Any]) -> Seen:
+        """Runs one streamed request to its end."""
+        seen = Seen(time.perf_counter())
+        try:
+            status, body = await self._ask("POST", path, json.dumps(fields).encode(), seen)
+            if status != 200:
+                seen.error = f"{status} {bytes(body[:200]).decode(errors='replace')}"
+            else:
+                _read_usage(seen, body)
+        except _BAD as error:
+            seen.error = str(error) or type(error).__name__
+        seen.ended = time.perf_counter()
+        return seen
+
+    async def _ask(self, method: str, path: str, body: bytes, seen: Seen | None) -> tuple[int, bytearray]:
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        try:
+            head = (
+                f"{method} {self._root}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nconnection: close\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{self._key}\r\n"
+            )
+            writer.write(head.encode() + body)
+            response = _Response()
+            parser = httptools.HttpResponseParser(response)
+            while not response.is_complete:
+                part = await reader.read(_PART)
+                if not part:
+                    raise ConnectionError("the server closed the connection in the middle of an answer")
+                before = len(response.body)
+                parser.feed_data(part)
+                if seen is not None and _TEXT.search(response.body, before):
+                    seen.chunks.append(time.perf_counter())
+            return parser.get_status_code(), response.body
+        finally:
+            writer.close()
+
+
+def _json_of(status: int, body: bytearray) -> Any:
+    if status != 200:
+        raise ValueError(f"status {status}")
+    return json.loads(body)
+
+
+def _read_usage(seen: Seen, body: bytearray) -> None:
+    """Takes the counts of the last chunk that has them.
+
+    Raises:
+        ValueError: the stream ends with an error, or is none.
+    """
+    for line in reversed(bytes(body).split(b"\n\n")):
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise ValueError(str(chunk["error"].get("message", chunk["error"])))
+        if chunk.get("usage"):
+            seen.output_tokens = chunk["usage"]["completion_tokens"]
+            seen.prompt_tokens = chunk["usage"]["prompt_tokens"]
+            return
+    raise ValueError("the stream has no usage: the server does not know stream_options.include_usage")

@@ -1,0 +1,186 @@
+"""The load: requests that arrive at random, at each of several rates, and the figures of each rate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.serving.client import Seen, Server
+from mllm_compile.errors import ConfigError
+
+FORMAT = 1
+_QUANTILES = (0.5, 0.9, 0.99, 0.999)
+_WORDS = ("list", "dict", "value", "return", "object", "method", "class", "module", "file", "string", "number", "key")
+_PATH = "/v1/completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeWork:
+    """The load that is asked for.
+
+    Attributes:
+        rates: requests a second; inf: all at once.
+        requests: of each rate.
+        input_words, output_tokens: of each request; words are a token or two.
+        concurrency: most requests at once, None: as they arrive.
+        slo_ttft_s, slo_gap_s: a request is good whose first token and whose mean gap take no longer.
+        seed: of arrivals and prompts.
+    """
+
+    rates: tuple[float, ...]
+    requests: int = 100
+    input_words: int = 256
+    output_tokens: int = 128
+    concurrency: int | None = None
+    slo_ttft_s: float = 1.0
+    slo_gap_s: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "input_words", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; expected at least 1")
+        if not self.rates or not all(rate > 0 for rate in self.rates):
+            raise ConfigError("--rate: expected requests a second above 0, such as 1,4,16, or inf")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"--concurrency is {self.concurrency}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class RateResult:
+    """The figures of one rate; times in seconds, quantiles by their names (p50, …).
+
+    Attributes:
+        good: share of all requests that kept both limits.
+        errors: how many there were of each.
+        gaps: between chunks that follow each other.
+    """
+
+    rate: float | None  # None: all at once
+    seconds: float
+    requests: int
+    answered: int
+    prompt_tokens: int
+    output_tokens: int
+    output_tokens_per_second: float
+    good: float
+    goodput: float  # good requests a second
+    ttft: dict[str, float]
+    gaps: dict[str, float]
+    e2e: dict[str, float]
+    errors: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ServeResult:
+    """All rates of a run."""
+
+    server: str
+    model: str
+    work: dict[str, Any]
+    rates: tuple[RateResult, ...]
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+
+def run_load(url: str, api_key: str | None, work: ServeWork) -> ServeResult:
+    """Runs every rate, one after another.
+
+    Raises:
+        BenchmarkError: there is no such server, or it answers nothing.
+    """
+    return asyncio.run(_run(Server(url, api_key), url, work))
+
+
+async def _run(server: Server, url: str, work: ServeWork) -> ServeResult:
+    model = (await server.get("/v1/models"))["data"][0]["id"]
+    warm = await server.stream(_PATH, _fields(model, random.Random(-1), work))
+    if warm.error is not None:
+        raise BenchmarkError(f"{url} does not answer the first request: {warm.error}")
+    rates = [await _run_rate(server, model, rate, work) for rate in work.rates]
+    told = {**asdict(work), "rates": [None if math.isinf(rate) else rate for rate in work.rates]}
+    return ServeResult(url, model, told, tuple(rates))
+
+
+def _fields(model: str, rng: random.Random, work: ServeWork) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": " ".join(rng.choices(_WORDS, k=work.input_words)),
+        "max_tokens": work.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def _run_rate(server: Server, model: str, rate: float, work: ServeWork) -> RateResult:
+    rng = random.Random(work.seed)
+    bound = asyncio.Semaphore(work.concurrency or work.requests)
+    arrival = 0.0
+    tasks = []
+    begin = time.perf_counter()
+
+    async def one(after: float, fields: dict[str, Any]) -> Seen:
+        await asyncio.sleep(begin + after - time.perf_counter())
+        async with bound:
+            return await server.stream(_PATH, fields)
+
+    for _ in range(work.requests):
+        tasks.append(asyncio.ensure_future(one(arrival, _fields(model, rng, work))))
+        arrival += 0.0 if math.isinf(rate) else rng.expovariate(rate)
+    seen = await asyncio.gather(*tasks)
+    return figures(rate, time.perf_counter() - begin, seen, work)
+
+
+def figures(rate: float, seconds: float, seen: Sequence[Seen], work: ServeWork) -> RateResult:
+    """The figures of what the clients of one rate saw."""
+    answered = [one for one in seen if one.error is None and one.chunks]
+    errors: dict[str, int] = {}
+    for one in seen:
+        if one.error is not None or not one.chunks:
+            name = (one.error or "no text")[:80]
+            errors[name] = errors.get(name, 0) + 1
+    gaps = [gap for one in answered for gap in np.diff(one.chunks).tolist()]
+    good = sum(_is_good(one, work) for one in answered)
+    output_tokens = sum(one.output_tokens for one in answered)
+    return RateResult(
+        rate=None if math.isinf(rate) else rate,
+        seconds=seconds,
+        requests=len(seen),
+        answered=len(answered),
+        prompt_tokens=sum(one.prompt_tokens for one in answered),
+        output_tokens=output_tokens,
+        output_tokens_per_second=output_tokens / seconds,
+        good=good / len(seen),
+        goodput=good / seconds,
+        ttft=_quantiles([one.chunks[0] - one.started for one in answered]),
+        gaps=_quantiles(gaps),
+        e2e=_quantiles([one.ended - one.started for one in answered]),
+        errors=errors,
+    )
+
+
+def _is_good(seen: Seen, work: ServeWork) -> bool:
+    if seen.chunks[0] - seen.started > work.slo_ttft_s:
+        return False
+    gap = (seen.chunks[-1] - seen.chunks[0]) / max(1, seen.output_tokens - 1)
+    return gap <= work.slo_gap_s
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = np.quantile(np.array(values), _QUANTILES).tolist()
+    return {f"p{q * 100:g}": value for q, value in zip(_QUANTILES, found, strict=True)}

@@ -1,0 +1,42 @@
+"""The table of a server under load."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from mllm_compile.bench.serving.load import RateResult, ServeResult
+from mllm_compile.process.console import print_table
+
+_COLUMNS = (
+    "rate", "answered", "tokens/s", "first p50 ms", "p90", "p99", "gap p50 ms", "p99", "p99.9", "good", "good/s",
+)  # fmt: skip
+
+
+def print_rates(result: ServeResult, stream: TextIO) -> None:
+    """Prints a line a rate, and what went wrong."""
+    words, tokens = result.work["input_words"], result.work["output_tokens"]
+    title = f"{result.model} at {result.server}: {words} words in, {tokens} tokens out"
+    print_table(stream, title, _COLUMNS, [_row(rate) for rate in result.rates])
+    for rate in result.rates:
+        for error, count in rate.errors.items():
+            print(f"rate {_rate(rate)}: {count} × {error}", file=stream)
+
+
+def _row(rate: RateResult) -> tuple[str, ...]:
+    return (
+        _rate(rate),
+        f"{rate.answered}/{rate.requests}",
+        f"{rate.output_tokens_per_second:.1f}",
+        *(_ms(rate.ttft, name) for name in ("p50", "p90", "p99")),
+        *(_ms(rate.gaps, name) for name in ("p50", "p99", "p99.9")),
+        f"{100 * rate.good:.0f} %",
+        f"{rate.goodput:.2f}",
+    )
+
+
+def _rate(rate: RateResult) -> str:
+    return "all at once" if rate.rate is None else f"{rate.rate:g}/s"
+
+
+def _ms(quantiles: dict[str, float], name: str) -> str:
+    return f"{quantiles[name] * 1e3:.1f}" if name in quantiles else "-"
