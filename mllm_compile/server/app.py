@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -16,10 +19,11 @@ from mllm_compile.server.api.anthropic import MessagesRequest
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
 from mllm_compile.server.api.responses import ResponsesRequest
+from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
-from mllm_compile.server.http import Receive, Scope, header, respond_error
+from mllm_compile.server.http import Receive, Scope, header, respond, respond_error
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -66,7 +70,7 @@ def paths_of() -> list[tuple[str, str]]:
 def make_app(front: Front) -> App:
     """The application of a front."""
     routes = [Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in _ROUTES]
-    app: App = _Guarded(Router(routes), front.options.api_keys)
+    app: App = _Guarded(Router(routes), front.options.api_keys, front.options.allowed_origins)
     if front.options.allowed_origins:
         app = CORSMiddleware(  # type: ignore[assignment]
             app,  # type: ignore[arg-type]
@@ -81,9 +85,10 @@ def make_app(front: Front) -> App:
 class _Guarded:
     """Asks for a key on every path but the open ones, and answers what an endpoint did not catch."""
 
-    def __init__(self, app: Router, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: Router, keys: tuple[str, ...], origins: tuple[str, ...]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,6 +97,11 @@ class _Guarded:
             return
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
             error = ApiError(401, "this server needs a key: Authorization: Bearer KEY", code="invalid_api_key")
+            asks = [(b"www-authenticate", b'Basic realm="mllm-compile", charset="UTF-8"')]  # of a browser
+            await respond(send, error.body, status=401, headers=[*JSON, *(asks if scope["path"] == "/" else [])])
+            return
+        if not self._may_ask(scope):
+            error = ApiError(403, "pages of other sites may not ask this server; see --allowed-origin", code="origin")
             await respond_error(send, error)
             return
         scope["app"] = self  # so that the router raises what it does not find
@@ -109,9 +119,19 @@ class _Guarded:
             except RuntimeError:  # the answer had begun
                 raise error from None
 
+    def _may_ask(self, scope: Scope) -> bool:
+        """True unless a browser says that a page of another site asks: it need not be able to read the answer."""
+        origin = header(scope, b"origin")
+        if origin is None or origin in self._origins:
+            return True
+        return urlsplit(origin).netloc == header(scope, b"host")
+
     def _has_key(self, scope: Scope) -> bool:
-        bearer = (header(scope, b"authorization") or "").removeprefix("Bearer ").strip()
-        given = (bearer or header(scope, b"x-api-key") or "").encode("latin-1")
+        kind, _, value = (header(scope, b"authorization") or "").partition(" ")
+        if kind == "Basic":  # a browser's: any name, and the key as password
+            with contextlib.suppress(ValueError):
+                value = base64.b64decode(value, validate=True).decode().partition(":")[2]
+        given = (value.strip() or header(scope, b"x-api-key") or "").encode()
         # All are compared: how long it takes says nothing about which one is nearly right.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +26,20 @@ from mllm_compile.version import __version__
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
 Endpoint = Callable[[Front], Answer]
 _MOST_TOKENS = 1 << 20
+
+
+def _page(front: Front) -> Answer:
+    page = Path(__file__).with_name("page.html").read_bytes()
+    headers = [
+        (b"content-type", b"text/html; charset=utf-8"),
+        (b"content-security-policy", b"default-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"),
+        (b"x-content-type-options", b"nosniff"),
+    ]
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, page, headers=headers)
+
+    return answer
 
 
 def _health(front: Front) -> Answer:
@@ -199,6 +214,7 @@ def _json(
 
 
 ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
+    ("GET", "/", _page),
     ("GET", "/health", _health),
     ("GET", "/ready", _ready),
     ("GET", "/version", _version),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +63,28 @@ def test_what_is_not_there_is_said_in_openais_shape(server):
     assert embeddings.status == 404
     assert "generates text" in embeddings.error["message"]
     assert server.get("/v1/models/none", headers=key).error["code"] == "model_not_found"
+
+
+def test_a_browser_gets_the_page_with_the_key_as_password(server):
+    asked = server.get("/")
+    assert asked.status == 401
+    assert asked.headers["www-authenticate"].startswith("Basic ")
+    for login, status in ((f"me:{KEY}", 200), (f"{KEY}:", 401), ("me:wrong", 401), ("nothing", 401)):
+        answer = server.get("/", headers={"authorization": "Basic " + base64.b64encode(login.encode()).decode()})
+        assert answer.status == status, login
+    page = server.get("/", headers={"authorization": f"Bearer {KEY}"})
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for path in re.findall(r'fetch\("([^"]+)"', page.body.decode()):
+        assert path in {path for _, path in paths_of()}
+
+
+def test_a_page_of_another_site_may_not_ask(server):
+    key = {"authorization": f"Bearer {KEY}"}
+    body = {"prompt": "x", "max_tokens": 1}
+    for origin, status in (
+        (server.url, 200), ("https://a.example", 200), ("https://b.example", 403), ("null", 403), ("x" * 99, 403),
+    ):  # fmt: skip
+        assert server.post("/v1/completions", body, headers={**key, "origin": origin}).status == status, origin
 
 
 def test_an_empty_bearer_is_no_key_where_none_is_needed():
