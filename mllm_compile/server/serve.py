@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import resource
 import signal
 import socket
 import sys
@@ -34,9 +35,17 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
     Raises:
         MllmError: the port cannot be had, or the engine cannot be started.
     """
+    _allow_connections()
     listener = _listen(options)
     front = Front(options, command_of or command_line(options.model, options.how))
     uvloop.run(_serve(front, listener))
+
+
+def _allow_connections() -> None:
+    """Lets this process have as many open files as it may: each connection is one, and 1,024 is a usual bound."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(options: ServeOptions) -> socket.socket:
