@@ -18,6 +18,7 @@ import typer
 
 from mllm_compile.cli.bench import make_bench_app
 from mllm_compile.cli.cache import make_cache_app
+from mllm_compile.cli.chat import chat_command
 from mllm_compile.cli.compile import compile_command
 from mllm_compile.cli.explain import explain_command
 from mllm_compile.cli.generate import generate_command
@@ -37,6 +38,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compile": compile_command,
     "generate": generate_command,
     "serve": serve_command,
+    "chat": chat_command,
     "inspect": inspect_command,
     "explain": explain_command,
 }

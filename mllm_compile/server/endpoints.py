@@ -32,7 +32,10 @@ def _page(front: Front) -> Answer:
     page = Path(__file__).with_name("page.html").read_bytes()
     headers = [
         (b"content-type", b"text/html; charset=utf-8"),
-        (b"content-security-policy", b"default-src 'self' 'unsafe-inline' data:; frame-ancestors 'none'; base-uri 'none'"),
+        (
+            b"content-security-policy",
+            b"default-src 'self' 'unsafe-inline' data:; frame-ancestors 'none'; base-uri 'none'",
+        ),
         (b"x-content-type-options", b"nosniff"),
     ]
 

@@ -27,7 +27,7 @@ CommandLine = Callable[[str, str], Sequence[str]]
 
 def command_line(model: str, how: str) -> CommandLine:
     """The command that serves a model to sockets at two addresses."""
-    return lambda commands, tidings: [sys.executable, "-m", _MODULE, model, commands, tidings, how]
+    return lambda commands, tidings: [sys.executable, "-P", "-m", _MODULE, model, commands, tidings, how]
 
 
 class EngineLink:

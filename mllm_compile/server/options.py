@@ -45,9 +45,9 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port: expected a number from 0 to 65535, got {self.port}")
-        for name in ("api_keys", "served_names"):
-            if any(not value or not value.isascii() or not value.isprintable() for value in getattr(self, name)):
-                raise ConfigError(f"--{name[:-1].replace('_', '-')}: expected printable ASCII characters")
+        for option, values in (("--api-key", self.api_keys), ("--served-model-name", self.served_names)):
+            if any(not value or not value.isascii() or not value.isprintable() for value in values):
+                raise ConfigError(f"{option}: expected printable ASCII characters")
         if self.max_queue is not None and self.max_queue < 1:
             raise ConfigError(f"--max-queue: expected at least 1, got {self.max_queue}")
         for name in ("max_queue_s", "request_timeout_s", "sleep_after_s", "stuck_after_s"):

@@ -21,7 +21,7 @@ logger = logging.getLogger("mllm_compile.server")
 STARTING, READY, ASLEEP, ENDED = "starting", "ready", "asleep", "ended"
 _TICK_S = 0.25
 _STEPS_TO_BE_STUCK = 100
-_TIMES_UNTIL_KILLED = 2  # of the time after which a step counts as stuck
+_TIMES_UNTIL_KILLED = 3  # of the time after which a step counts as stuck
 _MOST_FAILED_STARTS = 5
 
 

@@ -35,11 +35,11 @@ PROMPT = "Return a new list containing the items of the mapping in the order of 
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process."""
+def cpu_of(pid: int) -> np.ndarray:
+    """CPU seconds of a process: its own, the kernel's for it."""
     with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
+    return np.array([int(fields[11]), int(fields[12])]) / _TICK
 
 
 async def read_streams(port: int, count: int, tokens: int) -> int:
@@ -65,21 +65,21 @@ async def read_streams(port: int, count: int, tokens: int) -> int:
     return sum(await asyncio.gather(*(one() for _ in range(count))))
 
 
-def front_cost(streams: int, tokens: int, runs: int) -> float:
-    """CPU seconds of the front a chunk, the requests' own cost included."""
+def front_cost(streams: int, tokens: int, runs: int) -> np.ndarray:
+    """CPU seconds of the front a chunk, the requests' own cost included: its own, the kernel's for it."""
     limits = {
         "max_running_requests": streams, "max_num_batched_tokens": 8192, "max_model_len": 4096,
         "num_pages": streams * (tokens // 4 + 40),
     }  # fmt: skip
-    best = float("inf")
+    found = []
     options = {"max_queue": 4 * streams}
     with fake_server(options, {"limits": limits, "delay_s": 0.005, "quick": True}) as server:
         asyncio.run(read_streams(server.port, 1, 2))
         for _ in range(runs):
             before = cpu_of(server.process.pid)
             chunks = asyncio.run(read_streams(server.port, streams, tokens))
-            best = min(best, (cpu_of(server.process.pid) - before) / chunks)
-    return best
+            found.append((cpu_of(server.process.pid) - before) / chunks)
+    return min(found, key=np.sum)
 
 
 class _Runner:
@@ -164,8 +164,8 @@ def lines(streams: int, tokens: int, runs: int) -> Iterator[str]:
     plain = min(engine_cost(streams, tokens, False) for _ in range(runs))
     served = min(engine_cost(streams, tokens, True) for _ in range(runs))
     yield f"engine's thread, {streams} requests: {plain * 1e3:.3f} ms a step, served {served * 1e3:.3f} ms"
-    front = front_cost(streams, tokens, runs)
-    yield f"front, {streams} streams of {tokens} chunks: {front * 1e6:.1f} µs of CPU a chunk"
+    own, kernel = (front_cost(streams, tokens, runs) * 1e6).tolist()
+    yield f"front, {streams} streams of {tokens} chunks: {own:.1f} µs of CPU a chunk, {kernel:.1f} µs of the kernel's"
 
 
 def main() -> None:

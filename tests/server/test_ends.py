@@ -92,7 +92,7 @@ def test_a_killed_engine_is_told_to_every_client_and_is_back():
 def test_a_stuck_step_is_seen_and_the_engine_made_anew(tmp_path):
     stuck = tmp_path / "stuck"
     with (
-        fake_server({"stuck_after_s": 1.5}, SLOW, {"MLLM_FAKE_STUCK": str(stuck)}) as server,
+        fake_server({"stuck_after_s": 1.2}, SLOW, {"MLLM_FAKE_STUCK": str(stuck)}) as server,
         ThreadPoolExecutor() as threads,
     ):
         running = begin(server, threads, 3000)

@@ -1,0 +1,77 @@
+"""`mllm-compile chat`: what is typed, and what is answered."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mllm_compile.cli import run
+from mllm_compile.cli.chat import _engine, converse
+from tests.fakes import FakeStepRunner, fake_engine, recite
+from tests.server.harness import Server, fake_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with fake_server({"api_keys": ["k"]}) as server:
+        yield server
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+
+
+def test_each_answer_is_printed_with_its_speed_and_the_conversation_goes_on(monkeypatch, capsys):
+    asked: list[Any] = []
+
+    def ask(messages: list[dict[str, str]], settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
+        asked.append(([message["content"] for message in messages], dict(settings)))
+        yield "an", 1
+        yield "swer", 2
+
+    typed(
+        monkeypatch, "one", "", "/set temperature 0.5", "two", "/reset", "/set temperature null", "three", "/nonsense"
+    )
+    converse(ask, "be brief", {"max_tokens": 3})
+    assert asked == [
+        (["be brief", "one"], {"max_tokens": 3}),
+        (["be brief", "one", "answer", "two"], {"max_tokens": 3, "temperature": 0.5}),
+        (["be brief", "three"], {"max_tokens": 3}),
+    ]
+    told = capsys.readouterr()
+    assert told.out == "answer\n" * 3
+    assert told.err.count("3 tokens") == 3
+    assert "/reset forgets" in told.err
+
+
+def test_a_refusal_is_told_and_its_message_forgotten(monkeypatch, capsys):
+    with fake_engine(FakeStepRunner(recite("hi"))) as engine:
+        typed(monkeypatch, "/set top_p 7", "one", "/set top_p 1", "/set no_such 1", "two", "/set no_such null", "say:")
+        converse(_engine(engine), None, {"temperature": 0})
+    told = capsys.readouterr()
+    assert told.err.count("error: ") == 2
+    assert "top_p: expected a number" in told.err
+    assert told.out.endswith("\n")
+
+
+def test_a_server_is_chatted_with_by_its_url(server, monkeypatch, capsys):
+    typed(monkeypatch, "def")
+    assert run(["chat", server.url, "--api-key", "k", "--max-tokens", "5", "--temperature", "0"]) == 0
+    told = capsys.readouterr()
+    body = {"messages": [{"role": "user", "content": "def"}], "max_tokens": 5, "temperature": 0}
+    answer = server.post("/v1/chat/completions", body, headers={"authorization": "Bearer k"}).json
+    assert told.out == answer["choices"][0]["message"]["content"] + "\n"
+    assert "5 tokens" in told.err
+
+
+def test_a_server_that_refuses_or_is_not_there_is_one_line(server, monkeypatch, capsys):
+    typed(monkeypatch, "def")
+    assert run(["chat", server.url, "--api-key", "wrong"]) == 0
+    assert "answers 401: this server needs a key" in capsys.readouterr().err
+    typed(monkeypatch, "def")
+    assert run(["chat", "http://127.0.0.1:1"]) == 0
+    assert "refused" in capsys.readouterr().err
+    assert run(["chat", "ftp://x"]) == 2

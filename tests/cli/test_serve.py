@@ -1,0 +1,57 @@
+"""`mllm-compile serve`: what is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from mllm_compile.cli import run
+from mllm_compile.errors import ConfigError
+from mllm_compile.server.options import ServeOptions, seconds_of
+
+TINY = "configs/tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no/such/model.yaml"], "no/such/model.yaml"),
+        ([TINY, "--port", "70000"], "--port: expected a number from 0 to 65535, got 70000"),
+        ([TINY, "--max-queue", "0"], "--max-queue: expected at least 1"),
+        ([TINY, "--sleep-after", "soon"], "--sleep-after: expected a time such as 90s, 5m or 2h, got 'soon'"),
+        ([TINY, "--request-timeout", "0"], "--request-timeout: expected more than 0 s"),
+        ([TINY, "--api-key", ""], "--api-key: expected printable ASCII characters"),
+        ([TINY, "--served-model-name", "a\nb"], "--served-model-name: expected printable"),
+        ([TINY, "--api-key-file", "/no/such/file"], "--api-key-file: /no/such/file cannot be read"),
+        ([TINY, "--host", "no.such.host.invalid"], "cannot be listened at"),
+        ([TINY, "--quiet", "--verbose"], "give one of them"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(capsys, arguments, says):
+    assert run(["serve", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_keys_come_from_options_the_environment_and_a_file(monkeypatch, tmp_path):
+    from mllm_compile.server import serve
+
+    started: list[ServeOptions] = []
+    monkeypatch.setattr(serve, "run_server", started.append)
+    monkeypatch.setenv("MLLM_API_KEY", "of-environment")
+    file = tmp_path / "keys"
+    file.write_text("first\n\n second \n")
+    assert run(["serve", TINY, "--api-key", "given", "--api-key-file", str(file), "--sleep-after", "5m"]) == 0
+    assert started[0].api_keys == ("given", "of-environment", "first", "second")
+    assert started[0].sleep_after_s == 300
+    file.write_text("\n")
+    assert run(["serve", TINY, "--api-key-file", str(file)]) == 2
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5s", 1.5), ("5m", 300), ("2h", 7200), (None, None)])
+def test_times_have_units(text, seconds):
+    assert seconds_of("--x", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "x5", "5d"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(ConfigError, match="expected a time"):
+        seconds_of("--x", text)
