@@ -99,8 +99,17 @@ class EngineLink:
         self.exited.set()
 
     async def close(self) -> None:
-        """Ends the process, which gives back what it holds; kills it where that takes long."""
+        """Ends a ready engine's process, which gives back what it holds; kills it where that takes long."""
         self.send(Close())
+        await self._end()
+
+    async def interrupt(self) -> None:
+        """Ends a process that starts; what it was compiling removes its temporary files."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        await self._end()
+
+    async def _end(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self.exited.wait()

@@ -68,7 +68,7 @@ class Front:
                 "engine_ready": ("1: an engine is ready.", None, lambda: self.supervisor.state == READY),
                 "engine_restarts": ("Engines that were lost.", None, lambda: self.supervisor.restarts),
             },
-            lambda: self.supervisor.stats if self.supervisor.state == READY else {},
+            lambda: self.supervisor.stats,
         )
 
     def _engine_ready(self, facts: EngineFacts) -> None:
@@ -137,7 +137,12 @@ class Front:
         Raises:
             ApiError: there is no such model, or none will be ready.
         """
-        facts = await self.supervisor.ready()
+        limits = (self.options.max_queue_s, self.options.request_timeout_s)
+        try:
+            async with asyncio.timeout(min((limit for limit in limits if limit is not None), default=None)):
+                facts = await self.supervisor.ready()
+        except TimeoutError:
+            raise not_ready(f"the engine is not ready: {self.supervisor.stage}", "starting") from None
         self.names.check(model)
         return facts
 
@@ -147,6 +152,7 @@ class Front:
         Raises:
             ApiError: it is refused.
         """
+        arrived_s = time.monotonic()
         self.check_open()
         headers = self.ignored_headers(request.ignored)
         count = request.num_prompts
@@ -161,6 +167,7 @@ class Front:
                 raise not_ready("the engine is gone. It starts again.", "engine_lost")
             name = self._name(prefix, request.fields.request_id, header_id)
             job = self._job(name, request, plan, facts, send, client, headers)
+            job.arrived_s = arrived_s
         except BaseException:
             for _ in range(count):
                 self.admission.leave()

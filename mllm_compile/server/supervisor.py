@@ -20,6 +20,7 @@ logger = logging.getLogger("mllm_compile.server")
 
 STARTING, READY, ASLEEP, ENDED = "starting", "ready", "asleep", "ended"
 _TICK_S = 0.25
+_AT_REST = {"running": 0, "waiting": 0, "kv_pages_used": 0, "tokens_per_second": 0.0, "prompt_tokens_per_second": 0.0}
 _STEPS_TO_BE_STUCK = 100
 _TIMES_UNTIL_KILLED = 3  # of the time after which a step counts as stuck
 _MOST_FAILED_STARTS = 5
@@ -153,6 +154,7 @@ class Supervisor:
         self._link = link = EngineLink(self._command_of, self._on_step, self._on_tiding)
         try:
             if not await self._started(link, self._hello):
+                await link.interrupt()
                 return False
             await self._serve(link)
             return True
@@ -211,6 +213,8 @@ class Supervisor:
 
     def _enter(self, state: str) -> None:
         self.state = state
+        if state != READY and self.stats:
+            self.stats = self.stats | _AT_REST
         self._ready.set()  # who waits looks again
 
     @staticmethod

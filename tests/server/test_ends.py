@@ -124,6 +124,14 @@ def test_requests_wait_for_an_engine_that_starts():
         assert server.complete().status == 200
 
 
+def test_a_server_that_starts_ends_at_a_signal():
+    with fake_server(settings={"start_s": 60.0}, waits=False) as server:
+        eventually(server.engine_pids)
+        (engine,) = server.engine_pids()
+        assert server.end() == 0
+        assert is_gone(engine)
+
+
 def test_a_client_that_leaves_before_the_engine_is_ready_is_forgotten():
     with fake_server(settings={"start_s": 2.0}, waits=False) as server:
         connection = server.open("/v1/completions", LONG)

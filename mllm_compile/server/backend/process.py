@@ -189,7 +189,8 @@ def _make_engine(model: str) -> MakeEngine:
 def main() -> None:
     """Entry point of the process: MODEL, the addresses of the front's sockets, and how much to show."""
     model, commands, tidings, how = sys.argv[1:]
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    level = logging.WARNING if how == "quiet" else logging.INFO
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level)
     reporter = NullReporter() if how == "quiet" else reporter_for(plain_lines=True, details=how == "verbose")
     with kept_bytecode(), ended_by_sigterm():
         code = EngineServer(commands, tidings).run(_make_engine(model), reporter)
