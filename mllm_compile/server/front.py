@@ -24,7 +24,7 @@ from mllm_compile.server.http import Bodies
 from mllm_compile.server.metrics import Metrics
 from mllm_compile.server.names import ModelNames
 from mllm_compile.server.options import ServeOptions
-from mllm_compile.server.request_log import request_over
+from mllm_compile.server.request_log import request_over, request_refused
 from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
 
 logger = logging.getLogger("mllm_compile.server")
@@ -64,9 +64,13 @@ class Front:
             {
                 "requests_waiting": ("Prompts that wait.", "num_requests_waiting", lambda: self.admission.waiting),
                 "connections_generating": ("Requests in work.", None, lambda: len(self.dispatcher.jobs)),
-                "requests_refused": ("Requests refused as the queue was full.", None, lambda: self.admission.refused),
+                "requests_refused_total": (
+                    "Requests that a full queue refused.",
+                    None,
+                    lambda: self.admission.refused,
+                ),
                 "engine_ready": ("1: an engine is ready.", None, lambda: self.supervisor.state == READY),
-                "engine_restarts": ("Engines that were lost.", None, lambda: self.supervisor.restarts),
+                "engine_restarts_total": ("Engines that were lost.", None, lambda: self.supervisor.restarts),
             },
             lambda: self.supervisor.stats,
         )
@@ -100,6 +104,10 @@ class Front:
                 "seconds": f"{time.monotonic() - supervisor.stage_since_s:.1f}",
             }
         return is_ready, state
+
+    def refused(self, error: ApiError, client: str) -> None:
+        """Logs and counts a request that did not begin."""
+        request_refused(error, self.metrics, client)
 
     def check_open(self) -> None:
         """

@@ -33,18 +33,23 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
     """The endpoint of an interface."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        client = (header(scope, b"user-agent") or "-")[:60]
+
+        async def refuse(error: ApiError) -> None:
+            front.refused(error, client)
+            await respond_error(send, error, kind.refusal(error))
+
         try:
             request = kind(await front.bodies.read(receive))
         except ClientGoneError:
             return
         except ApiError as error:
-            await respond_error(send, error, kind.refusal(error))
+            await refuse(error)
             return
-        client = header(scope, b"user-agent") or "-"
         # From here on there is nothing to receive but the client's leave.
         gone = asyncio.ensure_future(receive())
         starting = asyncio.ensure_future(
-            front.start(request, kind.prefix, send, client[:60], header(scope, b"x-request-id"))
+            front.start(request, kind.prefix, send, client, header(scope, b"x-request-id"))
         )
         try:
             await asyncio.wait({gone, starting}, return_when=asyncio.FIRST_COMPLETED)
@@ -52,7 +57,7 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
                 return
             job = starting.result()
         except ApiError as error:
-            await respond_error(send, error, kind.refusal(error))
+            await refuse(error)
             return
         finally:
             starting.cancel()

@@ -48,7 +48,7 @@ class Metrics:
 
     Args:
         model: the label of vLLM's names.
-        live: the front's gauges by name, with what each is.
+        live: the front's figures by name, with what each is; a counter's name ends in _total.
         engine: the engine's last figures, {} before the first.
     """
 
@@ -77,9 +77,13 @@ class Metrics:
     def _counter(self, name: str, what: str, labels: list[str]) -> Counter:
         return Counter(f"mllm:{name}", what, labels, registry=self._registry)
 
+    def response(self, status: int) -> None:
+        """Counts a response of a request that was to generate."""
+        self._responses.labels(str(status)).inc()
+
     def request_over(self, job: Job) -> None:
         """Counts a request that is over."""
-        self._responses.labels(str(job.status)).inc()
+        self.response(job.status)
         self.prompt_tokens += job.num_prompt_tokens
         self.generated_tokens += job.num_output_tokens
         for choice in job.choices:
@@ -118,7 +122,8 @@ class _EngineFigures(Collector):
         stats = self._engine()
         label = {"model_name": self._model()}
         for name, (what, alias, read) in self._live.items():
-            yield from _both(GaugeMetricFamily, name, alias, what, read(), label)
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield from _both(family, name, alias, what, read(), label)
         yield from _both(
             CounterMetricFamily, "prompt_tokens", "prompt_tokens", "Prompt tokens.", self._own.prompt_tokens, label
         )

@@ -5,10 +5,17 @@ from __future__ import annotations
 import logging
 import time
 
+from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.metrics import Metrics
 
 logger = logging.getLogger("mllm_compile.server")
+
+
+def request_refused(error: ApiError, metrics: Metrics, client: str) -> None:
+    """Logs and counts a request that was refused at the door; not the message, which may quote it."""
+    metrics.response(error.status)
+    logger.info("- %d %s client %s", error.status, " ".join(filter(None, (error.code, error.param))) or "-", client)
 
 
 def request_over(job: Job, metrics: Metrics, client: str) -> None:

@@ -86,7 +86,7 @@ def test_a_killed_engine_is_told_to_every_client_and_is_back():
         assert server.complete().status == 200  # waits for the next engine
         assert server.engine_pids() != [engine]
         assert server.get("/health").json == {"state": "ready"}
-        assert server.figure("mllm:engine_restarts") == 1
+        assert server.figure("mllm:engine_restarts_total") == 1
 
 
 def test_a_stuck_step_is_seen_and_the_engine_made_anew(tmp_path):

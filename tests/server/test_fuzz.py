@@ -66,7 +66,7 @@ def run(server: Server, count: int) -> None:
             assert json.loads(answer)["error"]["message"], body
     assert {200, 400} <= statuses
     assert "Traceback" not in server.said
-    assert server.figure("mllm:engine_restarts") == 0
+    assert server.figure("mllm:engine_restarts_total") == 0
     assert server.figure("mllm:requests_waiting") == 0
     assert server.complete().status == 200
 

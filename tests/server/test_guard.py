@@ -135,4 +135,5 @@ def test_the_log_has_no_prompts(server):
     server.post("/v1/completions", {"prompt": "a very secret text", "max_tokens": 2}, headers=key)
     server.post("/v1/completions", {"prompt": "a very secret text", "max_tokens": -2}, headers=key)
     assert "200 in " in server.said
+    assert "- 400 max_tokens client" in server.said
     assert "secret" not in server.said

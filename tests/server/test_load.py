@@ -68,7 +68,7 @@ def test_too_many_requests_are_refused_at_once_and_told_when_to_come_again(serve
         if answer.status == 429:
             assert answer.error["code"] == "queue_full"
             assert 1 <= int(answer.headers["retry-after"]) <= 60
-    assert server.figure("mllm:requests_refused") >= statuses.count(429)
+    assert server.figure("mllm:requests_refused_total") >= statuses.count(429)
 
 
 def test_a_list_longer_than_the_queue_is_taken_when_nothing_waits(server):
