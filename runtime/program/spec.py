@@ -21,7 +21,7 @@ from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.ops import family
 
-TOKEN_INPUTS = ("input_ids", "positions")
+TOKEN_INPUTS = ("input_ids", "positions", "slots")
 ROW_INPUT = "logits_indices"
 BATCH_INPUTS = (*TOKEN_INPUTS, ROW_INPUT)
 
