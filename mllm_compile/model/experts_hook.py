@@ -71,10 +71,16 @@ def check_choices(config: Any) -> None:
             )
 
 
+def expert_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters [E, …] of all experts that follow Transformers' interface."""
+    layers = [module for module in model.modules() if hasattr(module, "is_concatenated")]  # the interface's decorator
+    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
 @contextmanager
 def experts_as_ops(model: PreTrainedModel) -> Iterator[None]:
     """Within the context, layers of experts that follow Transformers' interface emit ops of ours."""
-    if not any(hasattr(module, "is_concatenated") for module in model.modules()):
+    if not expert_parameters(model):
         yield
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
