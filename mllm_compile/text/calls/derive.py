@@ -1,0 +1,435 @@
+"""Finds out from a model's chat template how the model writes calls and reasoning.
+
+An answer with known calls is rendered; what stands around their names and arguments is the syntax. It is taken only if
+the parser reads by it what the template writes: one call, two, nested arguments, with text ahead. Otherwise, or if
+calls open with nothing to tell them by, a known syntax is taken that the template's source has the texts of.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from mllm_compile.errors import RequestError
+from mllm_compile.text.calls.events import ArgumentsDelta, CallStart, ContentDelta, Event
+from mllm_compile.text.calls.known import known_calls, known_reasoning
+from mllm_compile.text.calls.parser import CallParser
+from mllm_compile.text.calls.syntax import (
+    SPACE,
+    CallSyntax,
+    Channels,
+    ChatSyntax,
+    JsonObject,
+    NameThenJson,
+    Parameters,
+    Reasoning,
+)
+from mllm_compile.text.calls.tools import read_tools
+
+_UNIT = re.compile(r"\s+|<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|.", re.DOTALL)
+_TAG_AHEAD = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\s*$")
+_TAG_BEHIND = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
+_MOST_RENDERED = 1 << 20  # characters: the probes are small, and what is much longer is no chat
+_MOST_OBJECTS = 64  # that are tried in a rendered answer
+
+_NAMES = ("zqfirst", "zqsecond")
+_KEYS = ("zqkeya", "zqkeyb")
+_ARGUMENTS = ({"zqkeya": "zqvala", "zqkeyb": "zqvalb"}, {"zqkeya": "zqvalc", "zqkeyb": "zqvald"})
+_NUMBER = {"zqkeyf": 7071}
+_NESTED = {"zqkeya": "a < b,\n  'c' \"d\"", "zqkeyc": {"e": [1, {"f": "g"}]}, "zqkeyd": [0.5, "h"], "zqkeye": True}
+_PLAIN = _NESTED | {"zqkeya": "a < b, c"}  # templates of Python's look escape nothing
+_TYPES = {
+    "zqkeya": "string", "zqkeyb": "string", "zqkeyc": "object", "zqkeyd": "array", "zqkeye": "boolean",
+    "zqkeyf": "integer",
+}  # fmt: skip
+_CONTENT, _REASONING = "Zqcontent", "Zqreasoning"
+_IDS = (("call_zq0000000000000000000001", "call_zq0000000000000000000002"), ("zq0000001", "zq0000002"))
+
+
+def _tool(name: str) -> dict[str, Any]:
+    properties = {key: {"type": kind, "description": "One."} for key, kind in _TYPES.items()}
+    parameters = {"type": "object", "properties": properties, "required": []}
+    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+
+
+_TOOLS = [_tool(name) for name in _NAMES]
+_USER = {"role": "user", "content": "Zquestion"}
+
+
+class Render(Protocol):
+    """Renders chats as `ChatTemplate.render` does."""
+
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], /, *, tools: Any = None, add_generation_prompt: bool = True
+    ) -> str: ...
+
+
+def derive(render: Render, source: str) -> ChatSyntax:
+    """The syntax of a model's chat template.
+
+    Args:
+        render: renders chats by the template; raises RequestError where that refuses.
+        source: the template's Jinja source.
+
+    Raises:
+        MllmError: no process can be started that renders.
+    """
+    known = known_calls(source)
+    is_channels = known is not None and isinstance(known.calls, Channels)
+    reasoning = None if is_channels else _derive_reasoning(render) or known_reasoning(source)
+    probes: list[_Probe] = []
+    why_not = "the template writes no calls, and has the texts of no known syntax"
+    for as_text, is_short in ((False, False), (True, False), (False, True), (True, True)):
+        try:
+            probe = _Probe(render, as_text, is_short, reasoning)
+            probe.call_text = probe.answer([(_NAMES[0], _ARGUMENTS[0])])
+        except RequestError as error:
+            why_not = str(error)
+            continue
+        probes.append(probe)
+        calls = None if is_channels else probe.derived()
+        if calls is not None and (calls.is_marked or known is None):
+            return ChatSyntax(
+                calls,
+                reasoning,
+                origin=f"by the template: {' '.join(calls.opening.split()) or 'bare JSON'}",
+                arguments_are_text=as_text,
+                ids_are_short=is_short,
+                is_single=probe.is_single,
+            )
+    if known is None:
+        return ChatSyntax(None, reasoning, why_not=why_not)
+    try:
+        render([_USER], tools=_TOOLS)
+    except RequestError as error:
+        return ChatSyntax(None, reasoning, why_not=str(error))
+    syntax = ChatSyntax(known.calls, reasoning, origin=f"as {known.name}")
+    likely = [probe for probe in probes if not probe.shows_python] or probes
+    if not likely:
+        return syntax
+    as_text, is_short, is_single = likely[0].as_text, likely[0].is_short, likely[0].is_single
+    return replace(syntax, arguments_are_text=as_text, ids_are_short=is_short, is_single=is_single)
+
+
+def _derive_reasoning(render: Render) -> Reasoning | None:
+    """The tags that the template writes around an answer's reasoning."""
+    answer = {"role": "assistant", "content": _CONTENT}
+    try:
+        text = _rendered(render, [_USER, answer | {"reasoning_content": _REASONING}], False)
+        plain = _rendered(render, [_USER, answer], False)
+    except RequestError:
+        return None
+    if _REASONING not in text:
+        return None
+    ahead, _, behind = text.partition(_REASONING)
+    begin, end = _TAG_AHEAD.search(ahead), _TAG_BEHIND.match(behind)
+    without = _TAG_AHEAD.search(plain.partition(_CONTENT)[0])
+    if not begin or not end or (without and without[1] == begin[1]):  # a header, which every answer has
+        return None
+    return Reasoning(begin[1], end[1])
+
+
+def _rendered(render: Render, messages: Sequence[Mapping[str, Any]], is_prompt: bool, tools: Any = None) -> str:
+    text = render(messages, tools=tools, add_generation_prompt=is_prompt)
+    if len(text) > _MOST_RENDERED:
+        raise RequestError(f"the model's chat template makes {len(text)} characters of a short chat.")
+    return text
+
+
+class _Split(NamedTuple):
+    """What stands around calls."""
+
+    begin: str
+    call_begin: str
+    call_end: str
+    separator: str
+    end: str
+
+
+class _Body(NamedTuple):
+    """One call in a rendered text: the syntax of its body, and where that is."""
+
+    body: JsonObject | NameThenJson | Parameters
+    begin: int
+    end: int
+
+
+@dataclass
+class _Probe:
+    """Renders answers with calls, and looks at what comes out.
+
+    Attributes:
+        as_text: arguments are JSON text, not objects.
+        is_short: ids are of nine letters and digits.
+        call_text: an answer with one call.
+        is_single: the template refuses two calls.
+    """
+
+    render: Render
+    as_text: bool
+    is_short: bool
+    reasoning: Reasoning | None
+    call_text: str = ""
+    is_single: bool = False
+
+    def __post_init__(self) -> None:
+        prompt = _rendered(self.render, [_USER], True, _TOOLS)
+        plain = _rendered(self.render, [_USER, {"role": "assistant", "content": _CONTENT}], False, _TOOLS)
+        ahead, _, self.end = plain.rpartition(_CONTENT)
+        self.ahead = (_units(prompt), _units(ahead))  # some templates show tools in the one only, or think in the other
+
+    @property
+    def shows_python(self) -> bool:
+        """True if arguments come out as Python shows a dict: the template is made for texts."""
+        return f"{{'{_KEYS[0]}'" in self.call_text
+
+    def answer(self, calls: Sequence[tuple[str, Any]], content: str = "") -> str:
+        """The text that a model would have written for these calls.
+
+        Raises:
+            RequestError: the template refuses.
+        """
+        ids = _IDS[self.is_short]
+        message = {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [
+                {
+                    "id": ids[index],
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(given) if self.as_text else given},
+                }
+                for index, (name, given) in enumerate(calls)
+            ],
+        }
+        text = _rendered(self.render, [_USER, message], False, _TOOLS)
+        units = _units(text)
+        return text[max(_common(ahead, units) for ahead in self.ahead) :].removesuffix(self.end)
+
+    def derived(self) -> CallSyntax | None:
+        """The syntax, if the parser reads by it what the template writes."""
+        one = self._without_reasoning(self.call_text)
+        try:
+            two = self._without_reasoning(self.answer([*zip(_NAMES, _ARGUMENTS, strict=True)]))
+        except RequestError:
+            two, self.is_single = None, True
+        for find in (_find_object, _find_json, _find_parameters):
+            syntax = self._syntax(find, one, two)
+            if syntax is not None and self._reads_back(syntax):
+                return syntax
+        return None
+
+    def _without_reasoning(self, text: str) -> str:
+        """The answer behind an empty reasoning that some templates write."""
+        name = text.find(_NAMES[0])
+        end = text.rfind(self.reasoning.end, 0, max(name, 0)) if self.reasoning else -1
+        if self.reasoning and end >= 0:
+            text = text[end + len(self.reasoning.end) :]
+        return text.strip(SPACE)
+
+    def _syntax(self, find: Any, one: str, two: str | None) -> CallSyntax | None:
+        call = find(one, 0, 0)
+        if call is None:
+            return None
+        if two is None:
+            split = _Split("", one[: call.begin], one[call.end :], "", "")
+        else:
+            first = find(two, 0, 0)
+            second = first and find(two, first.end, 1)
+            if second is None:
+                return None
+            split = _split(two[: first.begin], two[first.end : second.begin], two[second.end :])
+        body = call.body
+        if isinstance(body, Parameters):
+            body, end = self._with_end(body, one[call.end :])
+            split = split._replace(call_end=split.call_end[len(end) :] if split.call_end.startswith(end) else "")
+            body = self._with_numbers(body)
+        return CallSyntax(body, *_ordered(split))
+
+    def _with_end(self, body: Parameters, tail: str) -> tuple[Parameters, str]:
+        """Parameters whose end is told apart from the separator: the former is behind the last one too."""
+        if body.are_python:
+            return body, ""
+        end = _common_start(body.end, tail)
+        rest = body.end[len(end) :]
+        begin = _common_end(rest, body.after_name)
+        separator, after_name = rest[: len(rest) - len(begin)], body.after_name[: len(body.after_name) - len(begin)]
+        return replace(body, end=end, begin=begin, separator=separator, after_name=after_name), end
+
+    def _with_numbers(self, body: Parameters) -> Parameters:
+        """Parameters with the text ahead of a value that is JSON, where it is another one than a string's."""
+        try:
+            text = self.answer([(_NAMES[0], _NUMBER)])
+        except RequestError:
+            return body
+        ((key, number),) = _NUMBER.items()
+        between, found, _ = text.partition(key)[2].partition(str(number))
+        if not found or between.strip(SPACE) == body.between.strip(SPACE) or body.are_python:
+            return body
+        return replace(body, between_json=between)
+
+    def _reads_back(self, calls: CallSyntax) -> bool:
+        syntax = ChatSyntax(calls, self.reasoning)
+        is_python = isinstance(calls.body, Parameters) and calls.body.are_python
+        nested = _PLAIN if is_python else _NESTED
+        chats: list[tuple[list[tuple[str, Any]], str]] = [
+            ([(_NAMES[0], _ARGUMENTS[0])], ""),
+            ([(_NAMES[1], nested)], ""),
+            ([(_NAMES[0], {})], ""),
+        ]
+        if not self.is_single:
+            chats.append(([(_NAMES[0], _ARGUMENTS[0]), (_NAMES[1], nested)], ""))
+        if calls.is_marked:
+            chats.append(([(_NAMES[0], _ARGUMENTS[0])], _CONTENT))
+        for given, content in chats:
+            try:
+                text = self.answer(given, content)
+            except RequestError:
+                if content:  # some templates refuse text beside calls
+                    continue
+                return False
+            found, said = read(syntax, text)
+            if found != given or said not in (content, ""):  # some drop it
+                return False
+        return True
+
+
+def read(syntax: ChatSyntax, text: str) -> tuple[list[tuple[str, Any]], str]:
+    """Names and arguments of the calls of a probe's answer, and its content."""
+    parser = CallParser(syntax, read_tools(_TOOLS), make_id=str)
+    events: list[Event] = [*parser.push(text), *parser.finish("stop")]
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    arguments = [""] * len(names)
+    for event in events:
+        if isinstance(event, ArgumentsDelta):
+            arguments[event.index] += event.text
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    try:
+        return [*zip(names, map(json.loads, arguments), strict=True)], content
+    except ValueError:
+        return [], content
+
+
+# --- where a call is in a text, and what is around its parts ---
+
+
+def _find_object(text: str, at: int, index: int) -> _Body | None:
+    """A call that is one JSON object."""
+    name = text.find(_NAMES[index], at)
+    if name < 0:
+        return None
+    for begin in _braces(text, at, name):
+        value, end = _decoded(text, begin)
+        names = _path(value, _NAMES[index])
+        arguments = _path(value, _ARGUMENTS[index])
+        if names and arguments:
+            ids = [path for ids in _IDS if (path := _path(value, ids[index]))]
+            return _Body(JsonObject(names, arguments, ids[0] if ids else None), begin, end)
+    return None
+
+
+def _find_json(text: str, at: int, index: int) -> _Body | None:
+    """A call that is a name and then JSON."""
+    name = text.find(_NAMES[index], at)
+    if name < 0:
+        return None
+    behind = name + len(_NAMES[index])
+    for begin in _braces(text, behind, len(text)):
+        value, end = _decoded(text, begin)
+        if value == _ARGUMENTS[index]:
+            between = text[behind:begin]
+            used = next((ids[index] for ids in _IDS if ids[index] in between), None)
+            if used is None:
+                return _Body(NameThenJson(between), name, end)
+            before_id, _, between = between.partition(used)
+            return _Body(NameThenJson(between, before_id), name, end)
+    return None
+
+
+def _find_parameters(text: str, at: int, index: int) -> _Body | None:
+    """A call that is a name and then its parameters; their `begin`, `end` and `separator` are still together."""
+    places = []
+    wanted = [_NAMES[index], *(part for pair in _ARGUMENTS[index].items() for part in pair)]
+    for part in wanted:
+        begin = text.find(part, at)
+        if begin < 0:
+            return None
+        at = begin + len(part)
+        places.append((begin, at))
+    name, key, value, next_key, next_value = places
+    after_name, between = text[name[1] : key[0]], text[key[1] : value[0]]
+    end = text[value[1] : next_key[0]]
+    quote = between[-1:]
+    if quote and quote in "\"'" and end.startswith(quote) and text.startswith(quote, next_value[1]):
+        separator = end.removeprefix(quote)
+        python = Parameters(after_name, "", between[:-1], "", separator, are_python=True)
+        return _Body(python, name[0], next_value[1] + 1)
+    return _Body(Parameters(after_name, "", between, end), name[0], next_value[1])
+
+
+def _braces(text: str, at: int, end: int) -> Iterator[int]:
+    for _ in range(_MOST_OBJECTS):
+        at = text.find("{", at, end)
+        if at < 0:
+            return
+        yield at
+        at += 1
+
+
+def _decoded(text: str, at: int) -> tuple[Any, int]:
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, at
+
+
+def _path(value: Any, wanted: Any) -> tuple[str, ...]:
+    """The keys that lead to a value in objects; an object may be there as JSON text."""
+    if not isinstance(value, dict):
+        return ()
+    for key, inner in value.items():
+        if inner == wanted or (isinstance(wanted, dict) and isinstance(inner, str) and _decoded(inner, 0)[0] == wanted):
+            return (key,)
+        if found := _path(inner, wanted):
+            return (key, *found)
+    return ()
+
+
+def _split(ahead: str, between: str, behind: str) -> _Split:
+    """What stands around one call and around all, from the texts ahead of two calls, between and behind them."""
+    call_end = _common_start(between, behind)
+    rest = between[len(call_end) :]
+    call_begin = _common_end(rest, ahead)
+    separator = rest[: len(rest) - len(call_begin)]
+    return _Split(ahead[: len(ahead) - len(call_begin)], call_begin, call_end, separator, behind[len(call_end) :])
+
+
+def _ordered(split: _Split) -> tuple[str, str, str, str, str]:
+    """In the order of CallSyntax's fields."""
+    return split.begin, split.end.rstrip(SPACE), split.call_begin, split.call_end, split.separator
+
+
+def _units(text: str) -> list[str]:
+    return _UNIT.findall(text)
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Characters of the units that both begin with."""
+    length = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        length += len(left)
+    return length
+
+
+def _common_start(one: str, other: str) -> str:
+    return one[: _common(_units(one), _units(other))]
+
+
+def _common_end(one: str, other: str) -> str:
+    length = _common(_units(one)[::-1], _units(other)[::-1])
+    return one[len(one) - length :]
