@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +34,7 @@ _UNIT = re.compile(r"\s+|<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|.", re.DOTALL)
 _TAG_AHEAD = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\s*$")
 _TAG_BEHIND = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _MOST_RENDERED = 1 << 20  # characters: the probes are small, and what is much longer is no chat
+_MOST_SECONDS = 5.0  # of renders together, which take milliseconds; one that does not end takes two
 _MOST_OBJECTS = 64  # that are tried in a rendered answer
 
 _NAMES = ("zqfirst", "zqsecond")
@@ -77,6 +79,7 @@ def derive(render: Render, source: str) -> ChatSyntax:
     Raises:
         MllmError: no process can be started that renders.
     """
+    render = _limited(render)
     known = known_calls(source)
     is_channels = known is not None and isinstance(known.calls, Channels)
     reasoning = None if is_channels else _derive_reasoning(render) or known_reasoning(source)
@@ -114,12 +117,34 @@ def derive(render: Render, source: str) -> ChatSyntax:
     return replace(syntax, arguments_are_text=as_text, ids_are_short=is_short, is_single=is_single)
 
 
+def _limited(render: Render) -> Render:
+    """Renders until that has taken too long, or is too long."""
+    seconds = 0.0
+
+    def limited(
+        messages: Sequence[Mapping[str, Any]], /, *, tools: Any = None, add_generation_prompt: bool = True
+    ) -> str:
+        nonlocal seconds
+        if seconds > _MOST_SECONDS:
+            raise RequestError(f"the model's chat template took more than {_MOST_SECONDS:.0f} s for a few short chats.")
+        begun = time.monotonic()
+        try:
+            text = render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        finally:
+            seconds += time.monotonic() - begun
+        if len(text) > _MOST_RENDERED:
+            raise RequestError(f"the model's chat template makes {len(text)} characters of a short chat.")
+        return text
+
+    return limited
+
+
 def _derive_reasoning(render: Render) -> Reasoning | None:
     """The tags that the template writes around an answer's reasoning."""
     answer = {"role": "assistant", "content": _CONTENT}
     try:
-        text = _rendered(render, [_USER, answer | {"reasoning_content": _REASONING}], False)
-        plain = _rendered(render, [_USER, answer], False)
+        text = render([_USER, answer | {"reasoning_content": _REASONING}], add_generation_prompt=False)
+        plain = render([_USER, answer], add_generation_prompt=False)
     except RequestError:
         return None
     if _REASONING not in text:
@@ -130,13 +155,6 @@ def _derive_reasoning(render: Render) -> Reasoning | None:
     if not begin or not end or (without and without[1] == begin[1]):  # a header, which every answer has
         return None
     return Reasoning(begin[1], end[1])
-
-
-def _rendered(render: Render, messages: Sequence[Mapping[str, Any]], is_prompt: bool, tools: Any = None) -> str:
-    text = render(messages, tools=tools, add_generation_prompt=is_prompt)
-    if len(text) > _MOST_RENDERED:
-        raise RequestError(f"the model's chat template makes {len(text)} characters of a short chat.")
-    return text
 
 
 class _Split(NamedTuple):
@@ -176,8 +194,9 @@ class _Probe:
     is_single: bool = False
 
     def __post_init__(self) -> None:
-        prompt = _rendered(self.render, [_USER], True, _TOOLS)
-        plain = _rendered(self.render, [_USER, {"role": "assistant", "content": _CONTENT}], False, _TOOLS)
+        prompt = self.render([_USER], tools=_TOOLS)
+        answer = {"role": "assistant", "content": _CONTENT}
+        plain = self.render([_USER, answer], tools=_TOOLS, add_generation_prompt=False)
         ahead, _, self.end = plain.rpartition(_CONTENT)
         self.ahead = (_units(prompt), _units(ahead))  # some templates show tools in the one only, or think in the other
 
@@ -205,7 +224,7 @@ class _Probe:
                 for index, (name, given) in enumerate(calls)
             ],
         }
-        text = _rendered(self.render, [_USER, message], False, _TOOLS)
+        text = self.render([_USER, message], tools=_TOOLS, add_generation_prompt=False)
         units = _units(text)
         return text[max(_common(ahead, units) for ahead in self.ahead) :].removesuffix(self.end)
 

@@ -28,7 +28,7 @@ def as_json(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     """
     types = _types(schema, root, 0)
     stripped = text.strip()
-    if types != {"string"}:
+    if not allows_text_only(schema, root):
         for value in (stripped, stripped.lower() if stripped.lower() in _NAMES else ""):
             if (not types or _type_of(value) in types) and _is_json(value):
                 return value
@@ -52,6 +52,11 @@ def property_schema(parameters: Mapping[str, Any], name: str) -> Any:
     """The schema of a parameter; None if the tool's schema does not name it."""
     properties = parameters.get("properties")
     return properties.get(name) if isinstance(properties, Mapping) else None
+
+
+def allows_text_only(schema: Any, root: Mapping[str, Any]) -> bool:
+    """True if a parameter is a string and nothing else, so that what is written is its text."""
+    return _types(schema, root, 0) == {"string"}
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
