@@ -34,7 +34,7 @@ _UNIT = re.compile(r"\s+|<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|.", re.DOTALL)
 _TAG_AHEAD = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\s*$")
 _TAG_BEHIND = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _MOST_RENDERED = 1 << 20  # characters: the probes are small, and what is much longer is no chat
-_MOST_SECONDS = 5.0  # of renders together, which take milliseconds; one that does not end takes two
+_MOST_SECONDS = 3.0  # of renders together, which take milliseconds; one that does not end takes two
 _MOST_OBJECTS = 64  # that are tried in a rendered answer
 
 _NAMES = ("zqfirst", "zqsecond")
@@ -158,7 +158,7 @@ def _derive_reasoning(render: Render) -> Reasoning | None:
 
 
 class _Split(NamedTuple):
-    """What stands around calls."""
+    """Texts around calls, as CallSyntax has them."""
 
     begin: str
     call_begin: str
@@ -418,7 +418,7 @@ def _path(value: Any, wanted: Any) -> tuple[str, ...]:
 
 
 def _split(ahead: str, between: str, behind: str) -> _Split:
-    """What stands around one call and around all, from the texts ahead of two calls, between and behind them."""
+    """Texts around one call and around all, from the texts ahead of two calls, between and behind them."""
     call_end = _common_start(between, behind)
     rest = between[len(call_end) :]
     call_begin = _common_end(rest, ahead)
@@ -427,7 +427,7 @@ def _split(ahead: str, between: str, behind: str) -> _Split:
 
 
 def _ordered(split: _Split) -> tuple[str, str, str, str, str]:
-    """In the order of CallSyntax's fields."""
+    """The texts in the order of CallSyntax's fields."""
     return split.begin, split.end.rstrip(SPACE), split.call_begin, split.call_end, split.separator
 
 

@@ -106,7 +106,7 @@ class _Normaliser:
         return value
 
     def _own_id(self, given: str | None, name: str) -> str:
-        if self._name_in_id and (given is None or name not in given):
+        if self._name_in_id and not (given and re.fullmatch(rf"functions\.{re.escape(name)}:\d+", given)):
             return f"functions.{name}:{self._num_calls}"
         own = given if given is not None else f"call_{self._num_calls}"
         return _shortened(own) if self._syntax.ids_are_short else own

@@ -106,6 +106,7 @@ class CallParser:
         self._events: list[Event] = []
         self._num_calls = 0
         self._is_open = False  # a call has started and not ended
+        self._arguments: list[str] = []  # of that call, in this push
         self._space: list[str] = []  # at the end of the content so far; shown when more content follows
         self._drops_space = False  # ahead of content: it separates it from what was before
         self.is_done = False
@@ -156,6 +157,7 @@ class CallParser:
             self._source.at = len(self._source.text)
 
     def _taken(self) -> list[Event]:
+        self._show_arguments()
         events, self._events = self._events, []
         return events
 
@@ -167,14 +169,14 @@ class CallParser:
             if is_begun or is_open:
                 yield from self._read_reasoning(reasoning)
         if calls is not None and not calls.is_marked:
-            yield from self._read_section(calls, Literal(""))
+            yield from self._read_section(calls, Literal(""), "")
         leads = {Literal(text).first: Literal(text) for text in (calls.also_begin if calls else ())}
         if calls is not None and calls.is_marked:
             leads[Literal(calls.opening).first] = Literal("")
         marks = Marks(leads)
         while not self.is_done and (mark := (yield from self._source.until(marks, self._content))):
             assert calls is not None, "there are marks"
-            yield from self._read_section(calls, leads[mark])
+            yield from self._read_section(calls, leads[mark], mark)
         self._content_ends()
 
     def _read_reasoning(self, reasoning: Reasoning) -> Reader[None]:
@@ -210,8 +212,8 @@ class CallParser:
 
     # --- calls ---
 
-    def _read_section(self, syntax: CallSyntax, lead: Literal) -> Reader[None]:
-        """Reads calls, with one of `also_begin` ahead or nothing; a text that is none becomes content."""
+    def _read_section(self, syntax: CallSyntax, lead: Literal, mark: str) -> Reader[None]:
+        """Reads calls, with one of `also_begin` ahead or nothing; what is none, its mark too, becomes content."""
         source = self._source
         end, separator = Literal(syntax.end), Literal(syntax.separator)
         source.hold()
@@ -237,7 +239,7 @@ class CallParser:
                         yield from source.accept(literal)
                 source.let_go()
             else:
-                self._content(source.let_go())
+                self._content(source.let_go() or source.take_to(source.at + len(mark)))
         else:
             source.let_go()
 
@@ -273,11 +275,16 @@ class CallParser:
         self._events.append(CallStart(self._num_calls, call_id or self._make_id(), name))
         self._num_calls += 1
 
-    def _arguments(self, text: str) -> None:
-        if text:
+    def _add_arguments(self, text: str) -> None:
+        self._arguments.append(text)
+
+    def _show_arguments(self) -> None:
+        if text := "".join(self._arguments):
             self._events.append(ArgumentsDelta(self._num_calls - 1, text))
+        self._arguments = []
 
     def _end_call(self, is_whole: bool) -> None:
+        self._show_arguments()
         self._events.append(CallEnd(self._num_calls - 1, is_whole))
         self._is_open = False
         self.is_done = not self._is_parallel
@@ -294,7 +301,7 @@ class CallParser:
             if arguments is None and not syntax.is_marked:
                 raise NoCallError
             self._start(syntax, found.get(body.name), found.get(body.id or ()))
-            self._arguments(arguments or "{}")
+            self._add_arguments(arguments or "{}")
 
     def _read_members(
         self, syntax: CallSyntax, body: JsonObject, path: tuple[str, ...], found: dict[tuple[str, ...], str]
@@ -317,14 +324,14 @@ class CallParser:
                 parts: list[str] = []
                 is_text = (yield from source.peek()) == '"'
                 is_streamed = self._is_open and not is_text
-                out = self._arguments if is_streamed else parts.append
+                out = self._add_arguments if is_streamed else parts.append
                 if not (yield from read_value(source, out, self._stop(syntax))):
-                    self._arguments("".join(parts) if self._is_open else "")
+                    self._add_arguments("".join(parts) if self._is_open else "")
                     raise NoCallError
                 arguments = "".join(parts)
                 found[here] = _unquoted(arguments) if is_text else arguments
                 if self._is_open and not is_streamed:
-                    self._arguments(found[here])
+                    self._add_arguments(found[here])
             elif (
                 any(key and key[: len(here)] == here for key in (body.name, body.arguments, body.id))
                 and (yield from source.peek()) == "{"
@@ -353,8 +360,8 @@ class CallParser:
         end = Literal(syntax.call_end or syntax.end)
         following = yield from source.peek()
         if not following or (following not in "{[" and end and (yield from source.end_of(end)) != NO):
-            self._arguments("{}")
-        elif not (yield from read_value(source, self._arguments, self._stop(syntax))):
+            self._add_arguments("{}")
+        elif not (yield from read_value(source, self._add_arguments, self._stop(syntax))):
             raise NoCallError
 
     def _read_parameters(self, syntax: CallSyntax, body: Parameters) -> Reader[None]:
@@ -367,7 +374,7 @@ class CallParser:
         schema: Mapping[str, Any] = tool.parameters if tool else {}
         begin, separator = Literal(body.begin), Literal(body.separator)
         end = Literal(syntax.call_end or syntax.end)
-        self._arguments("{")
+        self._add_arguments("{")
         is_first = True
         while (yield from source.end_of(end)) == NO if end else bool((yield from source.peek())):
             if separator and not is_first:
@@ -375,9 +382,9 @@ class CallParser:
             if not (yield from source.accept(begin)):
                 break
             key, value = yield from self._read_parameter(body, schema)
-            self._arguments(f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: {value}")
+            self._add_arguments(f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: {value}")
             is_first = False
-        self._arguments("}")
+        self._add_arguments("}")
         if end and (yield from source.end_of(end)) == NO:
             raise NoCallError
 
@@ -485,12 +492,12 @@ class CallParser:
             def count(text: str) -> None:
                 nonlocal parts
                 parts += 1
-                self._arguments(text)
+                self._add_arguments(text)
 
             yield from source.skip_space()
             mark = yield from source.until(ends, count)
             if not parts:
-                self._arguments("{}")
+                self._add_arguments("{}")
             self._end_call(is_whole=bool(mark))
         elif channel and channel[1] == "analysis":
             yield from source.until(ends, lambda text: self._events.append(ReasoningDelta(text)))

@@ -167,7 +167,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What a tokenizer's special tokens are to a syntax.
+    """A tokenizer's special tokens, sorted by their use to a syntax.
 
     Attributes:
         kept: those that the parser has to see: detokenize with `skip_special_tokens=False` if there are any.
@@ -180,7 +180,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class ChatSyntax:
-    """What is known of a model's chat format.
+    """All that is known of a model's chat format.
 
     Attributes:
         calls: how calls are written; None if that is not known.

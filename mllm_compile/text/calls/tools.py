@@ -1,4 +1,4 @@
-"""What a request says of tools: OpenAI's `tools` and `tool_choice`, checked before anything is rendered or compiled."""
+"""A request's `tools` and `tool_choice`, OpenAI's, checked before anything is rendered or compiled."""
 
 from __future__ import annotations
 
