@@ -25,6 +25,7 @@ Format = dict[str, Any]
 
 _SPACE = {"type": "regex", "pattern": r"[ \n]{0,4}"}  # that models write around reasoning
 _SHORT_ID = {"type": "regex", "pattern": "[A-Za-z0-9]{9}"}  # as the models that write one were trained to
+_LONG_ID = {"type": "regex", "pattern": "[A-Za-z0-9_-]{1,40}"}
 _QUOTE = '"'
 _ANY = {"type": "any_text"}
 _ANY_OBJECT = {"type": "object"}
@@ -143,6 +144,9 @@ def _call(calls: CallSyntax, tool: Tool, is_free: bool) -> Format:
         content = _ANY if is_free else _parameters(body, tool)
         return _tag(calls.call_begin + tool.name + body.after_name, content, calls.call_end)
     begin = calls.call_begin + tool.name
+    if body.after_id is not None:
+        named = _text(body.after_id + tool.name + body.between)
+        return _tag(calls.call_begin, _sequence([_LONG_ID, *named, schema]), calls.call_end)
     if body.name_in_id:
         begin = f"{calls.call_begin}functions.{tool.name}:"
         schema = _sequence([{"type": "regex", "pattern": "[0-9]{1,4}"}, *_text(body.between), schema])

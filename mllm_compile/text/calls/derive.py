@@ -24,6 +24,7 @@ from mllm_compile.text.calls.syntax import (
     Channels,
     ChatSyntax,
     JsonObject,
+    Literal,
     NameThenJson,
     Parameters,
     Reasoning,
@@ -37,6 +38,7 @@ _MOST_RENDERED = 1 << 20  # characters: the probes are small, and what is much l
 _MOST_SECONDS = 3.0  # of renders together, which take milliseconds; one that does not end takes two
 _MOST_OBJECTS = 64  # that are tried in a rendered answer
 
+_PROBE = "zq"  # is in all that is given, and no template's own
 _NAMES = ("zqfirst", "zqsecond")
 _KEYS = ("zqkeya", "zqkeyb")
 _ARGUMENTS = ({"zqkeya": "zqvala", "zqkeyb": "zqvalb"}, {"zqkeya": "zqvalc", "zqkeyb": "zqvald"})
@@ -52,7 +54,8 @@ _IDS = (("call_zq0000000000000000000001", "call_zq0000000000000000000002"), ("zq
 
 
 def _tool(name: str) -> dict[str, Any]:
-    properties = {key: {"type": kind, "description": "One."} for key, kind in _TYPES.items()}
+    properties: dict[str, dict[str, Any]] = {key: {"type": kind, "description": "One."} for key, kind in _TYPES.items()}
+    properties["zqkeyc"]["additionalProperties"] = properties["zqkeyd"]["items"] = {"type": "string"}
     parameters = {"type": "object", "properties": properties, "required": []}
     return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
 
@@ -92,17 +95,21 @@ def derive(render: Render, source: str) -> ChatSyntax:
         except RequestError as error:
             why_not = str(error)
             continue
+        if as_text and any(other.is_for_objects for other in probes):
+            continue
         probes.append(probe)
         calls = None if is_channels else probe.derived()
         if calls is not None and (calls.is_marked or known is None):
             return ChatSyntax(
                 calls,
                 reasoning,
-                origin=f"by the template: {' '.join(calls.opening.split()) or 'bare JSON'}",
+                origin=f"by the template: {' '.join(calls.opening.split()) or 'no mark'}",
                 arguments_are_text=as_text,
                 ids_are_short=is_short,
                 is_single=probe.is_single,
             )
+    if any(probe.contradicts(known.calls) if known else _NAMES[0] in probe.call_text for probe in probes):
+        known, why_not = None, "the template writes calls in a way that is not known"
     if known is None:
         return ChatSyntax(None, reasoning, why_not=why_not)
     try:
@@ -205,7 +212,19 @@ class _Probe:
         """True if arguments come out as Python shows a dict: the template is made for texts."""
         return f"{{'{_KEYS[0]}'" in self.call_text
 
-    def answer(self, calls: Sequence[tuple[str, Any]], content: str = "") -> str:
+    @property
+    def is_for_objects(self) -> bool:
+        """True if arguments came out in another way than a text of theirs: a text is not what the template expects."""
+        return not self.as_text and not self.shows_python and all(part in self.call_text for part in _KEYS)
+
+    def contradicts(self, calls: CallSyntax | Channels) -> bool:
+        """True if the template writes calls that open as these do, and are others."""
+        if isinstance(calls, Channels) or not calls.is_marked:
+            return False
+        is_python_of_texts = self.shows_python and not self.as_text
+        return Literal(calls.opening).first in self.call_text and not is_python_of_texts and not self._reads_back(calls)
+
+    def answer(self, calls: Sequence[tuple[str, Any]], content: str = "", name_in_id: bool = False) -> str:
         """The text that a model would have written for these calls.
 
         Raises:
@@ -217,7 +236,7 @@ class _Probe:
             "content": content,
             "tool_calls": [
                 {
-                    "id": ids[index],
+                    "id": f"functions.{name}:{index}" if name_in_id else ids[index],
                     "type": "function",
                     "function": {"name": name, "arguments": json.dumps(given) if self.as_text else given},
                 }
@@ -226,7 +245,8 @@ class _Probe:
         }
         text = self.render([_USER, message], tools=_TOOLS, add_generation_prompt=False)
         units = _units(text)
-        return text[max(_common(ahead, units) for ahead in self.ahead) :].removesuffix(self.end)
+        text = text[max(_common(ahead, units) for ahead in self.ahead) :]
+        return text.rstrip(SPACE).removesuffix(self.end.strip(SPACE))
 
     def derived(self) -> CallSyntax | None:
         """The syntax, if the parser reads by it what the template writes."""
@@ -234,10 +254,14 @@ class _Probe:
         try:
             two = self._without_reasoning(self.answer([*zip(_NAMES, _ARGUMENTS, strict=True)]))
         except RequestError:
+            two = None
+        if two is None or (_NAMES[0] in two and _NAMES[1] not in two):  # refused, or left out
             two, self.is_single = None, True
         for find in (_find_object, _find_json, _find_parameters):
             syntax = self._syntax(find, one, two)
-            if syntax is not None and self._reads_back(syntax):
+            if syntax is None or any(_PROBE in text for text in syntax.literals()):
+                continue
+            if self._reads_back(syntax):
                 return syntax
         return None
 
@@ -292,7 +316,8 @@ class _Probe:
 
     def _reads_back(self, calls: CallSyntax) -> bool:
         syntax = ChatSyntax(calls, self.reasoning)
-        is_python = isinstance(calls.body, Parameters) and calls.body.are_python
+        body = calls.body
+        is_python = isinstance(body, Parameters) and body.are_python
         nested = _PLAIN if is_python else _NESTED
         chats: list[tuple[list[tuple[str, Any]], str]] = [
             ([(_NAMES[0], _ARGUMENTS[0])], ""),
@@ -305,13 +330,13 @@ class _Probe:
             chats.append(([(_NAMES[0], _ARGUMENTS[0])], _CONTENT))
         for given, content in chats:
             try:
-                text = self.answer(given, content)
+                text = self.answer(given, content, isinstance(body, NameThenJson) and body.name_in_id)
             except RequestError:
                 if content:  # some templates refuse text beside calls
                     continue
                 return False
             found, said = read(syntax, text)
-            if found != given or said not in (content, ""):  # some drop it
+            if found != given or (said and not (content and said.startswith(content))):  # some drop it, or end its turn
                 return False
         return True
 
@@ -362,7 +387,11 @@ def _find_json(text: str, at: int, index: int) -> _Body | None:
             between = text[behind:begin]
             used = next((ids[index] for ids in _IDS if ids[index] in between), None)
             if used is None:
-                return _Body(NameThenJson(between), name, end)
+                ahead = [(text.rfind(ids[index], at, name), len(ids[index])) for ids in _IDS]
+                id_at, length = max(ahead)
+                if id_at < 0:
+                    return _Body(NameThenJson(between), name, end)
+                return _Body(NameThenJson(between, after_id=text[id_at + length : name]), id_at, end)
             before_id, _, between = between.partition(used)
             return _Body(NameThenJson(between, before_id), name, end)
     return None

@@ -6,6 +6,7 @@ the model for, or not at all; some have a name that no probe can find.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from mllm_compile.text.calls.syntax import (
@@ -28,6 +29,7 @@ class Known(NamedTuple):
 
 _LLAMA = JsonObject(arguments=("parameters",))
 _PYTHON = Parameters(after_name="(", begin="", between="=", end="", separator=", ", are_python=True)
+_PYTHON_LIST = CallSyntax(_PYTHON, begin="[", end="]", separator=", ", call_end=")")
 
 # The first that fits is taken: what needs more stands ahead of what needs less.
 KNOWN = (
@@ -118,9 +120,12 @@ KNOWN = (
     Known(
         "pythonic",
         ("[func_name1(params_name1=params_value1",),
-        CallSyntax(
-            _PYTHON, begin="[", end="]", separator=", ", call_end=")", also_begin=("<|python_start|>", "<|python_tag|>")
-        ),
+        replace(_PYTHON_LIST, also_begin=("<|python_start|>", "<|python_tag|>")),
+    ),
+    Known(
+        "lfm2",
+        ("List of tools: ", "<|tool_list_start|>"),
+        replace(_PYTHON_LIST, begin="<|tool_call_start|>[", end="]<|tool_call_end|>"),
     ),
     Known(
         "llama3",

@@ -216,6 +216,7 @@ class CallParser:
         """Reads calls, with one of `also_begin` ahead or nothing; what is none, its mark too, becomes content."""
         source = self._source
         end, separator = Literal(syntax.end), Literal(syntax.separator)
+        goes_on = bool(syntax.begin) or not syntax.is_marked  # else the next call has a mark of its own
         source.hold()
         try:
             yield from source.expect(lead)
@@ -227,7 +228,7 @@ class CallParser:
                 source.hold()
                 if end and (yield from source.accept(end)):
                     break
-                if not ((yield from source.accept(separator)) if separator else bool(syntax.begin)):
+                if not ((yield from source.accept(separator)) if separator else goes_on):
                     break
                 if not (yield from source.peek()):
                     break
@@ -347,7 +348,12 @@ class CallParser:
     def _read_name_then_json(self, syntax: CallSyntax, body: NameThenJson) -> Reader[None]:
         source = self._source
         yield from source.skip_space()
-        name, call_id = (yield from source.while_in(_NAME, _MOST_NAME)), None
+        call_id = None
+        if body.after_id is not None:
+            call_id = yield from source.while_in(_NAME, _MOST_NAME)
+            yield from source.expect(Literal(body.after_id))
+            yield from source.skip_space()
+        name = yield from source.while_in(_NAME, _MOST_NAME)
         if body.name_in_id:
             named = _NAMED_ID.fullmatch(name)
             name, call_id = (named["name"], name) if named else ("", None)

@@ -65,12 +65,14 @@ class NameThenJson:
 
     Attributes:
         between: text ahead of the arguments.
-        before_id: text between name and id; None if there is no id.
+        before_id: text between the name and an id behind it; None if there is none.
+        after_id: text between the name and an id ahead of it; None if there is none.
         name_in_id: the id `functions.NAME:0` stands for both.
     """
 
     between: str
     before_id: str | None = None
+    after_id: str | None = None
     name_in_id: bool = False
 
 
@@ -128,7 +130,7 @@ class CallSyntax:
         yield from (self.begin, self.end, self.call_begin, self.call_end, self.separator, *self.also_begin)
         body = self.body
         if isinstance(body, NameThenJson):
-            yield from (body.between, body.before_id or "")
+            yield from (body.between, body.before_id or "", body.after_id or "")
         elif isinstance(body, Parameters):
             yield from (body.after_name, body.begin, body.between, body.end, body.separator, body.between_json or "")
 

@@ -113,7 +113,7 @@ def test_a_template_for_tools_beside_the_default_one_is_the_one_that_is_looked_a
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("{{ f.name }}", "{{ f.name | upper }}"), "as hermes"),  # the probe's name is not there as it was given
+        (("{{ f.name }}", "{{ f.name | upper }}"), ""),  # a known mark, and not what it says
         (("<tool_call>", "<call>"), "by the template: <call>"),
         (("<tool_call>", "⟦call⟧"), "by the template: ⟦call⟧"),
         (('"arguments": ', '"input": '), "by the template: <tool_call>"),
@@ -136,6 +136,60 @@ def test_a_call_that_is_nested_in_an_object_is_found():
     assert found.calls.body.arguments == ("function", "arguments")
     text = 'Well.<calls>[{"function": {"arguments": {"a": 1}, "name": "now"}, "id": "z"}, {"function": {"name": "x"}}]'
     assert named(read(found, text)) == [("now", {"a": 1}), ("x", {})]
+
+
+# What a template writes of its calls, `call`, and how that is told. `f` is a call's function.
+ODD = {
+    "an id ahead of the name": (
+        "<|call|>{{ call.id }}<|name|>{{ f.name }}<|args|>{{ f.arguments | tojson }}<|end|>",
+        "by the template: <|call|>",
+    ),
+    "a name as a key": ('<|calls|>[{"{{ f.name }}": {{ f.arguments | tojson }}}]<|/calls|>', "by the template: <|cal"),
+    "values that only some have quotes around": (
+        "<|call>{{ f.name }}{% raw %}{{% endraw %}{% for k, v in f.arguments | items %}{{ k }}:"
+        "{% if v is string %}<|'|>{{ v }}<|'|>{% else %}{{ v | tojson }}{% endif %},{% endfor %}}<call|>",
+        "",
+    ),
+    "a known mark and another syntax": ("[<tool_call>[{{ f.name }}<{{ f.arguments | list }}>]</tool_call>]", ""),
+    "nothing to tell it by": (
+        '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
+        "by the template: no mark",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_other_templates_write_is_read_back_or_not_recognised(case):
+    written, origin = ODD[case]
+    source = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{% set f = call.function %}" + written + "{% endfor %}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    found = derive(ChatTemplate({"default": source}, {}).render, source)
+    assert found.origin.startswith(origin) and bool(found.calls) == bool(origin)
+    if not origin:
+        assert found.why_not == "the template writes calls in a way that is not known"
+
+
+def test_an_id_ahead_of_the_name_is_the_call_s():
+    source = (
+        "{{ tools }}{% for m in messages %}|{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "<|call|>{{ call.id }}<|name|>{{ call.function.name }}<|args|>{{ call.function.arguments | tojson }}<|end|>"
+        "{% endfor %}{% endfor %}|"
+    )
+    found = derive(ChatTemplate({"default": source}, {}).render, source)
+    text = '<|call|>c-1<|name|>now<|args|>{"a": 1}<|end|><|call|>c-2<|name|>now<|args|>{}<|end|>'
+    assert read(found, *text).calls == [("c-1", "now", '{"a": 1}'), ("c-2", "now", "{}")]
+
+
+def test_a_template_that_leaves_the_second_call_out_takes_one():
+    source = (
+        "{{ tools }}{% for m in messages %}|{{ m.content }}{% if m.tool_calls %}"
+        "<call>{{ m.tool_calls[0].function | tojson }}</call>{% endif %}{% endfor %}|"
+    )
+    found = derive(ChatTemplate({"default": source}, {}).render, source)
+    assert found.is_single and found.calls.call_begin == "<call>"
 
 
 def test_a_template_that_does_not_end_is_given_up_on():
