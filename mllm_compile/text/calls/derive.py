@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from mllm_compile.errors import RequestError
 from mllm_compile.text.calls.events import ArgumentsDelta, CallStart, ContentDelta, Event
 from mllm_compile.text.calls.known import known_calls, known_reasoning
 from mllm_compile.text.calls.parser import CallParser
+from mllm_compile.text.calls.rendered_calls import FINDERS, Split, Wanted, common, split_around, units, with_end
 from mllm_compile.text.calls.syntax import (
     SPACE,
     CallSyntax,
     Channels,
     ChatSyntax,
-    JsonObject,
     Literal,
     NameThenJson,
     Parameters,
@@ -31,12 +31,10 @@ from mllm_compile.text.calls.syntax import (
 )
 from mllm_compile.text.calls.tools import read_tools
 
-_UNIT = re.compile(r"\s+|<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|.", re.DOTALL)
 _TAG_AHEAD = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\s*$")
 _TAG_BEHIND = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _MOST_RENDERED = 1 << 20  # characters: the probes are small, and what is much longer is no chat
 _MOST_SECONDS = 3.0  # of renders together, which take milliseconds; one that does not end takes two
-_MOST_OBJECTS = 64  # that are tried in a rendered answer
 
 _PROBE = "zq"  # is in all that is given, and no template's own
 _NAMES = ("zqfirst", "zqsecond")
@@ -51,6 +49,7 @@ _TYPES = {
 }  # fmt: skip
 _CONTENT, _REASONING = "Zqcontent", "Zqreasoning"
 _IDS = (("call_zq0000000000000000000001", "call_zq0000000000000000000002"), ("zq0000001", "zq0000002"))
+_WANTED = tuple(map(Wanted, _NAMES, _ARGUMENTS, zip(*_IDS, strict=True)))
 
 
 def _tool(name: str) -> dict[str, Any]:
@@ -164,24 +163,6 @@ def _derive_reasoning(render: Render) -> Reasoning | None:
     return Reasoning(begin[1], end[1])
 
 
-class _Split(NamedTuple):
-    """Texts around calls, as CallSyntax has them."""
-
-    begin: str
-    call_begin: str
-    call_end: str
-    separator: str
-    end: str
-
-
-class _Body(NamedTuple):
-    """One call in a rendered text: the syntax of its body, and where that is."""
-
-    body: JsonObject | NameThenJson | Parameters
-    begin: int
-    end: int
-
-
 @dataclass
 class _Probe:
     """Renders answers with calls, and looks at what comes out.
@@ -205,7 +186,7 @@ class _Probe:
         answer = {"role": "assistant", "content": _CONTENT}
         plain = self.render([_USER, answer], tools=_TOOLS, add_generation_prompt=False)
         ahead, _, self.end = plain.rpartition(_CONTENT)
-        self.ahead = (_units(prompt), _units(ahead))  # some templates show tools in the one only, or think in the other
+        self.ahead = (units(prompt), units(ahead))  # some templates show tools in the one only, or think in the other
 
     @property
     def shows_python(self) -> bool:
@@ -244,8 +225,7 @@ class _Probe:
             ],
         }
         text = self.render([_USER, message], tools=_TOOLS, add_generation_prompt=False)
-        units = _units(text)
-        text = text[max(_common(ahead, units) for ahead in self.ahead) :]
+        text = text[max(common(ahead, units(text)) for ahead in self.ahead) :]
         return text.rstrip(SPACE).removesuffix(self.end.strip(SPACE))
 
     def derived(self) -> CallSyntax | None:
@@ -257,7 +237,7 @@ class _Probe:
             two = None
         if two is None or (_NAMES[0] in two and _NAMES[1] not in two):  # refused, or left out
             two, self.is_single = None, True
-        for find in (_find_object, _find_json, _find_parameters):
+        for find in FINDERS:
             syntax = self._syntax(find, one, two)
             if syntax is None or any(_PROBE in text for text in syntax.literals()):
                 continue
@@ -274,33 +254,23 @@ class _Probe:
         return text.strip(SPACE)
 
     def _syntax(self, find: Any, one: str, two: str | None) -> CallSyntax | None:
-        call = find(one, 0, 0)
+        call = find(one, 0, _WANTED[0])
         if call is None:
             return None
         if two is None:
-            split = _Split("", one[: call.begin], one[call.end :], "", "")
+            split = Split("", one[: call.begin], one[call.end :], "", "")
         else:
-            first = find(two, 0, 0)
-            second = first and find(two, first.end, 1)
+            first = find(two, 0, _WANTED[0])
+            second = first and find(two, first.end, _WANTED[1])
             if second is None:
                 return None
-            split = _split(two[: first.begin], two[first.end : second.begin], two[second.end :])
+            split = split_around(two[: first.begin], two[first.end : second.begin], two[second.end :])
         body = call.body
         if isinstance(body, Parameters):
-            body, end = self._with_end(body, one[call.end :])
+            body, end = with_end(body, one[call.end :])
             split = split._replace(call_end=split.call_end[len(end) :] if split.call_end.startswith(end) else "")
             body = self._with_numbers(body)
-        return CallSyntax(body, *_ordered(split))
-
-    def _with_end(self, body: Parameters, tail: str) -> tuple[Parameters, str]:
-        """Parameters whose end is told apart from the separator: the former is behind the last one too."""
-        if body.are_python:
-            return body, ""
-        end = _common_start(body.end, tail)
-        rest = body.end[len(end) :]
-        begin = _common_end(rest, body.after_name)
-        separator, after_name = rest[: len(rest) - len(begin)], body.after_name[: len(body.after_name) - len(begin)]
-        return replace(body, end=end, begin=begin, separator=separator, after_name=after_name), end
+        return CallSyntax(body, split.begin, split.end.rstrip(SPACE), split.call_begin, split.call_end, split.separator)
 
     def _with_numbers(self, body: Parameters) -> Parameters:
         """Parameters with the text ahead of a value that is JSON, where it is another one than a string's."""
@@ -355,129 +325,3 @@ def read(syntax: ChatSyntax, text: str) -> tuple[list[tuple[str, Any]], str]:
         return [*zip(names, map(json.loads, arguments), strict=True)], content
     except ValueError:
         return [], content
-
-
-# --- where a call is in a text, and what is around its parts ---
-
-
-def _find_object(text: str, at: int, index: int) -> _Body | None:
-    """A call that is one JSON object."""
-    name = text.find(_NAMES[index], at)
-    if name < 0:
-        return None
-    for begin in _braces(text, at, name):
-        value, end = _decoded(text, begin)
-        names = _path(value, _NAMES[index])
-        arguments = _path(value, _ARGUMENTS[index])
-        if names and arguments:
-            ids = [path for ids in _IDS if (path := _path(value, ids[index]))]
-            return _Body(JsonObject(names, arguments, ids[0] if ids else None), begin, end)
-    return None
-
-
-def _find_json(text: str, at: int, index: int) -> _Body | None:
-    """A call that is a name and then JSON."""
-    name = text.find(_NAMES[index], at)
-    if name < 0:
-        return None
-    behind = name + len(_NAMES[index])
-    for begin in _braces(text, behind, len(text)):
-        value, end = _decoded(text, begin)
-        if value == _ARGUMENTS[index]:
-            between = text[behind:begin]
-            used = next((ids[index] for ids in _IDS if ids[index] in between), None)
-            if used is None:
-                ahead = [(text.rfind(ids[index], at, name), len(ids[index])) for ids in _IDS]
-                id_at, length = max(ahead)
-                if id_at < 0:
-                    return _Body(NameThenJson(between), name, end)
-                return _Body(NameThenJson(between, after_id=text[id_at + length : name]), id_at, end)
-            before_id, _, between = between.partition(used)
-            return _Body(NameThenJson(between, before_id), name, end)
-    return None
-
-
-def _find_parameters(text: str, at: int, index: int) -> _Body | None:
-    """A call that is a name and then its parameters; their `begin`, `end` and `separator` are still together."""
-    places = []
-    wanted = [_NAMES[index], *(part for pair in _ARGUMENTS[index].items() for part in pair)]
-    for part in wanted:
-        begin = text.find(part, at)
-        if begin < 0:
-            return None
-        at = begin + len(part)
-        places.append((begin, at))
-    name, key, value, next_key, next_value = places
-    after_name, between = text[name[1] : key[0]], text[key[1] : value[0]]
-    end = text[value[1] : next_key[0]]
-    quote = between[-1:]
-    if quote and quote in "\"'" and end.startswith(quote) and text.startswith(quote, next_value[1]):
-        separator = end.removeprefix(quote)
-        python = Parameters(after_name, "", between[:-1], "", separator, are_python=True)
-        return _Body(python, name[0], next_value[1] + 1)
-    return _Body(Parameters(after_name, "", between, end), name[0], next_value[1])
-
-
-def _braces(text: str, at: int, end: int) -> Iterator[int]:
-    for _ in range(_MOST_OBJECTS):
-        at = text.find("{", at, end)
-        if at < 0:
-            return
-        yield at
-        at += 1
-
-
-def _decoded(text: str, at: int) -> tuple[Any, int]:
-    try:
-        return json.JSONDecoder().raw_decode(text, at)
-    except (ValueError, RecursionError):
-        return None, at
-
-
-def _path(value: Any, wanted: Any) -> tuple[str, ...]:
-    """The keys that lead to a value in objects; an object may be there as JSON text."""
-    if not isinstance(value, dict):
-        return ()
-    for key, inner in value.items():
-        if inner == wanted or (isinstance(wanted, dict) and isinstance(inner, str) and _decoded(inner, 0)[0] == wanted):
-            return (key,)
-        if found := _path(inner, wanted):
-            return (key, *found)
-    return ()
-
-
-def _split(ahead: str, between: str, behind: str) -> _Split:
-    """Texts around one call and around all, from the texts ahead of two calls, between and behind them."""
-    call_end = _common_start(between, behind)
-    rest = between[len(call_end) :]
-    call_begin = _common_end(rest, ahead)
-    separator = rest[: len(rest) - len(call_begin)]
-    return _Split(ahead[: len(ahead) - len(call_begin)], call_begin, call_end, separator, behind[len(call_end) :])
-
-
-def _ordered(split: _Split) -> tuple[str, str, str, str, str]:
-    """The texts in the order of CallSyntax's fields."""
-    return split.begin, split.end.rstrip(SPACE), split.call_begin, split.call_end, split.separator
-
-
-def _units(text: str) -> list[str]:
-    return _UNIT.findall(text)
-
-
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """Characters of the units that both begin with."""
-    length = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        length += len(left)
-    return length
-
-
-def _common_start(one: str, other: str) -> str:
-    return one[: _common(_units(one), _units(other))]
-
-
-def _common_end(one: str, other: str) -> str:
-    length = _common(_units(one)[::-1], _units(other)[::-1])
-    return one[len(one) - length :]

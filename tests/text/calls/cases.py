@@ -6,10 +6,9 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 
-from mllm_compile.text.calls.deltas import whole_message
 from mllm_compile.text.calls.derive import derive
 from mllm_compile.text.calls.events import ArgumentsDelta, CallEnd, CallStart, ContentDelta, End, ReasoningDelta
-from mllm_compile.text.calls.messages import for_template
+from mllm_compile.text.calls.messages import for_template, whole_message
 from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.calls.tools import read_tools
 from mllm_compile.text.chat_template import ChatTemplate

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mllm_compile.text.calls.parser import CallParser, new_id
+from mllm_compile.text.calls.output import new_id
+from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.calls.syntax import CallSyntax, Channels, ChatSyntax, NameThenJson, Parameters, Reasoning
 from mllm_compile.text.calls.tools import read_tools
 from tests.text.calls.cases import NAMES, SHOWING, TOOLS, answer, call, named, read, syntax
