@@ -34,7 +34,7 @@ from mllm_compile.text.calls.tools import read_tools
 _TAG_AHEAD = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\s*$")
 _TAG_BEHIND = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _MOST_RENDERED = 1 << 20  # characters: the probes are small, and what is much longer is no chat
-_MOST_SECONDS = 3.0  # of renders together, which take milliseconds; one that does not end takes two
+_MOST_SECONDS = 10.0  # of renders that fail, together: refusals take milliseconds, one that does not end takes two
 
 _PROBE = "zq"  # is in all that is given, and no template's own
 _NAMES = ("zqfirst", "zqsecond")
@@ -124,7 +124,7 @@ def derive(render: Render, source: str) -> ChatSyntax:
 
 
 def _limited(render: Render) -> Render:
-    """Renders until that has taken too long, or is too long."""
+    """Renders until failures have taken too long, each of which may be of a template that does not end."""
     seconds = 0.0
 
     def limited(
@@ -132,12 +132,13 @@ def _limited(render: Render) -> Render:
     ) -> str:
         nonlocal seconds
         if seconds > _MOST_SECONDS:
-            raise RequestError(f"the model's chat template took more than {_MOST_SECONDS:.0f} s for a few short chats.")
+            raise RequestError(f"the model's chat template took more than {_MOST_SECONDS:.0f} s to fail.")
         begun = time.monotonic()
         try:
             text = render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        finally:
+        except RequestError:
             seconds += time.monotonic() - begun
+            raise
         if len(text) > _MOST_RENDERED:
             raise RequestError(f"the model's chat template makes {len(text)} characters of a short chat.")
         return text

@@ -1,7 +1,5 @@
 """What is found out from chat templates."""
 
-import time
-
 import pytest
 
 from mllm_compile.text.calls.derive import derive
@@ -192,13 +190,12 @@ def test_a_template_that_leaves_the_second_call_out_takes_one():
     assert found.is_single and found.calls.call_begin == "<call>"
 
 
-def test_a_template_that_does_not_end_is_given_up_on():
+def test_a_template_that_does_not_end_is_given_up_on(monkeypatch):
+    monkeypatch.setattr("mllm_compile.text.calls.derive._MOST_SECONDS", 1.0)
     spin = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate({"default": "{{ tools }}" + spin}, {})
-    begun = time.process_time()
     found = derive(template.render, template.source_for_tools)
-    assert found.calls is None and "the model's chat template took more than 3 s for a few short chats" in found.why_not
-    assert time.process_time() - begun < 5, "it is another process that computes"
+    assert found.calls is None and "the model's chat template took more than 1 s to fail" in found.why_not
 
 
 def test_a_template_that_is_no_template_is_not_recognised():
