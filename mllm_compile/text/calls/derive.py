@@ -271,6 +271,8 @@ class _Probe:
             body, end = with_end(body, one[call.end :])
             split = split._replace(call_end=split.call_end[len(end) :] if split.call_end.startswith(end) else "")
             body = self._with_numbers(body)
+            if not body.are_python and not body.end.strip(SPACE):
+                return None  # where a value ends cannot be told
         return CallSyntax(body, split.begin, split.end.rstrip(SPACE), split.call_begin, split.call_end, split.separator)
 
     def _with_numbers(self, body: Parameters) -> Parameters:

@@ -23,6 +23,7 @@ from mllm_compile.text.calls.values import as_json, property_schema, python_as_j
 
 _MOST_NAME = 256  # characters of a name, an id or a parameter's key
 _NAME = re.compile(r"[^\s<>{}\[\]()\"'`,;|=]*")
+_KEY = re.compile(r"[^<>\"\n]*")  # between tags there may be more
 _NAMED_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 _PYTHON_STOP = re.compile(r"[\"'{}\[\](),]")
 
@@ -220,7 +221,7 @@ class SectionReader:
         """
         source = self._source
         yield from source.skip_space()
-        key = yield from source.while_in(_NAME, _MOST_NAME)
+        key = yield from source.while_in(_NAME if body.are_python else _KEY, _MOST_NAME)
         if not key:
             raise NoCallError
         between = body.between.rstrip(SPACE)

@@ -148,6 +148,11 @@ ODD = {
         "{% if v is string %}<|'|>{{ v }}<|'|>{% else %}{{ v | tojson }}{% endif %},{% endfor %}}<call|>",
         "",
     ),
+    "values with nothing around": (
+        "<call>{{ f.name }}("
+        "{% for k, v in f.arguments | items %}{{ k }}: {{ v }}{{ ', ' if not loop.last }}{% endfor %})",
+        "",
+    ),
     "a known mark and another syntax": ("[<tool_call>[{{ f.name }}<{{ f.arguments | list }}>]</tool_call>]", ""),
     "nothing to tell it by": (
         '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',

@@ -293,6 +293,11 @@ def test_a_parameter_says_itself_whether_it_is_a_string():
     assert read("DEEPSEEK_V32", *text).calls == [("id0", "unknown", '{"a": "1", "b": [1]}')]
 
 
+def test_names_of_parameters_may_be_any_text_in_a_line():
+    text = "<tool_call>now\n<arg_key>first name, (or='x')</arg_key>\n<arg_value>a</arg_value>\n</tool_call>"
+    assert named(read("GLM45", *text)) == [("now", {"first name, (or='x')": "a"})]
+
+
 def test_a_parameter_is_shown_once_it_is_whole():
     parser = CallParser(syntax("GLM45"), read_tools(TOOLS), make_id=lambda: "i")
     parser.push("<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>1")
