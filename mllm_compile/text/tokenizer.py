@@ -141,6 +141,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def source_for_tools(self) -> str:
+        """The source of the chat template that is rendered where there are tools; empty if there is none."""
+        return self._chat_template.source_for_tools if self._chat_template else ""
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt's text for chat messages; options as `ChatTemplate.render` takes them.
 

@@ -169,6 +169,11 @@ def test_tools_choose_the_template_made_for_them(folder):
     tokenizer = load(folder)
     assert tokenizer.apply_chat_template(CHAT) == "plain"
     assert tokenizer.apply_chat_template(CHAT, tools=[TOOL]) == "tools"
+    assert tokenizer.source_for_tools == "tools"
+    write_config(folder, chat_template="plain")
+    assert load(folder).source_for_tools == "plain"
+    write_config(folder)
+    assert load(folder).source_for_tools == ""
 
 
 @pytest.mark.parametrize(
