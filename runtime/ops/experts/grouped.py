@@ -19,6 +19,7 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW
+from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 
 _LEAST_TILE = 16  # of a product on tensor cores
 
@@ -128,14 +129,18 @@ _TILINGS = {
 }
 
 
-def _tiling(block: int, outputs: int, inputs: int, gated: bool) -> dict[str, int]:
-    """The kernel's sizes for a block; tiles of small weights are smaller."""
+def _tiling(block: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> dict[str, int]:
+    """The kernel's sizes for a block; tiles of small weights are smaller, and loads under way fit the shared memory."""
     columns, depth, warps, stages = next(tiling for most, tiling in _TILINGS.items() if block <= most)
     columns = columns // 2 if gated else columns
     while depth > _LEAST_TILE and depth // 2 >= inputs:
         depth //= 2
     while columns > _LEAST_TILE and columns // 2 >= outputs:
         columns //= 2
+    rows = max(block, _LEAST_TILE) + columns * (2 if gated else 1)
+    while depth > _LEAST_TILE and 2 * rows * depth * itemsize > most_shared_bytes():
+        depth //= 2
+    stages = max(2, min(stages, most_shared_bytes() // (rows * depth * itemsize)))
     return {"COLUMNS": columns, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
 
 
@@ -173,7 +178,7 @@ def grouped_linear(
     out = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
     is_one = block == ONE_ROW
     num_blocks = num_chosen if is_one else blocks.shape[0]  # type: ignore[union-attr]
-    tiling = _tiling(block, outputs, inputs, is_gated)
+    tiling = _tiling(block, outputs, inputs, is_gated, x.element_size())
     wrap_triton(_grouped_linear_kernel)[(num_blocks * ((outputs + tiling["COLUMNS"] - 1) // tiling["COLUMNS"]),)](
         x,
         order,
