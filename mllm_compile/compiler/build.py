@@ -52,7 +52,7 @@ from mllm_compile.store.artifact import (
     write_program,
 )
 from mllm_compile.store.explain import miss_note, nearest_runtime
-from mllm_compile.store.key import max_traced_tokens
+from mllm_compile.store.key import check_unchanged, max_traced_tokens
 from mllm_compile.store.locks import using_compiler_cache
 from mllm_compile.store.publish import new_artifact_folder
 from mllm_compile.text.generation_defaults import default_params, load_generation_defaults
@@ -80,6 +80,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         _check_text(target.model.path)
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
         lowered, files, suffix = _fill(scratch, target, options, timeline)
+        check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
             self_check(lowered, scratch, suffix, config.runtime.device, config.runtime.page_size)
         manifest = Manifest(

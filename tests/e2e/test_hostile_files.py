@@ -19,6 +19,7 @@ import pytest
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.checkpoint.files import weight_files
+from mllm_compile.compiler.target import find_target
 from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig, ModelConfig
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, MllmError
@@ -93,6 +94,15 @@ def test_a_file_of_a_model_is_refused_by_its_name(model, name, made):
         open_all(model)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "x.py"])
+@pytest.mark.parametrize("made", ["a fifo", "zeros without end", "a terabyte"])
+def test_a_file_that_the_key_or_transformers_alone_reads_is_refused_before_it_is_opened(model, tmp_path, name, made):
+    MAKERS[made](model / name)
+    config = tiny_config(tmp_path / "cache", model={"path": str(model), "trust_remote_code": True})
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it (is no regular file|has more than)"):
+        find_target(config)
 
 
 @pytest.mark.parametrize("made", MAKERS)
