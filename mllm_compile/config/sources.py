@@ -62,9 +62,10 @@ def unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
     if key is None:
         return ConfigError(f"an engine has no argument {name}; known: {', '.join(known)}, and the keys of its config.")
     section, _, field = key.partition(":")[0].partition(".")
+    keys = f"'path': …, '{field}': …}}" if section == "model" else f"'path': …}}, '{section}': {{'{field}': …}}"
     return ConfigError(
         f"an engine has no argument {name}; did you mean {key} of its config? Give that as a YAML, or a dict such as "
-        f"{{'model': {{'path': …}}, '{section}': {{'{field}': …}}}}."
+        f"{{'model': {{{keys}}}."
     )
 
 

@@ -156,8 +156,11 @@ def test_an_argument_that_a_call_does_not_have_is_answered_with_the_one_to_use(r
     [
         ("model", r"Give the model first: Engine\('Qwen/Qwen3-0\.6B'\)"),
         ("gpu_memory_utilization", r"did you mean runtime\.mem_fraction_static of its config\?"),
-        ("max_model_len", r"runtime\.max_model_len .*'runtime': {'max_model_len': …}"),
-        ("dtype", r"model\.dtype .*'model': {'dtype': …}"),
+        (
+            "max_model_len",
+            r"runtime\.max_model_len .*such as {'model': {'path': …}, 'runtime': {'max_model_len': …}}\.",
+        ),
+        ("dtype", r"model\.dtype .*such as {'model': {'path': …, 'dtype': …}}\."),
         ("enforce_eager", r"cudagraph\.mode: none .*'cudagraph': {'mode': …}"),
         ("pipeline_parallel_size", "known: "),
     ],
