@@ -279,6 +279,12 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_doe
         load(folder).apply_chat_template(CHAT, **{name: "x"})
 
 
+def test_vllms_dict_of_variables_is_answered_with_what_to_give(folder):
+    write_config(folder, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match=r"chat_template_kwargs: .* Give its entries as arguments of their own\.$"):
+        load(folder).apply_chat_template(CHAT, chat_template_kwargs={"enable_thinking": False})
+
+
 @pytest.mark.parametrize("name", ["tools", "documents"])
 def test_tools_and_documents_that_the_template_does_not_read_are_refused_unless_there_are_none(folder, name):
     write_config(folder, chat_template="{{ messages[0].content }}")
