@@ -51,7 +51,7 @@ PATCHES = (
         "each package reads its headers itself",
     ),
     Patch(
-        "unloadable",
+        "unload_packages",
         ("torch._inductor.cpp_builder._get_shared_cflags",),
         "2.11 to 2.13",
         "5 MiB and four unlinked files an engine that was closed (CPU, torch 2.13)",
