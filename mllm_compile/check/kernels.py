@@ -83,7 +83,7 @@ class _DecodeCheck:
         device: torch.device,
         unrotated: UnrotatedStep | None = None,
     ) -> None:
-        """With `unrotated` kernels that rotate are run so, too."""
+        """Args: unrotated: the layer's, if its kernels may rotate; they are then run so, too."""
         self._layer = layer
         self._unrotated = unrotated
         self._page_size = page_size

@@ -405,7 +405,7 @@ def _is_told_in_place(node: fx.Node) -> bool:
 
 @cache
 def _inplace_place(function: Callable[..., Any]) -> int | None:
-    """Where a function of torch.nn.functional takes `inplace`."""
+    """The place of the argument `inplace` of a function of torch.nn.functional; None where it has none."""
     if getattr(function, "__module__", "") != "torch.nn.functional":
         return None
     names = list(inspect.signature(function).parameters)
