@@ -27,8 +27,7 @@ from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, choose_fe
 @cache
 def most_shared_bytes() -> int:
     """Shared memory that a block may have on this machine's GPU. Asking initialises CUDA."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stubs lack it
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin)
 
 
 @triton.jit
