@@ -264,8 +264,9 @@ def _run_program(
     tokens = sum(lengths) * copies
     by_name = {layer.name: layer for layer in layers}
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers]
-    metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens, 1, shapes, dtype, device))
-    slots = torch.arange(tokens, device=device)
+    metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device))
+    every = torch.arange(tokens, device=device)
+    slots = every + 1  # 0 is padding's
     with (
         torch.no_grad(),
         set_forward_context(
@@ -275,9 +276,9 @@ def _run_program(
             num_tokens=tokens,
         ),
     ):
-        inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
+        inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions), "slots": slots}
         body = executor.body(inputs)
-        logits = executor.head(body, slots)
+        logits = executor.head(body, every)
         if rows is None:
             return (logits,)
-        return logits, executor.head(body, rows), executor.head(executor.body(inputs, slots), rows)
+        return logits, executor.head(body, rows), executor.head(executor.body(inputs, every), rows)

@@ -5,6 +5,9 @@ The modules that it calls do each stage's work; Transformers is imported here an
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,26 @@ if TYPE_CHECKING:
     from mllm_compile.passes.base import PassTarget
     from mllm_compile.passes.pipeline import Observer
     from mllm_compile.runtime.weights.loader import WeightSpec
+
+
+@contextmanager
+def private_inductor_cache(folder: Path) -> Iterator[None]:
+    """Points Inductor's cache to `folder` while a model is traced.
+
+    Importing Dynamo makes that cache, and torch.compile looks there for what may change a trace: by default among
+    temporary files, under a name that any user can guess. It may go afterwards: pieces are compiled in processes of
+    their own (inductor/workers.py).
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, str(folder))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> HFModel:

@@ -75,7 +75,8 @@ class ProgramExecutor:
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """
         Args:
-            inputs: `input_ids` [T] int64, `positions` [T] int64, `logits_indices` [S] int64.
+            inputs: `input_ids` [T] int64, `positions` [T] int64, `slots` [T] int64 (of the KV cache; 0 for padding),
+                `logits_indices` [S] int64.
 
         Returns:
             Logits [S, V] in the model's dtype.
@@ -86,7 +87,7 @@ class ProgramExecutor:
         """Runs the part that works on the T tokens.
 
         Args:
-            inputs: `input_ids` [T] int64, `positions` [T] int64.
+            inputs: `input_ids`, `positions` and `slots`, [T] int64 each.
             all_rows: [T] int64, 0 to T - 1: what stands behind the row gather, the head apart, runs here for all
                 tokens, as a graph of T tokens has it; None: `head` runs it for the wanted ones.
 

@@ -15,8 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mllm_compile
+from mllm_compile.compiler import build
+from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.compiler.target import find_target
 from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.ops import OPS
 from mllm_compile.store.explain import Change, changes, miss_note
 from mllm_compile.store.key import _SHAPING_ROOMS, _attention, _sources, changed_parts, key_of
@@ -98,6 +101,29 @@ def test_another_config_and_other_weights_are_factors(model):
     assert changed_factors(model={"path": str(model)}) == ["model config", "weights"]
 
 
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("config.json", "model config: "),
+        ("generation_config.json", r"text: generation_config\.json "),
+    ],
+)
+def test_a_text_that_changes_while_it_is_compiled_ends_the_compile(model, tmp_path, monkeypatch, name, factor):
+    """Else the runtime would lie under the key of the old text, and serve the new one."""
+    content = json.loads((model / name).read_text())
+    whole = build._export_text
+
+    def exported(*args):
+        (model / name).write_text(json.dumps(content | {"rms_norm_eps": 0.5}))
+        whole(*args)
+
+    monkeypatch.setattr(build, "_export_text", exported)
+    config = tiny_config(tmp_path / "cache", model={"path": str(model)}, compile={"backend": "eager"})
+    with pytest.raises(CheckpointError, match=rf"has changed while it was compiled \({factor}"):
+        load_or_compile(config)
+    assert not any(path.name == "manifest.json" for path in (tmp_path / "cache").rglob("*"))
+
+
 def test_the_code_of_a_model_is_a_factor_where_it_is_run(model):
     (model / "modeling.py").write_text("x = 1")
     assert changed_factors(model={"path": str(model)}) == []
@@ -176,6 +202,7 @@ NOT_SHAPING = {
     "runtime/schedule": "which requests are in a step",
     "runtime/shown": "messages",
     "runtime/step": "what runs pieces",
+    "runtime/unknown_names": "messages",
 }
 PACKAGE = Path(mllm_compile.__file__).parent
 

@@ -169,6 +169,11 @@ def test_tools_choose_the_template_made_for_them(folder):
     tokenizer = load(folder)
     assert tokenizer.apply_chat_template(CHAT) == "plain"
     assert tokenizer.apply_chat_template(CHAT, tools=[TOOL]) == "tools"
+    assert tokenizer.source_for_tools == "tools"
+    write_config(folder, chat_template="plain")
+    assert load(folder).source_for_tools == "plain"
+    write_config(folder)
+    assert load(folder).source_for_tools == ""
 
 
 @pytest.mark.parametrize(
@@ -274,6 +279,12 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_doe
     said = f"{name}: the model's chat template reads no such variable; .* it may read: think"
     with pytest.raises(RequestError, match=said):
         load(folder).apply_chat_template(CHAT, **{name: "x"})
+
+
+def test_vllms_dict_of_variables_is_answered_with_what_to_give(folder):
+    write_config(folder, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match=r"chat_template_kwargs: .* Give its entries as arguments of their own\.$"):
+        load(folder).apply_chat_template(CHAT, chat_template_kwargs={"enable_thinking": False})
 
 
 @pytest.mark.parametrize("name", ["tools", "documents"])
