@@ -24,7 +24,7 @@ from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.model.refusals import refusing
-from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.store.key import max_traced_tokens
@@ -64,7 +64,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
     Raises:
         UnsupportedModelError: Transformers cannot build it, or it would not be served right.
     """
-    with reporter.stage("import transformers"), uncollected():
+    with reporter.stage("import transformers"), gc_paused():
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
         from mllm_compile.checkpoint.plan import untie_stored_apart
@@ -73,7 +73,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.model.late_imports import import_modeling_code
 
         import_modeling_code()
-    with reporter.stage("build on meta"), uncollected():  # which imports the model's code
+    with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
         check_rope_limit(model, hf_model.model.config)
@@ -95,13 +95,13 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
     from mllm_compile.model.gate import check_trace
     from mllm_compile.model.trace import trace_model
 
-    with reporter.stage("trace"), uncollected():
+    with reporter.stage("trace"), gc_paused():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)
     dump = GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
-    with reporter.stage("passes"), uncollected(), rewriting:
+    with reporter.stage("passes"), gc_paused(), rewriting:
         return rewrite(
             config,
             hf_model,

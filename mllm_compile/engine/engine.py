@@ -30,7 +30,7 @@ from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
-from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -96,7 +96,7 @@ class Engine:
     ) -> None:
         self.timeline = timeline_of(reporter or reporter_for())
         with kept_bytecode(), compiled_ahead(OF_TORCH):
-            with self.timeline.stage("import torch"), uncollected():
+            with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble
             parts = assemble(config, self.timeline, forward_times=forward_times)
         self._start(parts, log_interval_s)

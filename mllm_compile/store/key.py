@@ -33,17 +33,17 @@ from mllm_compile.version import __version__
 # Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries
 # are launched (threads, shared memory, arguments).
 FORMAT_VERSION = 21
-# Rooms that shape packages, stored programs or packed weights: a change in any of their sources is a miss. passes/ is a
-# factor of its own.
+# Rooms that shape packages, kernels, stored programs or packed weights: a change in any of their sources is a miss.
+# passes/ is a factor of its own. config/device.py says which GPUs have kernels.
 _SHAPING_ROOMS = (
     "check",
     "checkpoint",
     "compiler",
+    "config/device",
     "inductor",
     "kernels",
     "model",
-    "runtime/attention/hopper",
-    "runtime/attention/split",
+    "runtime/attention",
     "runtime/cuda",
     "runtime/ops",
     "runtime/program",
@@ -213,7 +213,9 @@ def _text(model: ModelFolder) -> str:
 @cache
 def _sources() -> str:
     root = Path(__file__).parents[1]
-    paths = (path for room in _SHAPING_ROOMS for path in (root / room).rglob("*"))
+    files = (root / f"{room}.py" for room in _SHAPING_ROOMS)  # a room may be a single file
+    in_folders = (path for room in _SHAPING_ROOMS for path in (root / room).rglob("*"))
+    paths = (path for path in (*files, *in_folders) if path.is_file())
     return _file_hashes(root, (path for path in paths if path.suffix in _SOURCE_SUFFIXES))
 
 

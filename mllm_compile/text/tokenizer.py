@@ -158,10 +158,6 @@ class Tokenizer:
             raise RequestError("the model has no chat template; pass the prompt as text instead of messages.")
         return self._chat_template.render(messages, **options)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids for chat messages; the template has written out all special tokens, none is added."""
-        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
-
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)

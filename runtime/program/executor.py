@@ -51,7 +51,7 @@ class ProgramExecutor:
         self._has_tail = self._gather + 1 < len(self._steps)
         self._head = self._gather + 1 if self._has_tail else self._gather
         # The register of those hidden states; None where the head gathers.
-        self._hidden = self._slot_between(self._gather, self._head) if self._has_tail else None
+        self._hidden = self._register_between(self._gather, self._head) if self._has_tail else None
         self._output_buffers: OutputBuffers = _new_output
 
     def set_output_buffers(self, buffers: OutputBuffers) -> None:
@@ -131,7 +131,7 @@ class ProgramExecutor:
         gathers = (index for index, step in steps if isinstance(step, PieceStep) and ROW_INPUT in step.inputs)
         return next(gathers, len(self.program.steps))
 
-    def _slot_between(self, writer: int, reader: int) -> int:
+    def _register_between(self, writer: int, reader: int) -> int:
         """The register of the one value that step `reader` reads of step `writer`.
 
         Raises:
