@@ -11,13 +11,14 @@ import copy
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
 
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.unknown_names import tells_unknown
 
 ALL_LOGPROBS = -1  # in the place of a number of alternatives: the whole vocabulary
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
@@ -91,18 +92,14 @@ class FrozenBias(Mapping[int, float]):
         return repr(self._biases)
 
 
-def _tells_unknown_names(cls: type[T]) -> type[T]:
-    """Makes the constructor of a dataclass refuse unknown arguments with a RequestError that says what to use."""
-    create: Callable[..., None] = cls.__init__
+def _by_name_alone(cls: type[T]) -> type[T]:
+    """Makes the constructor of a dataclass refuse arguments without a name, and unknown ones with what to use."""
+    create: Callable[..., None] = tells_unknown(_unknown)(cls.__init__)
 
     @wraps(create)
     def init(self: T, *args: object, **values: Any) -> None:
         if args:
             raise RequestError(f"SamplingParams: expected arguments by name, such as temperature=0, got {shown(args)}.")
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in values:
-            if name not in known:
-                raise _unknown(name, known)
         create(self, **values)
 
     cls.__init__ = init  # type: ignore[assignment]
@@ -119,7 +116,7 @@ def _unknown(name: str, known: Sequence[str]) -> RequestError:
     return RequestError(f"{name} is no field of SamplingParams. {instead}")
 
 
-@_tells_unknown_names
+@_by_name_alone
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The parameters of one request: how its tokens are chosen, when it ends, and what is returned. Immutable.
