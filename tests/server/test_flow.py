@@ -6,10 +6,12 @@ import array
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from mllm_compile.errors import MllmError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.answers import CompletionAnswers
 from mllm_compile.server.api.errors import ApiError
@@ -65,7 +67,7 @@ class Engine:
     def _admitted(self) -> None:
         self.admitted += 1
 
-    def start(self, client: Client, *, row: int, **fields: Any) -> Job:
+    def start(self, client: Client, *, row: int, tokenizer: Any = None, **fields: Any) -> Job:
         params = SamplingParams(**{"max_tokens": 100, **fields})
         head = {"id": f"cmpl-{row}", "created": 0, "model": "m", "system_fingerprint": None}
         job = Job(
@@ -78,7 +80,7 @@ class Engine:
             cancel=self.dispatcher.cancel,
             on_over=self.over.append,
         )
-        job.add(PromptRun(self.dispatcher.next_key(), [1], None, False), params, ByteTokenizer())
+        job.add(PromptRun(self.dispatcher.next_key(), [1], None, False), params, tokenizer or ByteTokenizer())
         self.dispatcher.start(job, params, 0, None)
         key = job.prompts[0].key
         self.step({}, StepRest(admitted=[Admitted(key, 0, row, 0, time.monotonic())]))
@@ -193,6 +195,37 @@ def test_what_is_refused_late_is_an_error_response_and_after_the_head_an_event()
         assert failed.events[-1]["error"]["message"] == "gone"
         assert [job.status for job in jobs] == [503, 503]
         assert engine.dispatcher.is_idle
+
+    asyncio.run(run())
+
+
+class FailsAtX(ByteTokenizer):
+    """A tokenizer whose code fails at some tokens."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if ord("x") in token_ids:
+            raise self._error
+        return super().decode(token_ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(MllmError("no text of these"), "engine_error"), (KeyError("x"), "internal_error")]
+)
+def test_a_tokenizer_that_fails_ends_its_own_request_alone(error, code):
+    async def run() -> None:
+        engine, broken, other = Engine(), Client(), Client()
+        job = engine.start(broken, row=1, tokenizer=FailsAtX(error))
+        engine.start(other, row=2)
+        for letter in "axb":
+            engine.step({1: letter, 2: letter})
+        assert broken.events[-1]["error"]["code"] == code
+        assert broken.is_complete
+        assert job.status == 500
+        assert engine.commands[-1] == Abort(job.prompts[0].key)
+        assert "".join(other.texts) == "axb"
 
     asyncio.run(run())
 

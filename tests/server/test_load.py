@@ -55,7 +55,7 @@ def test_a_client_that_leaves_ends_its_request_whether_it_runs_or_waits(server, 
     eventually(lambda: server.figure("mllm:connections_generating") == 0)
     eventually(lambda: is_running(server, 0))
     assert server.figure("mllm:requests_waiting") == 0
-    assert server.figure("mllm:steps_total") - steps < 2000, "they were not computed to their end"
+    assert server.figure("mllm:steps_total") - steps < 6000, "they were not computed to their end"
 
 
 def test_too_many_requests_are_refused_at_once_and_told_when_to_come_again(server):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import array
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable
 
+from mllm_compile.errors import MllmError
 from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.server.api.errors import ApiError, bad_request, of_kind
+from mllm_compile.server.api.errors import ApiError, bad_request, of_error, of_kind
 from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.messages import Abort, Command, End, StepRest, Submit
+
+logger = logging.getLogger("mllm_compile.server")
 
 ABORTED = "aborted"
 COMMENT_S = 15.0  # a stream that waits says so as often: proxies close what is silent
@@ -94,17 +98,24 @@ class Dispatcher:
             job, choice = place
             if choice.finish_reason is not None:  # a stop text has ended it, or its client
                 continue
-            choice.take(token, scores.get(row))
+            try:
+                choice.take(token, scores.get(row))
+            except Exception as error:  # of the tokenizer; the other requests are not hurt by it
+                _break(job, error)
+                continue
             job.last_token_s = now
             job.num_steps += 1
             touched.append(place)
         for job, choice in touched:
             if job.first_token_s is None:
                 job.first_token_s = now
-            if choice.finish_reason is not None:
-                self._cut(job, choice)
-            elif not choice.is_ending:
-                job.news(choice)
+            try:
+                if choice.finish_reason is not None:
+                    self._cut(job, choice)
+                elif not choice.is_ending:
+                    job.news(choice)
+            except Exception as error:
+                _break(job, error)
         if rest is not None:
             self._end_rest(rest)
 
@@ -145,10 +156,14 @@ class Dispatcher:
             self._end(job, choice, reason, stop_reason)
 
     def _end(self, job: Job, choice: Choice, reason: str, stop_reason: messages.StopReason) -> None:
-        if choice.finish_reason is None:
+        if choice.finish_reason is not None:
+            return
+        try:
             choice.end(reason, stop_reason)
             job.news(choice)
             job.choice_ended()
+        except Exception as error:
+            _break(job, error)
 
     def _cut(self, job: Job, choice: Choice) -> None:
         """Ends a completion at a stop text that was found here; one of several the engine finds by itself."""
@@ -178,3 +193,13 @@ class Dispatcher:
                 job.leave()
             elif job.is_stream and now - job.last_sent_s > COMMENT_S and not job.writer.is_busy:
                 job.comment(f"waiting, {position} ahead" if job.is_waiting else "working", now)
+
+
+def _break(job: Job, error: Exception) -> None:
+    """Ends a request whose news cannot be told."""
+    if isinstance(error, MllmError):
+        logger.warning("request %s: %s", job.name, error)
+        job.fail(of_error(error, None))
+    else:
+        logger.error("request %s met an internal error", job.name, exc_info=error)
+        job.fail(ApiError(500, "internal error; the server's log has it", code="internal_error"))

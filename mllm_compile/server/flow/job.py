@@ -6,6 +6,7 @@ other answers when all has ended. Nothing is sent before the first news, so that
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -16,6 +17,8 @@ from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.writer import Headers, Send, Writer
 from mllm_compile.server.wire.messages import Admitted
 from mllm_compile.text.detokenizer import Decoder
+
+logger = logging.getLogger("mllm_compile.server")
 
 EVENT_STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -236,7 +239,14 @@ class Job:
         self._on_over(self)
 
     def _free(self) -> None:
-        """Sends what was kept while the reader was slow."""
+        """Sends what was kept while the reader was slow; runs in the writer's task, where nobody sees an error."""
+        try:
+            self._send_kept()
+        except Exception as error:
+            logger.error("request %s met an internal error", self.name, exc_info=error)
+            self.fail(ApiError(500, "internal error; the server's log has it", code="internal_error"))
+
+    def _send_kept(self) -> None:
         for choice in self.choices:
             self.news(choice)
             if self.writer.is_busy:
