@@ -20,6 +20,7 @@ from mllm_compile.server.wire.messages import Close, Command, Tiding
 
 _MODULE = "mllm_compile.server.backend.process"
 _FRAMES_AT_ONCE = 64
+_LONGEST_TMPDIR = 70
 _CLOSE_S = 10.0  # to end a step, and give the memory back
 
 CommandLine = Callable[[str, str], Sequence[str]]
@@ -47,7 +48,7 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self.exited = asyncio.Event()
         self._is_over = False
-        self._folder = tempfile.mkdtemp(prefix="mllm-serve-")
+        self._folder = _socket_folder()
         self._context = zmq.Context()
         try:
             self._commands = self._socket(zmq.PUSH, "commands")
@@ -132,6 +133,12 @@ class EngineLink:
     def _let_go(self) -> None:
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _socket_folder() -> str:
+    """A new folder that this user alone may enter; a socket's path has at most 107 bytes."""
+    is_short = len(os.fsencode(tempfile.gettempdir())) < _LONGEST_TMPDIR
+    return tempfile.mkdtemp(prefix="mllm-serve-", dir=None if is_short else "/tmp")
 
 
 def _environment() -> dict[str, str]:

@@ -160,9 +160,9 @@ def running(
 ) -> Iterator[Server]:
     """A server by its command."""
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stderr=output, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
-        )
+        # A server that is killed leaves its temporary folder: here it goes with the test's.
+        variables = {**os.environ, "TMPDIR": str(log.parent), **(environment or {})}
+        process = subprocess.Popen(command, cwd=ROOT, stderr=output, stdout=subprocess.DEVNULL, env=variables)
         server = Server(process, log)
         try:
             until(lambda: "listening at" in server.said or process.poll() is not None, "the server listens")
