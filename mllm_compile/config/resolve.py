@@ -17,6 +17,7 @@ from mllm_compile.config.resolved import (
     ResolvedCompile,
     ResolvedConfig,
     ResolvedModel,
+    ResolvedStructuredOutputs,
 )
 from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig
@@ -82,12 +83,21 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         ),
         cudagraph=resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices),
         runtime=runtime,
+        structured_outputs=ResolvedStructuredOutputs(
+            backend=config.structured_outputs.backend,
+            threads=choices.settle("structured_outputs.threads", config.structured_outputs.threads, _mask_threads),
+        ),
         cache=ResolvedCache(
             dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
         ),
         choices=tuple(choices.made),
         without_effect=() if device.is_cuda else _of_gpus_alone(config),
     )
+
+
+def _mask_threads() -> tuple[int, str]:
+    cores = len(os.sched_getaffinity(0))
+    return min(max(cores // 4, 1), 4), f"of {cores} processors"
 
 
 def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:

@@ -42,6 +42,13 @@ class ResolvedCompile(_Resolved):
     hopper_decode: bool
 
 
+class ResolvedStructuredOutputs(_Resolved):
+    """The defaults are for runtimes that were compiled before there was such a section."""
+
+    backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+    threads: int = 1
+
+
 class ResolvedCache(_Resolved):
     """`dir` is absolute."""
 
@@ -55,6 +62,7 @@ class ResolvedConfig(_Resolved):
     compile: ResolvedCompile
     cudagraph: CudaGraphSection
     runtime: RuntimeSection
+    structured_outputs: ResolvedStructuredOutputs = ResolvedStructuredOutputs()
     cache: ResolvedCache
     choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
     without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores

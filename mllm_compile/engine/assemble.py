@@ -36,6 +36,8 @@ from mllm_compile.store.contents import remove_runtime
 from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
 from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.source import ArtifactSource
+from mllm_compile.structured.grammars import Grammars
+from mllm_compile.structured.vocabulary import Vocabulary
 from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -84,6 +86,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         except BaseException:  # also Ctrl-C
             runner.shutdown()
             raise
+    eos_token_ids = _eos_token_ids(defaults, tokenizer)
     prepare_thread = _thread_preparation(compiled, timeline) if runner.device.type == "cpu" else _nothing
     _tell_ready(compiled, runner, timeline)
     return EngineParts(
@@ -91,11 +94,12 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         step_runner=step_runner,
         tokenizer=tokenizer,
         vocab_size=runner.vocab_size,
-        eos_token_ids=_eos_token_ids(defaults, tokenizer),
+        eos_token_ids=eos_token_ids,
         default_params=default_params,
         check_device=_device_check(runner.device),
         shutdown=runner.shutdown,
         prepare_thread=prepare_thread,
+        grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
         config=compiled.config,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
     )
@@ -195,6 +199,20 @@ def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) ->
     if not defaults.eos_token_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
         return frozenset({tokenizer.eos_token_id})
     return defaults.eos_token_ids
+
+
+def _grammars(
+    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int], config: ResolvedConfig
+) -> Grammars | None:
+    """Compiles forms of answers; nothing of it happens before a request asks for one."""
+    if tokenizer is None:
+        return None
+    asked = config.structured_outputs
+
+    def read_vocabulary() -> Vocabulary:
+        return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids)
+
+    return Grammars(read_vocabulary, asked.backend, asked.threads)
 
 
 def _device_check(device: torch.device) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
-from mllm_compile.engine.requests import PromptTokenizer
+from mllm_compile.engine.requests import GrammarSource, PromptTokenizer
 from mllm_compile.engine.stats import ForwardTimesSource
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -26,6 +26,7 @@ class EngineParts:
         check_device: raises when the device cannot be used any more.
         shutdown: gives the device's memory back; called once, after the last step.
         prepare_thread: called on the engine's thread before its first step.
+        grammars: compiles SamplingParams.structured_outputs; None: they are refused.
         config: the engine's config, every `auto` resolved.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
     """
@@ -39,5 +40,6 @@ class EngineParts:
     check_device: Callable[[], None] = lambda: None
     shutdown: Callable[[], None] = lambda: None
     prepare_thread: Callable[[], None] = lambda: None
+    grammars: GrammarSource | None = None
     config: ResolvedConfig | None = None
     forward_times: ForwardTimesSource = tuple

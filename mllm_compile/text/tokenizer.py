@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.errors import CheckpointError, MllmError, RequestError
 from mllm_compile.files.json_file import FileReader, folder_reader, json_object
 from mllm_compile.text.chat_template import ChatTemplate
+from mllm_compile.text.token_bytes import token_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -117,6 +118,10 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def token_bytes(self, num_tokens: int) -> tuple[bytes, ...]:
+        """Bytes by token id; see token_bytes.py."""
+        return token_bytes(self._backend, num_tokens)
 
     @cached_property
     def vocab_size(self) -> int:
