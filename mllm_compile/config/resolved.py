@@ -43,9 +43,10 @@ class ResolvedCompile(_Resolved):
 
 
 class ResolvedStructuredOutputs(_Resolved):
-    """The defaults are for runtimes that were compiled before there was such a section."""
+    """`backends` in the order in which they are asked. The defaults are for runtimes from before there was such a
+    section."""
 
-    backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+    backends: tuple[str, ...] = ("llguidance", "xgrammar")
     threads: int = 1
 
 
@@ -75,6 +76,8 @@ class ResolvedConfig(_Resolved):
         model |= {"path": model.pop("folder"), "revision": None}
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
         sections["cudagraph"] = {"mode": self.cudagraph.mode}
+        backends = sections["structured_outputs"].pop("backends")
+        sections["structured_outputs"]["backend"] = backends[0] if len(backends) == 1 else "auto"
         return EngineConfig.from_dict(sections)
 
     def report(self, reporter: Reporter) -> None:

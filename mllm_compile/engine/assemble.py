@@ -212,7 +212,7 @@ def _grammars(
     def read_vocabulary() -> Vocabulary:
         return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids)
 
-    return Grammars(read_vocabulary, asked.backend, asked.threads)
+    return Grammars(read_vocabulary, asked.backends, asked.threads)
 
 
 def _device_check(device: torch.device) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The interface of a backend, and the table of them. A library is imported when its backend is made."""
+"""The interface of a backend, whose library is imported when the backend is made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.sampling.grammar import Grammar, MaskWork
 from mllm_compile.structured.form import Form
 from mllm_compile.structured.vocabulary import Vocabulary
-
-# In the order in which `auto` asks them. llguidance is first: it bounds the work of every mask, refuses what it would
-# not keep to, and imports little. XGrammar takes structural tags, and what is too large for it.
-BACKENDS = ("llguidance", "xgrammar")
 
 
 class Backend(Protocol):

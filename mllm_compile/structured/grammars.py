@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
-from mllm_compile.structured.backend import BACKENDS, Backend, is_installed, make_backend
+from mllm_compile.structured.backend import Backend, is_installed, make_backend
 from mllm_compile.structured.form import Form, Refused
 from mllm_compile.structured.grammar_process import GrammarProcesses
 from mllm_compile.structured.vocabulary import Vocabulary
@@ -27,13 +27,13 @@ class Grammars:
 
     Args:
         read_vocabulary: called with the first form.
-        backend: auto, or the only backend to ask.
+        backends: names, in the order in which they are asked.
         threads: that make masks.
     """
 
-    def __init__(self, read_vocabulary: Callable[[], Vocabulary], backend: str, threads: int) -> None:
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary], backends: Sequence[str], threads: int) -> None:
         self._read_vocabulary = read_vocabulary
-        self._names: Sequence[str] = BACKENDS if backend == "auto" else (backend,)
+        self._names = backends
         self._threads = threads
         self._lock = threading.Lock()  # of all below
         self._vocabulary: Vocabulary | None = None
@@ -80,7 +80,7 @@ class Grammars:
         names = [name for name in self._names if is_installed(name)]
         if not names:
             raise ConfigError(
-                f"structured_outputs need {' or '.join(self._names)}, and neither is installed. Install the extra: "
+                f"structured_outputs need {' or '.join(self._names)}, which is not installed. Install the extra: "
                 "pip install 'mllm-compile[structured]'."
             )
         reasons = []

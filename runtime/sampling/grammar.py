@@ -41,7 +41,7 @@ class MaskMaker(Protocol):
 
 
 class Grammar(Protocol):
-    """What an answer may be, compiled; any number of requests share it.
+    """The form of an answer, compiled; any number of requests share it.
 
     Attributes:
         masks: makes the masks of its matchers.

@@ -105,7 +105,7 @@ class StructuredOutputsParams:
 
     @property
     def text(self) -> str:
-        """What is given of it, as text; choices as a JSON list."""
+        """The value that is given, as text; choices as a JSON list."""
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else json_module.dumps(value)
 
@@ -170,9 +170,10 @@ def _reason(error: Exception) -> str:
 
 def _depth(value: object) -> int:
     """Levels of nesting, counted no further than one too many, and without recursion."""
-    level, depth = [value], 0
-    while level and depth <= MAX_JSON_DEPTH:
-        depth += 1
-        nested = [one for one in level if isinstance(one, (Mapping, list, tuple))]
-        level = [child for one in nested for child in (one.values() if isinstance(one, Mapping) else one)]
-    return depth - 1
+    level = [value]
+    for depth in range(MAX_JSON_DEPTH + 1):
+        level = [one for one in level if isinstance(one, (Mapping, list, tuple))]
+        if not level:
+            return depth
+        level = [child for one in level for child in (one.values() if isinstance(one, Mapping) else one)]
+    return MAX_JSON_DEPTH + 1
