@@ -35,9 +35,10 @@ class Grammars:
         self._read_vocabulary = read_vocabulary
         self._names = backends
         self._threads = threads
-        self._lock = threading.Lock()  # of all below
+        self._preparing = threading.Lock()  # of these two, while libraries are imported and read the vocabulary
         self._vocabulary: Vocabulary | None = None
         self._parts: dict[str, tuple[GrammarProcesses, Backend]] = {}
+        self._lock = threading.Lock()  # of these two
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._compiling: dict[bytes, threading.Lock] = {}
 
@@ -90,13 +91,14 @@ class Grammars:
                 processes.try_form(form)
                 return backend.compile(form)
             except Refused as refusal:
-                reasons.append(f"{refusal}" if len(names) == 1 else f"{name}: {refusal}")
+                reason = str(refusal).rstrip(". ")
+                reasons.append(reason if len(names) == 1 else f"{name}: {reason}")
             if form.kind not in _DIFFERING:
                 break
         raise RequestError(f"structured_outputs: {form.kind} is refused: {'; '.join(reasons)}.")
 
     def _parts_of(self, name: str) -> tuple[GrammarProcesses, Backend]:
-        with self._lock:
+        with self._preparing:
             if name not in self._parts:
                 if self._vocabulary is None:
                     self._vocabulary = self._read_vocabulary()

@@ -8,6 +8,7 @@ with them it would tokenize, by a call into Python, and allow one of several tok
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,7 +130,11 @@ def _lark_of_grammar(text: str) -> str:
 
 
 def _said(matcher: llguidance.LLMatcher) -> str:
-    return _cut(matcher.get_error().partition("\n<non-verbose/>")[0].partition("<backtrace>")[0])
+    """Its error in one line, without what it shows of the grammar."""
+    error = matcher.get_error()
+    if error.startswith("NoExtension"):
+        return "no text has this form, or none goes on from here"
+    return _cut(re.sub(r"^at \d+\(\d+\): |<non-verbose/>.*|<backtrace>.*|\n *1 \| .*", "", error, flags=re.DOTALL))
 
 
 def _cut(text: str) -> str:
