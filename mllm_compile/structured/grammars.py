@@ -52,9 +52,9 @@ class Grammars:
         """
         with self._lock:
             grammar = self._take(params.key)
+            if grammar is not None:
+                return grammar
             turn = self._compiling.setdefault(params.key, threading.Lock())
-        if grammar is not None:
-            return grammar
         with turn:  # who asks for the same meanwhile waits for it
             with self._lock:
                 grammar = self._take(params.key)
@@ -74,7 +74,6 @@ class Grammars:
         grammar = self._kept.get(key)
         if grammar is not None:
             self._kept.move_to_end(key)
-            self._compiling.pop(key, None)
         return grammar
 
     def _compile(self, form: Form) -> Grammar:

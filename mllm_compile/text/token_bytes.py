@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _NUM_CHECKS = 64
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer, num_tokens: int) -> tuple[bytes, ...]:
@@ -29,12 +31,11 @@ def token_bytes(backend: tokenizers.Tokenizer, num_tokens: int) -> tuple[bytes, 
         MllmError: tokens of this tokenizer have no bytes of their own.
     """
     special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
-    added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
     to_bytes = _reader(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {})
     found = [b""] * num_tokens
     for token, token_id in backend.get_vocab(with_added_tokens=True).items():
         if token_id < num_tokens and token_id not in special:
-            found[token_id] = added[token_id].encode() if token_id in added else to_bytes(token)
+            found[token_id] = to_bytes(token)
     _check(backend, found)
     return tuple(found)
 
@@ -58,7 +59,7 @@ def _reader(decoder: Mapping[str, Any]) -> Callable[[str], bytes]:
     has_bytes = "ByteFallback" in kinds
 
     def read(token: str) -> bytes:
-        if has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if has_bytes and _BYTE.fullmatch(token):
             return bytes.fromhex(token[3:5])
         for space in spaces[1:]:
             token = token.replace(space, " ")
