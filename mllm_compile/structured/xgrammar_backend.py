@@ -29,6 +29,8 @@ _MOST_LEFT_BEHIND = 4  # threads that may still run somewhere in C++
 _IGNORED = (
     "uniqueItems", "contains", "minContains", "maxContains", "not", "if", "allOf", "oneOf", "dependentRequired",
     "dependentSchemas", "unevaluatedProperties", "unevaluatedItems",
+    # Seen to let quotes and control characters into strings, which is no JSON then.
+    "minLength", "maxLength", "pattern", "patternProperties", "propertyNames",
 )  # fmt: skip
 _ALONE = {"$ref", "anyOf", "enum", "const"}  # what stands beside them is ignored, but for annotations:
 _ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples", "type", "$schema", "$id"}
@@ -191,8 +193,6 @@ def _refuse_what_is_ignored(schema: dict[str, Any]) -> None:
             faults.append(f"{lone[0]} beside {sorted(part.keys() - _ANNOTATIONS - {lone[0]})[0]}")
         if "enum" in part and "type" in part:
             faults += [f"a value of enum that is no {part['type']}"] * (not _enum_fits(part))
-        if "pattern" in part and part.keys() & {"minLength", "maxLength", "format"}:
-            faults.append("pattern beside minLength, maxLength or format")
         if "format" in part and part["format"] not in _FORMATS:
             faults.append(f"format {part['format']!r}")
         if not str(part.get("$ref", "#")).startswith("#"):
