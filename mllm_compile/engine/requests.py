@@ -70,7 +70,7 @@ class _Prepared:
 
 
 class RequestBuilder:
-    """Makes Submissions for one engine; thread-safe.
+    """Makes Submissions for one engine; thread-safe. `grammars` is as it was given.
 
     Args:
         tokenizer: None when the model has none; prompts are token ids then and answers have no text.
@@ -90,7 +90,7 @@ class RequestBuilder:
         grammars: GrammarSource | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._grammars = grammars
+        self.grammars = grammars
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
@@ -239,9 +239,9 @@ class RequestBuilder:
         return None
 
     def _grammar(self, params: StructuredOutputsParams) -> Grammar:
-        if self._grammars is None:
+        if self.grammars is None:
             raise RequestError("structured_outputs: the model has no tokenizer, so its tokens have no text to check.")
-        return self._grammars.compile(params)
+        return self.grammars.compile(params)
 
     def _bad_phrases(self, params: SamplingParams) -> tuple[Phrases, RequestError | None]:
         """The tokens of params.bad_words, or why there are none; kept for the next prompt with the same."""

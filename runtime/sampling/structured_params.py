@@ -170,7 +170,7 @@ def _reason(error: Exception) -> str:
 
 def _depth(value: object) -> int:
     """Levels of nesting, counted no further than one too many, and without recursion."""
-    level = [value]
+    level: list[Any] = [value]
     for depth in range(MAX_JSON_DEPTH + 1):
         level = [one for one in level if isinstance(one, (Mapping, list, tuple))]
         if not level:

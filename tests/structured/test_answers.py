@@ -359,7 +359,7 @@ with Engine(tiny_config(Path(sys.argv[1]), compile={"backend": "eager"})) as eng
     from mllm_compile.process import helper_process
     imported = {"llguidance", "xgrammar", "tvm_ffi"} & set(sys.modules)
     processes = [process for one in helper_process._everyone for process in one._processes]
-    print(imported, processes, engine.builder._grammars._vocabulary)
+    print(imported, processes, engine.builder.grammars._vocabulary)
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(eager_cache)],
