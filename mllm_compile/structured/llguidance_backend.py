@@ -24,6 +24,7 @@ from mllm_compile.structured.vocabulary import Vocabulary
 # Models that never tire of whitespace fill an answer with it; eight levels of four fit.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{0,32}"
 _HEADER = '%llguidance {"no_forcing": true}\n'
+_MOST_STATES = 50_000  # of a grammar's lexer, one or two kB each
 _MOST_SAID = 500  # characters of the library's errors: they repeat what was given
 
 
@@ -53,7 +54,7 @@ class LlguidanceBackend:
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(tokens), len(vocabulary.tokens), list(vocabulary.eos_token_ids)
         )
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=_MOST_STATES)
         self._executor = llguidance.LLExecutor(threads)
 
     def compile(self, form: Form) -> LlguidanceGrammar:
@@ -110,7 +111,9 @@ def _lark(form: Form) -> str:
     if form.kind == "regex":
         return f"start: /{llguidance.regex_to_lark(form.text, use_ascii='')}/"
     if form.kind == "choice":
-        return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
+        # One terminal, in capitals: alternatives of a rule are counted, and limited.
+        choices = (json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
+        return f"start: CHOICE\nCHOICE: {' | '.join(choices)}"
     if form.kind == "grammar":
         return _lark_of_grammar(form.text)
     raise Refused(f"llguidance takes no {form.kind} here. Set structured_outputs: {{backend: auto}} or xgrammar.")

@@ -34,6 +34,7 @@ HOSTILE = {
 MANY_ALTERNATIVES = "start: " + " ".join(['"a"?'] * 30_000)
 GOOD = {
     "a large enum": {"json": {"enum": [f"value {number}" for number in range(10_000)]}},
+    "many choices": {"choice": [f"choice {number}" for number in range(15_000)]},
     "endless recursion": {
         "json": {"$defs": {"n": {"additionalProperties": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
     },

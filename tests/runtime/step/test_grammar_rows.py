@@ -14,8 +14,9 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.step.runner import StepHandle
+from mllm_compile.runtime.step.runner import StepHandle, StepRunner
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
+from tests.runtime.step.decode_loop_cases import LoopedRunner
 
 EOS = 0
 EVERYTHING = frozenset(range(VOCAB))
@@ -72,10 +73,13 @@ def add(loop: Loop, prompt, grammar=None, **params) -> Request:
     return request
 
 
-def run(prompts, rules, overlap=True, num_pages=100, masks=None, params=(), **config):
-    """Requests with a rule each (None: no grammar), and the loop."""
+def run(prompts, rules, overlap=True, num_pages=100, masks=None, params=(), most_looped=0, **config):
+    """Requests with a rule each (None: no grammar), and the loop; up to `most_looped` decodes are one launch."""
     masks = masks or FakeMasks()
-    loop = Loop(make_runner(TinyModel(), num_pages=num_pages, **config))
+    runner = make_runner(TinyModel(), num_pages=num_pages, **config)
+    loop = Loop(runner)
+    if most_looped:
+        loop.steps = StepRunner(LoopedRunner(runner, most_looped), Sampler())
     each = params or [{}] * len(prompts)
     requests = [
         add(loop, prompt, rule and FakeGrammar(masks, rule), **one)
@@ -120,6 +124,15 @@ def test_a_mask_of_all_tokens_gives_the_same_tokens_as_none(params):
     plain, _ = run(PROMPTS, [None] * 4, params=each)
     masked, _ = run(PROMPTS, [lambda output: EVERYTHING] * 4, params=each)
     assert outputs(masked) == outputs(plain)
+
+
+@pytest.mark.parametrize("rules", [[after] * 4, [after, None, after, None], [lambda output: EVERYTHING] * 4])
+def test_steps_in_one_launch_give_the_tokens_that_others_give(rules):
+    each = [{}, {"temperature": 1.0, "seed": 2}, {"temperature": 0.7, "seed": 5, "top_k": 20}, {"max_tokens": 3}]
+    plain, _ = run(PROMPTS, rules, params=each)
+    looped, loop = run(PROMPTS, rules, params=each, most_looped=8)
+    assert loop.steps._runner.decodes > 4
+    assert outputs(looped) == outputs(plain)
 
 
 def test_a_neighbour_without_a_grammar_keeps_its_tokens():
