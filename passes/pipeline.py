@@ -17,6 +17,7 @@ from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
@@ -24,6 +25,7 @@ from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
+from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
@@ -46,9 +48,11 @@ PASSES: tuple[type[GraphPass], ...] = (
     # From here on the graph is pieces with attention between them.
     SplitAtAttention,
     DeduplicatePieces,  # equal stretches share one module
+    ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
     FuseSingleToken,  # a further form of each piece, for steps of one token
     StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
     FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears
+    GroupExperts,  # the rows of each expert as one product, in forms for 1, 64, 256 and any number of tokens
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
 )

@@ -80,7 +80,7 @@ class TokenInputs:
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
         """The inputs that a program names."""
-        return {"input_ids": self.input_ids, "positions": self.positions}
+        return {"input_ids": self.input_ids, "positions": self.positions, "slots": self.out_cache_loc}
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> TokenInputs:

@@ -5,15 +5,13 @@ Shape legend: S rows of the step, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
 from mllm_compile.runtime.program.executor import PieceFunction
-from mllm_compile.runtime.program.spec import DecodeLoopForms
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.state import SamplingState
@@ -26,9 +24,7 @@ _TURN = 2
 _OTHERS = 3  # rows of the slot table that the step leaves alone
 
 
-def check_decode_loop(
-    forms: DecodeLoopForms, pieces: Mapping[str, PieceFunction], page_size: int, logits: torch.Tensor
-) -> None:
+def check_decode_loop(pieces: DecodeLoopPieces, page_size: int, logits: torch.Tensor) -> None:
     """
     Args:
         page_size: that the pieces are compiled for.
@@ -38,8 +34,8 @@ def check_decode_loop(
         CompileError: a piece does something else.
     """
     step = _Step(page_size, logits)
-    step.begin(pieces[forms.begin])
-    step.end(pieces[forms.end])
+    step.begin(pieces.begin)
+    step.end(pieces.end)
 
 
 class _Step:

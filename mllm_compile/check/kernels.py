@@ -10,7 +10,7 @@ Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,10 +23,10 @@ from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec, PerLayerParameters
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.ops import family
-from mllm_compile.runtime.program.executor import PieceFunction
-from mllm_compile.runtime.program.spec import AttentionStep, DecodeForm, Program, SamplingForms, UnrotatedStep
+from mllm_compile.runtime.program.link import LinkedProgram
+from mllm_compile.runtime.program.spec import AttentionStep, DecodeForm, SamplingForms, UnrotatedStep
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
-from mllm_compile.store.source import load_decoders
+from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
@@ -37,18 +37,9 @@ _TOLERANCE = 2e-2
 _NUM_DRAWS = 32
 
 
-def check_written_pieces(
-    program: Program,
-    pieces: Mapping[str, PieceFunction],
-    cubins: Mapping[str, bytes],
-    page_size: int,
-    dtype: torch.dtype,
-    logits: torch.Tensor,
-) -> None:
+def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dtype, logits: torch.Tensor) -> None:
     """
     Args:
-        program: names the pieces.
-        pieces: pieces by id; cubins: the binaries of program.cuda_kernels() by name.
         page_size: tokens of a KV page, for which the pieces of attention are compiled.
         dtype: the type of queries and cache.
         logits: [S, V], as the program gives them; tokens are chosen from these.
@@ -56,8 +47,7 @@ def check_written_pieces(
     Raises:
         CompileError: a piece computes something else than torch's operations.
     """
-    checked = set()
-    decoders = load_decoders(program, pieces, cubins, logits.device)
+    checked, program = set(), linked.program
     unrotated = {step.layer: step.unrotated for step in program.steps if isinstance(step, AttentionStep)}
     for layer in program.layers:
         forms, step = program.decode_attention.get(layer.name), unrotated.get(layer.name)
@@ -66,11 +56,11 @@ def check_written_pieces(
             checked.add(kind)
             check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
             for lengths in check.batches(forms):
-                check.run(lengths, forms, decoders[layer.name])
-    if program.sampling is not None:
-        _check_sampling(program.sampling, pieces, logits)
-    if program.decode_loop is not None:
-        check_decode_loop(program.decode_loop, pieces, page_size, logits)
+                check.run(lengths, forms, linked.decoders[layer.name])
+    if program.sampling is not None and linked.sampling is not None:
+        _check_sampling(program.sampling, linked.sampling, logits)
+    if linked.decode_loop is not None:
+        check_decode_loop(linked.decode_loop, page_size, logits)
     for name, members in program.kernels.items():
         for fault in family(name).faults(members, logits.device):
             raise CompileError(fault)
@@ -93,7 +83,7 @@ class _DecodeCheck:
         device: torch.device,
         unrotated: UnrotatedStep | None = None,
     ) -> None:
-        """With `unrotated` kernels that rotate are run so, too."""
+        """Args: unrotated: the layer's, if its kernels may rotate; they are then run so, too."""
         self._layer = layer
         self._unrotated = unrotated
         self._page_size = page_size
@@ -228,7 +218,7 @@ def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
     return kernel.name, kernel.switch
 
 
-def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], logits: torch.Tensor) -> None:
+def _check_sampling(forms: SamplingForms, pieces: SamplingPieces, logits: torch.Tensor) -> None:
     """Checks rows with a temperature, seed and position of their own."""
     generator = torch.Generator().manual_seed(0)
     logits = logits[torch.arange(_NUM_DRAWS, device=logits.device) % logits.shape[0]]
@@ -238,15 +228,15 @@ def _check_sampling(forms: SamplingForms, pieces: Mapping[str, PieceFunction], l
     scores = padded_scores(logits, temperatures)
     drawn = draw_tokens(scores, seeds, positions)
     # Sums of a draw's exponentials differ in their last digits, which may decide between two near blocks: in one row.
-    for piece, inputs, theirs, num_others in (
-        (forms.greedy, [logits], logits.argmax(-1), 0),
-        (forms.from_logits, [logits, temperatures, seeds, positions], drawn, 1),
-        (forms.from_scores, [scores, seeds, positions], drawn, 1),
+    for name, piece, inputs, theirs, num_others in (
+        (forms.greedy, pieces.greedy, [logits], logits.argmax(-1), 0),
+        (forms.from_logits, pieces.from_logits, [logits, temperatures, seeds, positions], drawn, 1),
+        (forms.from_scores, pieces.from_scores, [scores, seeds, positions], drawn, 1),
     ):
-        wrong = int((pieces[piece](inputs)[0] != theirs).sum())
+        wrong = int((piece(inputs)[0] != theirs).sum())
         if wrong > num_others:
             raise CompileError(
-                f"the kernels of {piece} choose other tokens than torch's operations in {wrong} of {_NUM_DRAWS} rows: "
+                f"the kernels of {name} choose other tokens than torch's operations in {wrong} of {_NUM_DRAWS} rows: "
                 "they do not serve this vocabulary on this machine. Set compile.backend: eager to do without them, and "
                 "report this."
             )

@@ -26,13 +26,13 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
-from mllm_compile.runtime.ops import family, load_kernels
+from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.link import current_device, link
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.store.artifact import CUBINS, PIECES
-from mllm_compile.store.source import current_device
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
@@ -64,14 +64,16 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
     with current_device(torch.device(device)):
         bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
         binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
-        load_kernels(program.kernels, binaries, torch.device(device))
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
-        logits = _check_program(lowered, ProgramExecutor(program, pieces, bound), device)
-        check_written_pieces(program, pieces, binaries, page_size, hf_model.model.dtype, logits)
+        linked = link(program, pieces, binaries, torch.device(device))
+        logits = _check_program(lowered, *linked.bind(bound), device)
+        check_written_pieces(linked, page_size, hf_model.model.dtype, logits)
 
 
-def _check_program(lowered: Lowered, executor: ProgramExecutor, device: str) -> torch.Tensor:
+def _check_program(
+    lowered: Lowered, executor: ProgramExecutor, layers: tuple[AttentionLayer, ...], device: str
+) -> torch.Tensor:
     """Runs every batch; returns the program's logits of the largest."""
     hf_model, program = lowered.hf_model, lowered.program
     model_type = hf_model.model.config.model_type
@@ -84,7 +86,7 @@ def _check_program(lowered: Lowered, executor: ProgramExecutor, device: str) -> 
         rows = _some_rows(len(theirs), device) if wants_rows else None
         try:
             ours, *of_rows = _run_program(
-                executor, program, batch_ids, batch_positions, rows, device, hf_model.model.dtype
+                executor, layers, batch_ids, batch_positions, rows, device, hf_model.model.dtype
             )
         except Exception as failure:
             raise CompileError(
@@ -249,7 +251,7 @@ def _some_rows(tokens: int, device: str) -> torch.Tensor:
 
 def _run_program(
     executor: ProgramExecutor,
-    program: Program,
+    layers: tuple[AttentionLayer, ...],
     ids: list[torch.Tensor],
     positions: list[torch.Tensor],
     rows: torch.Tensor | None,
@@ -260,22 +262,23 @@ def _run_program(
     different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     tokens = sum(lengths) * copies
-    layers = {layer.name: AttentionLayer.of(layer, executor.weights) for layer in program.layers}
-    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers.values()]
-    metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens, 1, shapes, dtype, device))
-    slots = torch.arange(tokens, device=device)
+    by_name = {layer.name: layer for layer in layers}
+    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers]
+    metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device))
+    every = torch.arange(tokens, device=device)
+    slots = every + 1  # 0 is padding's
     with (
         torch.no_grad(),
         set_forward_context(
-            dict.fromkeys(layers, metadata),
-            no_compile_layers=layers,
-            slot_mapping=dict.fromkeys(layers, slots),
+            dict.fromkeys(by_name, metadata),
+            no_compile_layers=by_name,
+            slot_mapping=dict.fromkeys(by_name, slots),
             num_tokens=tokens,
         ),
     ):
-        inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
+        inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions), "slots": slots}
         body = executor.body(inputs)
-        logits = executor.head(body, slots)
+        logits = executor.head(body, every)
         if rows is None:
             return (logits,)
-        return logits, executor.head(body, rows), executor.head(executor.body(inputs, slots), rows)
+        return logits, executor.head(body, rows), executor.head(executor.body(inputs, every), rows)

@@ -7,11 +7,10 @@ model, the same text then has other ids there than here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mllm_compile.text.tokenizer import Tokenizer
+from mllm_compile.text.tokenizer import Tokenizer, fault_of
 
 # Each for a rule in which tokenizers differ: spaces, digits, case, contractions, accents in two forms, code, scripts,
 # emoji, line ends.
@@ -28,7 +27,7 @@ _TEXTS = (
 
 
 def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False) -> str | None:
-    """Say where Transformers reads a text as other ids; None where the two agree, or where it reads none.
+    """Say where Transformers reads a text as other ids; None where the two agree, or where one of them reads none.
 
     Args:
         folder: the model's.
@@ -39,14 +38,14 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_cod
 
     try:
         theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        found = [list(theirs(text).input_ids) for text in _TEXTS]
-    except Exception:  # whatever its many classes raise: then nobody has other ids there
+    except BaseException as error:  # whatever its many classes raise: then nobody has other ids there
+        fault_of(error)
         return None
-    others = [
-        (text, there, here)
-        for text, there, here in zip(_TEXTS, found, map(tokenizer.encode, _TEXTS), strict=True)
-        if there != here
-    ]
+    others = []
+    for text in _TEXTS:
+        there, here = _ids(lambda text: theirs(text).input_ids, text), _ids(tokenizer.encode, text)
+        if there is not None and here is not None and there != here:
+            others.append((text, there, here))
     if not others:
         return None
     text, there, here = others[0]
@@ -56,6 +55,15 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_cod
         "right if the model was trained with tokenizer.json as it is; if it was trained through Transformers, replace "
         "the file by what AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes."
     )
+
+
+def _ids(encode: Callable[[str], Iterable[int]], text: str) -> list[int] | None:
+    """The text's ids; None where the tokenizer's code fails at it, which a request with such a text will be told."""
+    try:
+        return list(encode(text))
+    except BaseException as error:
+        fault_of(error)  # raises it again where it is no tokenizer's, such as Ctrl-C
+        return None
 
 
 def _show(ids: list[int]) -> str:

@@ -5,6 +5,7 @@ The only place that knows Transformers' loading internals (the same calls work f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
     state = model.state_dict()
     renamed: dict[str, tuple[str, PlannedTensor]] = {}
     conversions: dict[str, Any] = {}
+    numbered: dict[tuple[str, str], list[str]] = {}
     for name in sorted(tensors, key=dot_natural_key):  # Transformers' order: stacked experts follow it
         key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if key not in state and name in state:
@@ -43,14 +45,39 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
         if pattern is not None and key in state:
             converter = conversions.setdefault(key, deepcopy(by_pattern[pattern]))
             converter.add_tensor(key, name, pattern, tensors[name])
+            numbered.setdefault((key, pattern), []).append(name)
         elif key in renamed:
             raise CheckpointError(f"tensors {renamed[key][0]!r} and {name!r} both stand for {key!r}")
         else:
             renamed[key] = name, tensors[name]
     result = {key: tensor for key, (_, tensor) in renamed.items()}
+    for names in numbered.values():
+        _check_numbers(names)
     for key, converter in conversions.items():
+        if key in renamed:
+            other = min(name for (of, _), names in numbered.items() if of == key for name in names)
+            raise CheckpointError(f"tensors {renamed[key][0]!r} and {other!r} both stand for {key!r}")
         result |= _convert(key, converter, model)
     return result
+
+
+def _check_numbers(names: list[str]) -> None:
+    """Checks that tensors that are stacked are numbered from 0 on, each number there: place is all that tells experts
+    apart once they are stacked.
+
+    Raises:
+        CheckpointError: naming those that are not there.
+    """
+    parts = [re.split(r"(\d+)", name) for name in names]
+    places = [place for place in range(1, len(parts[0]), 2) if len({one[place] for one in parts}) > 1]
+    if len(places) != 1:
+        return
+    place, template = places[0], parts[0]
+    missing = sorted(set(range(len(names))) - {int(one[place]) for one in parts})
+    if missing:
+        lacking = ["".join((*template[:place], str(number), *template[place + 1 :])) for number in missing]
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise CheckpointError(f"the checkpoint lacks {', '.join(map(repr, lacking[:3]))}{more}; it has later ones")
 
 
 def _convert(key: str, converter: Any, model: PreTrainedModel) -> dict[str, PlannedTensor]:

@@ -15,7 +15,7 @@ from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead
 from mllm_compile.process.console import print_table
-from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.no_gc import gc_paused
 
 
 def compile_command(
@@ -45,7 +45,7 @@ def compile_command(
         check_output_folder("--output", output)
 
     with compiled_ahead(OF_TORCH):
-        with uncollected():
+        with gc_paused():
             if isinstance(source, Path):
                 from mllm_compile.compiler.load_or_compile import open_runtime
             else:

@@ -21,7 +21,13 @@ from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
 from mllm_compile.compiler.lowered import Lowered
-from mllm_compile.compiler.lowering import build_model, lower, plan_lowered_weights, write_pieces
+from mllm_compile.compiler.lowering import (
+    build_model,
+    lower,
+    plan_lowered_weights,
+    private_inductor_cache,
+    write_pieces,
+)
 from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
@@ -52,7 +58,7 @@ from mllm_compile.store.artifact import (
     write_program,
 )
 from mllm_compile.store.explain import miss_note, nearest_runtime
-from mllm_compile.store.key import max_traced_tokens
+from mllm_compile.store.key import check_unchanged, max_traced_tokens
 from mllm_compile.store.locks import using_compiler_cache
 from mllm_compile.store.publish import new_artifact_folder
 from mllm_compile.text.generation_defaults import default_params, load_generation_defaults
@@ -80,6 +86,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         _check_text(target.model.path)
     with new_artifact_folder(folder, is_output=options.output is not None) as scratch:
         lowered, files, suffix = _fill(scratch, target, options, timeline)
+        check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
             self_check(lowered, scratch, suffix, config.runtime.device, config.runtime.page_size)
         manifest = Manifest(
@@ -105,7 +112,7 @@ def _fill(
     config, model = target.config, target.model
     with (
         TemporaryDirectory(dir=scratch) as folder,  # left when the workers, which write into it, have ended
-        _inductor_cache(Path(folder)),
+        private_inductor_cache(Path(folder)),
         _workers(config, Path(folder)) as workers,
         KernelCompiler() as compiler,
     ):
@@ -122,20 +129,6 @@ def _fill(
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)
         return lowered, files, _build_pieces(config, lowered, scratch, workers, compiler, early, timeline)
-
-
-@contextmanager
-def _inductor_cache(folder: Path) -> Iterator[None]:
-    """Points Inductor's cache, which importing Dynamo makes among temporary files, to `folder`. It may go: pieces are
-    compiled in processes of their own (inductor/workers.py)."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, str(folder))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:

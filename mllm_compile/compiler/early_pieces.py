@@ -25,7 +25,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.inductor.job import PieceJob
 from mllm_compile.inductor.workers import PieceWorkers
-from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
 from mllm_compile.store.key import max_traced_tokens
 
@@ -85,7 +85,7 @@ def start_early_pieces(
     try:
         if hf_model.text_config.num_hidden_layers < _MIN_LAYERS or (os.cpu_count() or 1) < _MIN_CORES:
             return {}
-        with reporter.stage(f"trace {_LAYERS} layers"), uncollected():
+        with reporter.stage(f"trace {_LAYERS} layers"), gc_paused():
             shallow = _shallow_copy(hf_model, config)
             trace = trace_model(shallow, config.runtime.device, max_traced_tokens(config))
             lowered = rewrite(config, shallow, trace)

@@ -5,6 +5,9 @@ The modules that it calls do each stage's work; Transformers is imported here an
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +24,7 @@ from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.model.refusals import refusing
-from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.store.key import max_traced_tokens
@@ -35,13 +38,33 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.weights.loader import WeightSpec
 
 
+@contextmanager
+def private_inductor_cache(folder: Path) -> Iterator[None]:
+    """Points Inductor's cache to `folder` while a model is traced.
+
+    Importing Dynamo makes that cache, and torch.compile looks there for what may change a trace: by default among
+    temporary files, under a name that any user can guess. It may go afterwards: pieces are compiled in processes of
+    their own (inductor/workers.py).
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, str(folder))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
 def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> HFModel:
     """Builds the model without its weights.
 
     Raises:
         UnsupportedModelError: Transformers cannot build it, or it would not be served right.
     """
-    with reporter.stage("import transformers"), uncollected():
+    with reporter.stage("import transformers"), gc_paused():
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
         from mllm_compile.checkpoint.plan import untie_stored_apart
@@ -50,7 +73,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.model.late_imports import import_modeling_code
 
         import_modeling_code()
-    with reporter.stage("build on meta"), uncollected():  # which imports the model's code
+    with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
         check_rope_limit(model, hf_model.model.config)
@@ -72,13 +95,13 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
     from mllm_compile.model.gate import check_trace
     from mllm_compile.model.trace import trace_model
 
-    with reporter.stage("trace"), uncollected():
+    with reporter.stage("trace"), gc_paused():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)
     dump = GraphDumper(dump_dir)
     dump("trace", trace.graph_module, "as captured")
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
-    with reporter.stage("passes"), uncollected(), rewriting:
+    with reporter.stage("passes"), gc_paused(), rewriting:
         return rewrite(
             config,
             hf_model,

@@ -12,7 +12,7 @@ from mllm_compile.compiler.piece_source import size_of
 from mllm_compile.errors import CompileError
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
-from mllm_compile.passes.match.nodes import is_attention_with_output, is_symbolic, is_weight
+from mllm_compile.passes.match.nodes import is_attention_with_output, is_op, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, SmallForm, Step, UnrotatedStep
 
@@ -43,7 +43,33 @@ def build_program(graph: fx.GraphModule) -> Program:
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]
     weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
-    return Program(tuple(steps), layers, weights, _value_name(logits), _small_forms(graph))
+    return Program(
+        tuple(steps),
+        layers,
+        weights,
+        _value_name(logits),
+        _small_forms(graph),
+        chosen_experts=_chosen_experts(graph),
+    )
+
+
+def _chosen_experts(graph: fx.GraphModule) -> dict[str, int]:
+    """How many experts a token chooses of those in a weight, for each weight of experts."""
+    chosen: dict[str, int] = {}
+    for call in graph.graph.find_nodes(op="call_module"):
+        piece: Any = graph.get_submodule(str(call.target))
+        given: dict[Any, Any] = dict(zip(piece.graph.find_nodes(op="placeholder"), call.args, strict=True))
+        for node in piece.graph.nodes:
+            operands: Any = node.args
+            if is_op(node, "expert_linear"):
+                weight, num_chosen = operands[2], int(operands[1].meta["val"].shape[1])
+            elif is_op(node, "grouped_linear"):
+                weight, num_chosen = operands[3], operands[5]
+            else:
+                continue
+            if is_weight(given.get(weight)):
+                chosen[given[weight].meta["weight_name"]] = num_chosen
+    return chosen
 
 
 def _attention_step(node: fx.Node) -> AttentionStep:

@@ -59,10 +59,7 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
     sections = {name: field.annotation.model_fields for name, field in config.model_fields.items()}  # type: ignore[union-attr]
     if len(key) == 1:
         # A key that was written without its section, such as `device: cpu` at the top level, is found in its section.
-        meant = closest(key[0], list(sections)) or next(
-            (f"{section}.{near}" for section, fields in sections.items() if (near := closest(key[0], list(fields)))),
-            None,
-        )
+        meant = closest(key[0], list(sections)) or key_meant_by(key[0], config)
         listed = f"known sections: {', '.join(sections)}"
     else:
         near = closest(key[1], list(sections[key[0]]))
@@ -71,6 +68,14 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
     meant = _NAMES_ELSEWHERE.get(key[-1], meant)
     hint = f"; did you mean {meant}?" if meant else ""
     return f"{'.'.join(key)} is not a known key{hint} ({listed})"
+
+
+def key_meant_by(name: str, config: type[BaseModel]) -> str | None:
+    """The key, with its section, that `name` stands for here, in vLLM or in SGLang; None where none is like it."""
+    sections = {section: list(field.annotation.model_fields) for section, field in config.model_fields.items()}  # type: ignore[union-attr]
+    similar = (f"{section}.{near}" for section, keys in sections.items() if (near := closest(name, keys)))
+    same = (f"{section}.{name}" for section, keys in sections.items() if name in keys)
+    return _NAMES_ELSEWHERE.get(name) or next(same, None) or next(similar, None)
 
 
 def closest(name: str, known: list[str]) -> str | None:

@@ -184,7 +184,7 @@ class StructuredOutputsConfig(Section):
 
 
 class CacheConfig(Section):
-    """Where compiled runtimes are kept."""
+    """The folder of compiled runtimes."""
 
     dir: PathText = "auto"
     """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""

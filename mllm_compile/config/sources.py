@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.mistakes import show
+from mllm_compile.config.mistakes import key_meant_by, show
 from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
 from mllm_compile.config.schema import EngineConfig
@@ -41,6 +42,8 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
             "EngineConfig, or a dict such as {'model': {'path': …}}"
         )
     text = os.fspath(source)
+    if not text:
+        raise ConfigError(f"the model is an empty text. {_EXPECTED}")
     path = Path(text).expanduser()
     if os.path.isdir(path):
         return _model_or_runtime(path)
@@ -49,6 +52,21 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     if is_hub_id(text):
         return EngineConfig(model={"path": text})
     raise ConfigError(f"{text}: there is no such file or folder{nearest_path(text)}. {_EXPECTED}")
+
+
+def unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
+    """The error for an argument that an engine does not take: most are keys of its config, by vLLM's name or ours."""
+    if name in ("model", "model_path"):
+        return ConfigError(f"an engine has no argument {name}. Give the model first: Engine('Qwen/Qwen3-0.6B').")
+    key = key_meant_by(name, EngineConfig)
+    if key is None:
+        return ConfigError(f"an engine has no argument {name}; known: {', '.join(known)}, and the keys of its config.")
+    section, _, field = key.partition(":")[0].partition(".")
+    keys = f"'path': …, '{field}': …}}" if section == "model" else f"'path': …}}, '{section}': {{'{field}': …}}"
+    return ConfigError(
+        f"an engine has no argument {name}; did you mean {key} of its config? Give that as a YAML, or a dict such as "
+        f"{{'model': {{{keys}}}."
+    )
 
 
 def _model_or_runtime(folder: Path) -> EngineConfig | Path:

@@ -30,6 +30,7 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
@@ -86,7 +87,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         except BaseException:  # also Ctrl-C
             runner.shutdown()
             raise
-    eos_token_ids = _eos_token_ids(defaults, tokenizer)
+    eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
     prepare_thread = _thread_preparation(compiled, timeline) if runner.device.type == "cpu" else _nothing
     _tell_ready(compiled, runner, timeline)
     return EngineParts(
@@ -194,11 +195,24 @@ def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeli
     timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
 
 
-def _eos_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The model's end-of-sequence ids; the tokenizer's where the model names none."""
-    if not defaults.eos_token_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
-        return frozenset({tokenizer.eos_token_id})
-    return defaults.eos_token_ids
+def _eos_token_ids(
+    defaults: GenerationDefaults, tokenizer: Tokenizer | None, vocab_size: int, reporter: Reporter
+) -> frozenset[int]:
+    """The end-of-sequence ids that the model can sample; the tokenizer's where the model's files name none.
+
+    What min_tokens forbids are columns of the logits: an id beyond them would fail every request of its step.
+    """
+    named = defaults.eos_token_ids
+    if not named and tokenizer is not None and tokenizer.eos_token_id is not None:
+        named = frozenset({tokenizer.eos_token_id})
+    known = frozenset(token_id for token_id in named if token_id < vocab_size)
+    if known != named:
+        ends = "others end answers" if known else "answers end at max_tokens or a stop text alone"
+        reporter.announce(
+            f"eos_token_id {shown(min(named - known))} is beyond the model's vocabulary of {vocab_size} and never "
+            f"sampled: {ends}"
+        )
+    return known
 
 
 def _grammars(

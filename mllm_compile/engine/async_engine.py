@@ -8,13 +8,14 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import StreamBuilder, build_answer
-from mllm_compile.engine.engine import Engine
+from mllm_compile.engine.engine import Engine, unknown_of_an_engine
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.requests import Message, Prompt
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import AsyncReader, LoopWaker
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
     from mllm_compile.config.sources import EngineSource
@@ -30,6 +31,7 @@ class AsyncEngine:
         MllmError: as Engine.
     """
 
+    @tells_unknown(unknown_of_an_engine)
     def __init__(self, engine: EngineSource | Engine) -> None:
         self.engine = engine if isinstance(engine, Engine) else Engine(engine)
         self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}

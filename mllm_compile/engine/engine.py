@@ -28,11 +28,13 @@ from mllm_compile.engine.requests import (
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
+from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.process.bytecode import OF_TORCH, compiled_ahead, kept_bytecode
-from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter, reporter_for
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.unknown_names import tells_unknown
 
 if TYPE_CHECKING:
     from mllm_compile.config.sources import EngineSource
@@ -40,6 +42,26 @@ if TYPE_CHECKING:
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
 _BAR_INTERVAL_S = 0.1
+
+
+# vLLM's arguments of a call, and what to use here.
+_OF_A_CALL = {
+    "use_tqdm": "Did you mean progress?",
+    "lora_request": "LoRA is not built.",
+    "prompt_token_ids": "Give token ids as prompts, or {'prompt_token_ids': …}.",
+}
+
+
+def unknown_of_an_engine(name: str, known: Seq[str]) -> ConfigError:
+    """The error for an argument that an engine does not take."""
+    from mllm_compile.config.sources import unknown_argument
+
+    return unknown_argument(name, known)
+
+
+def _unknown_of_a_call(name: str, known: Seq[str]) -> RequestError:
+    instead = _OF_A_CALL.get(name) or f"Known: {', '.join(known)}."
+    return RequestError(f"a call has no argument {name}. {instead}")
 
 
 class Engine:
@@ -63,6 +85,7 @@ class Engine:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
 
+    @tells_unknown(unknown_of_an_engine)
     def __init__(
         self,
         config: EngineSource,
@@ -73,7 +96,7 @@ class Engine:
     ) -> None:
         self.timeline = timeline_of(reporter or reporter_for())
         with kept_bytecode(), compiled_ahead(OF_TORCH):
-            with self.timeline.stage("import torch"), uncollected():
+            with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble
             parts = assemble(config, self.timeline, forward_times=forward_times)
         self._start(parts, log_interval_s)
@@ -116,6 +139,7 @@ class Engine:
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
+    @tells_unknown(_unknown_of_a_call)
     def generate(
         self,
         prompts: Prompts,

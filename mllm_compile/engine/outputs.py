@@ -84,7 +84,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Where the time of a request went, in seconds; None for what was never reached.
+    """The times of a request, in seconds; None for what it never reached.
 
     Attributes:
         arrival_time: when the request came, seconds since the epoch.

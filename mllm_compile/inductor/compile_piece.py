@@ -20,7 +20,7 @@ from mllm_compile.inductor.patches import left_out
 from mllm_compile.inductor.patches.precompiled_header import is_shared, pays, share_header
 from mllm_compile.inductor.patches.quick_start import skip_attention_patterns, skip_vector_instructions
 from mllm_compile.inductor.patches.shared_host_code import share_interface
-from mllm_compile.inductor.patches.unloadable import mark_nothing_unique
+from mllm_compile.inductor.patches.unload_packages import mark_nothing_unique
 from mllm_compile.inductor.toolchain import WRAPPER_OPTIONS, system_compiler
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.program.pieces import piece_class
@@ -77,7 +77,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
         scratch: an empty folder for what forks share; it outlives them.
     """
     without = left_out()
-    if "unloadable" not in without:
+    if "unload_packages" not in without:
         mark_nothing_unique()
     shares = [share_interface] if "shared_host_code" not in without else []
     shares += [share_header] if "precompiled_header" not in without and pays(device) else []

@@ -81,7 +81,7 @@ class PieceWorkers:
             }
         ).result()
         if answer.get("error"):
-            written = (job.package_path.parent, self._failed.parent, Path(tempfile.gettempdir()))
+            written = (job.package_path.parent, self._failed.parent)
             if (full := full_disk_said(answer["error"], written)) is not None:
                 raise full
             raise CompileError(f"piece {job.piece} does not compile: {answer['error']} (its source: {self._keep(job)})")
@@ -125,6 +125,8 @@ class _CompilerProcess:
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
             # Looks for a GPU without initialising CUDA, which would not survive a fork.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            # Compilers that are killed leave what they had written: it goes with the compile's own folder.
+            "TMPDIR": str(scratch),
             **bytecode.environment(),
         }
         self._process = ProcessGroup(

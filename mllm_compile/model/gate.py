@@ -23,6 +23,7 @@ from mllm_compile.model.trace import Trace
 from mllm_compile.passes.match.in_place import InPlaceError, writes_in_place, written_tensor
 from mllm_compile.passes.match.nodes import is_attention, is_symbolic
 
+_OP_NAMESPACES = ("aten", "prims", "mllm")  # torch's own, and ours
 _ATTENTION_FUNCTIONS = ("scaled_dot_product", "flex_attention", "flash_attention", "multi_head_attention")
 
 
@@ -55,6 +56,7 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
     attentions = [node for node in gm.graph.nodes if is_attention(node)]
     found_in_graph = [
         *_direct_attention(gm),
+        *_foreign_ops(gm),
         *(reason for node in attentions for reason in _attention_reasons(node)),
         *_state_reasons(gm),
         *_size_reasons(trace),
@@ -73,6 +75,15 @@ def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if any(stem in name for stem in _ATTENTION_FUNCTIONS):
             yield f"{node.name} calls {name} directly, past the attention interface ({_where(node)})"
+
+
+def _foreign_ops(gm: fx.GraphModule) -> Iterator[str]:
+    """Refuses ops of other libraries: what compiles pieces does not define them, nor does a process that serves."""
+    for node in gm.graph.nodes:
+        packet = getattr(node.target, "overloadpacket", node.target)
+        namespace, _, name = getattr(packet, "_qualified_op_name", "").partition("::")
+        if name and namespace not in _OP_NAMESPACES:
+            yield f"{node.name} calls {namespace}::{name}, an op of another library's ({_where(node)})"
 
 
 def _output_reasons(gm: fx.GraphModule) -> Iterator[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
 from mllm_compile.model.refusals import first_line, refusing
 
@@ -82,9 +83,11 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     mark_unbacked(positions, 0, shape_id="T")
     mark_unbacked(logits_indices, 0, shape_id="S")
     with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
+        check_choices(hf_model.text_config)
         weight_names = fake_copy(hf_model.model, mode, device)
         try:
-            captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
+            with experts_as_ops(hf_model.model):
+                captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _name_placeholders(captured, weight_names)

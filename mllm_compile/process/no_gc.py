@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Holds the collector, if it runs."""
     was_enabled = gc.isenabled()
     gc.disable()

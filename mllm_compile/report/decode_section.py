@@ -232,7 +232,7 @@ def _groups(artifact: Artifact, step: DecodeStep) -> list[_Group]:
 
 def _pointed(name: PartName, part: StepPart, step: DecodeStep, ceilings: Ceilings | None) -> str:
     what = "attention" if part.piece is None else name.holds
-    texts = [f"{_place(part)}: {what}", format_bytes(part.num_bytes)]
+    texts = [f"{_place(part, name)}: {what}", format_bytes(part.num_bytes)]
     if ceilings is not None:
         texts.append(f"at least {format_seconds(part.limit_s(ceilings))}")
     if step.part_s is not None:
@@ -240,9 +240,11 @@ def _pointed(name: PartName, part: StepPart, step: DecodeStep, ceilings: Ceiling
     return ", ".join(texts)
 
 
-def _place(part: StepPart) -> str:
+def _place(part: StepPart, name: PartName) -> str:
     if part.piece is None:
         return f"layer {part.layer}"
+    if name.where == _LOGITS:  # which stands behind the last attention as well as the piece ahead of it
+        return _LOGITS
     return f"after layer {part.layer - 1}'s attention" if part.layer else "before layer 0"
 
 
@@ -303,9 +305,10 @@ def _layer_table(names: Mapping[int, _Group], step: DecodeStep, ceilings: Ceilin
     columns = ["where", "holds", "bytes", *_time_columns(step, ceilings)]
     rows = []
     for part in step.parts:
-        holds = "attention" if part.piece is None else names[part.index].name.holds
+        name = names[part.index].name
+        holds = "attention" if part.piece is None else name.holds
         cells = _time_cells(
             part.limit_s(ceilings) if ceilings is not None else None, (step.part_s or {}).get(part.index, 0.0), step
         )
-        rows.append([_place(part), holds, format_bytes(part.num_bytes), *cells])
+        rows.append([_place(part, name), holds, format_bytes(part.num_bytes), *cells])
     return parts.table(columns, rows, numbers=range(2, len(columns)), caption="Every part of the step, in order")

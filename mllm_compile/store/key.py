@@ -12,6 +12,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,8 +20,10 @@ from pathlib import Path
 import torch
 
 from mllm_compile.checkpoint.files import WeightFiles
-from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.model_folder import CONFIG_FILE, ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import CheckpointError
+from mllm_compile.files.json_file import read_file, read_json_object
 from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
@@ -29,18 +32,18 @@ from mllm_compile.version import __version__
 
 # Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 20
-# Rooms that shape packages, stored programs or packed weights: a change in any of their sources is a miss. passes/ is a
-# factor of its own.
+FORMAT_VERSION = 21
+# Rooms that shape packages, kernels, stored programs or packed weights: a change in any of their sources is a miss.
+# passes/ is a factor of its own. config/device.py says which GPUs have kernels.
 _SHAPING_ROOMS = (
     "check",
     "checkpoint",
     "compiler",
+    "config/device",
     "inductor",
     "kernels",
     "model",
-    "runtime/attention/hopper",
-    "runtime/attention/split",
+    "runtime/attention",
     "runtime/cuda",
     "runtime/ops",
     "runtime/program",
@@ -85,22 +88,48 @@ def max_traced_tokens(config: ResolvedConfig) -> int:
 
 
 def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles) -> dict[str, str]:
-    """Every factor by name, as text."""
+    """Every factor by name, as text.
+
+    Raises:
+        CheckpointError: one of the model's texts cannot be read, or is larger than any.
+    """
     return {
         "format": str(FORMAT_VERSION),
         **machine_factors(config),
         "sources": _sources(),
         "passes": _passes(config.compile.disable_passes),
         "transformers": _version("transformers"),
-        "model config": _hash(json.dumps(model.config, sort_keys=True).encode()),
-        "model code": _model_code(config, model),
-        "text": _text(model),
+        **_text_factors(config, model),
         "weights": weights.fingerprint(),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
         "attention": _attention(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
+
+
+def _text_factors(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:
+    """The factors of the files of a model that a compile reads again by their names."""
+    return {
+        "model config": _hash(json.dumps(model.config, sort_keys=True).encode()),
+        "model code": _model_code(config, model),
+        "text": _text(model),
+    }
+
+
+def check_unchanged(config: ResolvedConfig, model: ModelFolder, factors: Mapping[str, str]) -> None:
+    """Compares the model's texts, which have been compiled, with those that the key was made of.
+
+    Raises:
+        CheckpointError: somebody has changed one in between, so that it is not known which of the two was compiled.
+    """
+    content = read_json_object(model.path / CONFIG_FILE, CheckpointError) or {}
+    for name, now in _text_factors(config, replace(model, config=content)).items():
+        if now != factors[name]:
+            then, now = changed_parts(factors[name], now)
+            raise CheckpointError(
+                f"{model.path} has changed while it was compiled ({name}: {then} -> {now}). Compile it again."
+            )
 
 
 def machine_factors(config: ResolvedConfig) -> dict[str, str]:
@@ -178,13 +207,15 @@ def _model_code(config: ResolvedConfig, model: ModelFolder) -> str:
 def _text(model: ModelFolder) -> str:
     """The tokenizer and the generation defaults: two models of one shape (a fine-tune and its base) may differ here."""
     files = [*tokenizer_files(model.path), model.path / GENERATION_CONFIG_FILE]
-    return _file_hashes(model.path, (path for path in files if path.is_file())) or "none"
+    return _file_hashes(model.path, files) or "none"
 
 
 @cache
 def _sources() -> str:
     root = Path(__file__).parents[1]
-    paths = (path for room in _SHAPING_ROOMS for path in (root / room).rglob("*"))
+    files = (root / f"{room}.py" for room in _SHAPING_ROOMS)  # a room may be a single file
+    in_folders = (path for room in _SHAPING_ROOMS for path in (root / room).rglob("*"))
+    paths = (path for path in (*files, *in_folders) if path.is_file())
     return _file_hashes(root, (path for path in paths if path.suffix in _SOURCE_SUFFIXES))
 
 
@@ -200,10 +231,16 @@ def _pass_sources() -> str:
 
 
 def _file_hashes(root: Path, paths: Iterable[Path]) -> str:
-    """`model/tiny.py 1a2b3c4d, …`, sorted."""
+    """`model/tiny.py 1a2b3c4d, …`, sorted.
+
+    Raises:
+        CheckpointError: one cannot be read, is no regular file, or is larger than any text of a model.
+    """
+    found = ((path, read_file(path, CheckpointError)) for path in sorted(paths))
     return ", ".join(
-        f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
-        for path in sorted(paths)
+        f"{path.relative_to(root).as_posix()} {hashlib.sha256(data).hexdigest()[:8]}"
+        for path, data in found
+        if data is not None
     )
 
 

@@ -61,10 +61,14 @@ class ChatTemplate:
     Args:
         templates: name → Jinja source. `default` is used, or `tool_use` when there are tools and such a template.
         special_tokens: bos_token, eos_token, … as templates name them.
+
+    Attributes:
+        source_for_tools: the source of the template that is rendered where there are tools.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._names = sorted(templates)
+        self.source_for_tools = templates.get("tool_use") or templates.get("default") or ""
         self._processes = TemplateProcesses(templates, special_tokens)
 
     def render(

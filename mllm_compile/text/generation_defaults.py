@@ -13,7 +13,7 @@ from typing import Any
 
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import FileReader, folder_reader, json_object
-from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.params import MAX_TOKEN_LIST, SamplingParams
 from mllm_compile.runtime.shown import shown
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -50,7 +50,8 @@ def load_generation_defaults(folder: Path, read: FileReader | None = None) -> Ge
         read: gives the folder's files; None: they are read from it.
 
     Raises:
-        ConfigError: a file cannot be read or is no JSON object, or end-of-sequence ids that are no ids.
+        ConfigError: a file cannot be read or is no JSON object, or names end-of-sequence ids that are no ids or more
+            than MAX_TOKEN_LIST.
     """
     read = read or folder_reader(folder, ConfigError)
 
@@ -97,6 +98,11 @@ def _token_ids(value: Any, folder: Path) -> frozenset[int]:
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
         raise ConfigError(
             f"{folder}: eos_token_id is {shown(value)}; expected a token id or a list of them. Correct it in "
+            f"{GENERATION_CONFIG_FILE}, or where that has none in config.json."
+        )
+    if len(ids) > MAX_TOKEN_LIST:  # each is a column of the tables on the device, as a request's stop_token_ids are
+        raise ConfigError(
+            f"{folder}: eos_token_id lists {len(ids):,} ids; expected at most {MAX_TOKEN_LIST}. Correct it in "
             f"{GENERATION_CONFIG_FILE}, or where that has none in config.json."
         )
     return frozenset(ids)

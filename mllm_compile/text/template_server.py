@@ -37,6 +37,11 @@ from mllm_compile.text.template_protocol import (
 
 _MAX_REASON = 1000  # characters
 _MAX_NAME = 60
+# vLLM's arguments of a chat that are no variables of a template.
+_OF_VLLM = {
+    "chat_template_kwargs": " Give its entries as arguments of their own.",
+    "use_tqdm": " Did you mean progress?",
+}
 
 # Names a message's reasoning goes by; templates read the first, gpt-oss's the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -140,7 +145,7 @@ class Templates:
             name = unread[0] if unread[0].isidentifier() and len(unread[0]) <= _MAX_NAME else shown(unread[0])
             raise Refused(
                 f"{name}: the model's chat template reads no such variable; beside messages and "
-                f"add_generation_prompt it may read: {_cut(known)}."
+                f"add_generation_prompt it may read: {_cut(known)}.{_OF_VLLM.get(name, '')}"
             )
 
 

@@ -46,7 +46,7 @@ _ADVICE = "Correct tokenizer.json, or give token ids and ask for them alone: det
 _MOST_CHARACTERS = 400  # of an error
 
 
-def _fault(error: BaseException) -> str:
+def fault_of(error: BaseException) -> str:
     """Describes an error of the `tokenizers` library: a panic of its Rust code is no Exception.
 
     Raises:
@@ -91,14 +91,16 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
-            raise RequestError(f"the model's tokenizer cannot encode this text: {_fault(error)}. {_ADVICE}") from None
+            raise RequestError(f"the model's tokenizer cannot encode this text: {fault_of(error)}. {_ADVICE}") from None
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Like encode, for many texts on several threads."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
-            raise RequestError(f"the model's tokenizer cannot encode these texts: {_fault(error)}. {_ADVICE}") from None
+            raise RequestError(
+                f"the model's tokenizer cannot encode these texts: {fault_of(error)}. {_ADVICE}"
+            ) from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -110,7 +112,7 @@ class Tokenizer:
         try:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
-            raise MllmError(f"the model's tokenizer cannot decode these tokens: {_fault(error)}. {_ADVICE}") from None
+            raise MllmError(f"the model's tokenizer cannot decode these tokens: {fault_of(error)}. {_ADVICE}") from None
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (`Ġthe`), None outside the vocabulary."""
@@ -146,6 +148,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def source_for_tools(self) -> str:
+        """The source of the chat template that is rendered where there are tools; empty if there is none."""
+        return self._chat_template.source_for_tools if self._chat_template else ""
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt's text for chat messages; options as `ChatTemplate.render` takes them.
 
@@ -155,10 +162,6 @@ class Tokenizer:
         if self._chat_template is None:
             raise RequestError("the model has no chat template; pass the prompt as text instead of messages.")
         return self._chat_template.render(messages, **options)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids for chat messages; the template has written out all special tokens, none is added."""
-        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
@@ -185,7 +188,7 @@ def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | 
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:  # tokenizers raises bare Exception for a bad file
-        raise CheckpointError(f"{path} is no valid tokenizer: {_fault(error)}. Download it again.") from None
+        raise CheckpointError(f"{path} is no valid tokenizer: {fault_of(error)}. Download it again.") from None
 
     def read_json(name: str) -> dict[str, Any]:
         content = read(name)
@@ -238,7 +241,7 @@ def _convert(model_folder: Path, out_dir: Path, trust_remote_code: bool) -> None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=trust_remote_code)
     except BaseException as error:  # whatever a converter or a missing optional package raises
-        reason = _fault(error).strip().split("\n", 1)[0]
+        reason = fault_of(error).strip().split("\n", 1)[0]
         raise CheckpointError(f"{model_folder}: Transformers cannot load its tokenizer ({reason}). {advice}") from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"{model_folder}: its tokenizer is Python code and has no {TOKENIZER_FILE}. {advice}")

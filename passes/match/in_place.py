@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mllm_compile.passes.match.nodes import call, recompute_value
+from mllm_compile.passes.match.nodes import call, is_symbolic, recompute_value
 
 _aten: Any = torch.ops.aten
 
@@ -34,14 +34,19 @@ _OPERATORS = {
     operator.iand: operator.and_,
     operator.ior: operator.or_,
     operator.ixor: operator.xor,
+    operator.ilshift: operator.lshift,
+    operator.irshift: operator.rshift,
 }
-
+_OPERATOR_METHODS = {f"__{target.__name__}__": twin for target, twin in _OPERATORS.items()}
 
 # Methods whose name without the underscore is another operation, or that change a tensor's form and not its values.
-_WITHOUT_TWIN = frozenset({"bernoulli_", "resize_", "resize_as_", "set_", "detach_", "requires_grad_"})
+_WITHOUT_TWIN = frozenset(
+    {"bernoulli_", "resize_", "resize_as_", "set_", "detach_", "requires_grad_", "as_strided_"}
+    | {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
+)
 _MODULES = (torch, torch.nn.functional, torch._C._nn)  # where a function `relu_` has its twin `relu`
 _SAME_ORDER = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
-_SAME_TENSOR = ("contiguous", "to", "type_as", "float", "half", "bfloat16", "double", "detach", "alias")
+_SAME_TENSOR = ("contiguous", "to", "type_as", "float", "half", "bfloat16", "double", "detach", "alias", "dropout")
 _TWO_DIMS = ("transpose", "swapaxes", "swapdims")
 _PARTS = ("split", "chunk")
 
@@ -55,7 +60,7 @@ def writes_in_place(node: fx.Node) -> bool:
     `inplace=True`. Ops of ours that write declare it in their schema and are no calls of a trace."""
     target = node.target
     if node.op == "call_method":
-        return _has_mark(str(target)) or node.kwargs.get("out") is not None
+        return _has_mark(str(target)) or target in _OPERATOR_METHODS or node.kwargs.get("out") is not None
     if node.op != "call_function":
         return False
     if target in _OPERATORS or target is operator.setitem:
@@ -107,14 +112,16 @@ def make_functional(gm: fx.GraphModule) -> int:
 
 @dataclass
 class _Tensor:
-    """A node of the original graph, and its current value.
+    """A tensor of the original graph, and its current value.
 
     Attributes:
+        node: the call that gave it first; those that write into it give it again.
         root: the node that made the memory; its own for one that made some.
         parent: the node that it is a view of, which its call reads as `operand`; None for a root.
         value: the node's value after `version` writes to the root.
     """
 
+    node: fx.Node
     root: fx.Node
     parent: fx.Node | None
     operand: fx.Node | None
@@ -135,12 +142,17 @@ class _Memory:
     def note(self, node: fx.Node, inputs: list[fx.Node]) -> None:
         """Learns of a node that writes nothing. `inputs` are what it read as the graph was."""
         storages = _storages(_val(node))
-        parent = next((one for one in inputs if storages & _storages(_val(one))), None)
+        if _is_dropout_of_nothing(node):  # torch gives its input, where fake tensors say a copy
+            storages |= _storages(_val(inputs[0]))
+        parents = [one for one in inputs if storages & _storages(_val(one))]
+        if _is_tuple(node) and len(parents) > 1:  # views of several tensors: whose is which?
+            self._unclear |= {self._tensors[one].root for one in parents}
+        parent = parents[0] if parents else None
         if parent is not None and not (_is_tuple(parent) and self._tensors[parent].parent is None):
             root = self._tensors[parent].root
-            known = _Tensor(root, parent, self.read(parent), node, self._versions.get(root, 0))
+            known = _Tensor(node, root, parent, self.read(parent), node, self._versions.get(root, 0))
         else:  # new memory, or one of several tensors that are
-            known = _Tensor(node, None, None, node)
+            known = _Tensor(node, node, None, None, node)
             for storage in storages:
                 other = self._root_of_storage.get(storage, parent)
                 if other is not parent and other is not None:
@@ -156,7 +168,7 @@ class _Memory:
         version = self._versions.get(known.root, 0)
         if known.version != version and known.parent is not None:
             now = self.read(known.parent)
-            known.value = self._graph.node_copy(node, lambda arg: now if arg is known.operand else arg)
+            known.value = self._graph.node_copy(known.node, lambda arg: now if arg is known.operand else arg)
             recompute_value(known.value)
             known.version = version
         return known.value
@@ -164,13 +176,15 @@ class _Memory:
     def write(self, node: fx.Node, written: fx.Node) -> None:
         """Puts what `node` writes into `written` in the place of all that shares its memory."""
         root = self._tensors[written].root
-        if root.op == "placeholder" or root in self._unclear:
+        if root.op in ("placeholder", "get_attr") or root in self._unclear:
             raise InPlaceError(f"{_shown(node)} writes into {root.name}, which others have as well")
         new = _computed(self._graph, node, self.read(written))
         new.meta.update({key: value for key, value in node.meta.items() if key not in ("val", "example_value")})
         # Upwards: what a view is of is the old one with the new value in the view's place.
-        view, made = written, [(written, new)]
+        view, made = self._tensors[written].node, [(written, new)]
         while (base := self._tensors[view].parent) is not None:
+            if not _is_tuple(base) and _val(view).dtype != _val(base).dtype:
+                raise InPlaceError(f"{_shown(node)} writes into {view.name}, the bits of {base.name} as another type")
             if _is_tuple(base):
                 whole: Any = self._tensors[base].parent
                 new = _part_replaced(self._graph, view, base, self.read(whole), new)
@@ -178,7 +192,7 @@ class _Memory:
             else:
                 new = _replaced(self._graph, view, self.read(base), new)
             made.append((base, new))
-            view = base
+            view = self._tensors[base].node
         self._versions[root] = self._versions.get(root, 0) + 1
         for one, value in made:
             self._tensors[one].value, self._tensors[one].version = value, self._versions[root]
@@ -199,8 +213,9 @@ def _computed(graph: fx.Graph, node: fx.Node, old: fx.Node) -> fx.Node:
         return _filled(graph, old, args[1])
     if target == "zero_":
         return call(graph, torch.zeros_like, old)
-    if target in _OPERATORS:
-        target = _OPERATORS[target]
+    twins: Any = _OPERATORS | _OPERATOR_METHODS
+    if target in twins:
+        target = twins[target]
     elif isinstance(target, str):
         if _has_mark(target):
             if target in _WITHOUT_TWIN or not hasattr(torch.Tensor, target[:-1]):
@@ -209,10 +224,10 @@ def _computed(graph: fx.Graph, node: fx.Node, old: fx.Node) -> fx.Node:
     elif isinstance(target, torch._ops.OpOverload):
         raise InPlaceError(f"{_shown(node)} has no operation that computes the same anew")
     elif _has_mark(target.__name__):
-        twins = [getattr(module, target.__name__[:-1], None) for module in _MODULES if _is_of(module, target)]
-        if not twins or twins[0] is None:
+        functions = [getattr(module, target.__name__[:-1], None) for module in _MODULES if _is_of(module, target)]
+        if not functions or functions[0] is None:
             raise InPlaceError(f"{_shown(node)} has no operation that computes the same anew")
-        target = twins[0]
+        target = functions[0]
     elif _is_told_in_place(node):
         place = _inplace_place(target)
         args = args if place is None else args[:place] + args[place + 1 :]
@@ -223,16 +238,29 @@ def _computed(graph: fx.Graph, node: fx.Node, old: fx.Node) -> fx.Node:
         new = call(graph, target, *args, **kwargs)
     if not _has_shape_of(new, old):
         raise InPlaceError(f"{_shown(node)} changes the shape of what it writes into")
-    return new if _val(new).dtype == _val(old).dtype else _method(graph, "to", new, _val(old).dtype)
+    if _val(new).dtype != _val(old).dtype:
+        new = _method(graph, "to", new, _val(old).dtype)
+    return _with_strides_of(graph, new, old)
 
 
 def _filled(graph: fx.Graph, old: fx.Node, value: Any) -> fx.Node:
     """`value` in the form of `old`."""
     if not isinstance(value, fx.Node):
         return call(graph, torch.full_like, old, value)
-    if isinstance(_val(value), torch.Tensor) and _has_shape_of(value, old) and _val(value).dtype == _val(old).dtype:
-        return value
+    if not isinstance(_val(value), torch.Tensor):
+        raise InPlaceError(f"{old.name} is filled with {value.name}, which is a size")
+    for _ in range(_val(value).dim() - _val(old).dim()):  # x[0] = y takes a y with dimensions of one ahead
+        value = call(graph, torch.squeeze, value, 0)
+    if _has_shape_of(value, old) and _val(value).dtype == _val(old).dtype:
+        return _with_strides_of(graph, value, old)
     return call(graph, _aten.copy.default, old, value)
+
+
+def _with_strides_of(graph: fx.Graph, new: fx.Node, old: fx.Node) -> fx.Node:
+    """`new`, contiguous if `old` is and it is not: who reads the one may view it as the other could be viewed."""
+    made: Any = torch.empty_like(_val(old), memory_format=torch.contiguous_format)
+    contiguous, ours, theirs = ([str(step) for step in val.stride()] for val in (made, _val(new), _val(old)))
+    return _method(graph, "contiguous", new) if theirs == contiguous != ours else new
 
 
 def _with_item(graph: fx.Graph, node: fx.Node, old: fx.Node, index: Any, value: Any) -> fx.Node:
@@ -282,9 +310,10 @@ def _part_replaced(graph: fx.Graph, part: fx.Node, parts: fx.Node, whole: fx.Nod
         raise InPlaceError(f"a write into {part.name}, a view by {name!r}, is not known here")
     dim: Any = parts.args[2] if len(parts.args) > 2 else parts.kwargs.get("dim", 0)
     number: Any = part.args[1]
-    ahead: Any = _val(parts)[:number]
-    start = sum(one.shape[dim] for one in ahead)
-    return call(graph, _aten.slice_scatter.default, whole, new, dim, start, start + _val(new).shape[dim])
+    sizes = [one.shape[dim] for one in (*_val(parts)[:number], _val(new))]
+    if any(map(is_symbolic, sizes)):
+        raise InPlaceError(f"a write into {part.name}, a part of a size that depends on the tokens, is not known here")
+    return call(graph, _aten.slice_scatter.default, whole, new, dim, sum(sizes[:-1]), sum(sizes))
 
 
 @dataclass(frozen=True)
@@ -298,7 +327,7 @@ class _Step:
 
 def _steps(index: tuple[Any, ...], num_dims: int, node: fx.Node) -> list[_Step]:
     """A basic index (numbers, slices, an ellipsis) as steps of one dimension each."""
-    if any(one is None or isinstance(one, bool) or isinstance(_val(one), torch.Tensor) for one in index):
+    if any(one is None or isinstance(one, bool | list) or isinstance(_val(one), torch.Tensor) for one in index):
         raise InPlaceError(f"{_shown(node)} has an index of a kind that is not known here")
     steps, dim = [], 0
     for one in index:
@@ -354,6 +383,15 @@ def _has_mark(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def _is_dropout_of_nothing(node: fx.Node) -> bool:
+    """True for a dropout that drops nothing, as all do outside of training."""
+    if node.op != "call_function" or "dropout" not in getattr(node.target, "__name__", ""):
+        return False
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train", True))
+    probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    return not training or bool(probability == 0)
+
+
 def _is_of(module: Any, function: Callable[..., Any]) -> bool:
     return getattr(module, function.__name__, None) is function
 
@@ -367,7 +405,7 @@ def _is_told_in_place(node: fx.Node) -> bool:
 
 @cache
 def _inplace_place(function: Callable[..., Any]) -> int | None:
-    """Where a function of torch.nn.functional takes `inplace`."""
+    """The place of the argument `inplace` of a function of torch.nn.functional; None where it has none."""
     if getattr(function, "__module__", "") != "torch.nn.functional":
         return None
     names = list(inspect.signature(function).parameters)

@@ -55,14 +55,23 @@ def match_silu_mul(node: fx.Node) -> fx.Node | None:
     gate: Any = silu.args[0]
     if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem) and gate.args[0] is up.args[0]):
         return None
-    split: Any = gate.args[0]
-    if (gate.args[1], up.args[1]) != (0, 1) or not is_call(split, torch.split) or len(split.users) != 2:
+    halves: Any = gate.args[0]
+    if (gate.args[1], up.args[1]) != (0, 1) or len(halves.users) != 2:
         return None
-    source: Any = split.args[0]
-    sizes: Any = split.args[1]
-    dim = split.args[2] if len(split.args) > 2 else 0
-    are_halves = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
-    return source if are_halves and dim in (-1, source.meta["val"].dim() - 1) else None
+    return halves.args[0] if _is_in_halves(halves) else None
+
+
+def _is_in_halves(node: fx.Node) -> bool:
+    """True for a split or a chunk of the last dimension into two equal parts."""
+    if not is_call(node, torch.split, torch.chunk):
+        return False
+    source: Any = node.args[0]
+    parts: Any = node.args[1]
+    dim = node.args[2] if len(node.args) > 2 else 0
+    size = source.meta["val"].shape[-1]
+    in_two = parts == 2 if node.target is torch.chunk else isinstance(parts, (list, tuple)) and len(parts) == 2
+    is_even = size % 2 == 0 and (node.target is torch.chunk or parts[0] == parts[1])
+    return in_two and is_even and dim in (-1, source.meta["val"].dim() - 1)
 
 
 def match_residual(node: fx.Node) -> Iterator[tuple[Linear, fx.Node]]:

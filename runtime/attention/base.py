@@ -104,9 +104,7 @@ class AttentionBackend(ABC):
         """The sequence length that padding rows of a captured batch carry; their outputs may be anything."""
         raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
 
-    def init_cuda_graph_state(
-        self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
-    ) -> None:
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the persistent buffers that captured kernels read."""
         raise NotImplementedError(f"{type(self).__name__} does not run inside CUDA graphs")
 

@@ -20,15 +20,6 @@ class AttendingModel(Protocol):
     """The model's facts that a backend needs."""
 
     @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
     def layers(self) -> Sequence[AttentionLayer]:
         """The layers, by layer_id."""
 
@@ -54,17 +45,14 @@ def make_attention_backend(
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 
         return FlashInferAttnBackend(
-            model.num_attention_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            config.kv_cache_dtype,
-            config.dtype,
-            req_to_token_pool.max_context_len,
-            req_to_token_pool.req_to_token,
-            device,
-            config.max_rows,
+            model.layers,
+            kv_cache_dtype=config.kv_cache_dtype,
+            q_dtype=config.dtype,
+            max_context_len=req_to_token_pool.max_context_len,
+            req_to_token=req_to_token_pool.req_to_token,
+            device=device,
+            max_req_pool_size=config.max_rows,
             page_size=runtime.page_size,
-            layers=model.layers,
             deterministic=runtime.deterministic,
             decoders=model.decoders,
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cache, partial
 from typing import Any
 
@@ -51,15 +50,8 @@ __all__ = [
     "DecodeMetadata",
     "FlashInferAttnBackend",
     "PrefillMetadata",
-    "WrapperDispatch",
     "should_use_tensor_core",
 ]
-
-
-class WrapperDispatch(Enum):
-    """The reason why a backend has more than one wrapper of a kind."""
-
-    SLIDING_WINDOW = auto()
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,6 @@ class PrefillMetadata:
 
     prefill_wrappers: list[Any]
     use_ragged: bool
-    extend_no_prefix: bool
     first_token: int = 0
 
 
@@ -87,38 +78,24 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        layers: Sequence[AttentionLayer],
+        *,
         kv_cache_dtype: torch.dtype,
         q_dtype: torch.dtype,
         max_context_len: int,
         req_to_token: torch.Tensor,
         device: torch.device | str,
         max_req_pool_size: int,
-        sliding_window_size: int | None = None,
-        skip_prefill: bool = False,
-        kv_indptr_buf: torch.Tensor | None = None,
-        kv_last_page_len_buf: torch.Tensor | None = None,
-        init_new_workspace: bool = False,
-        *,
-        page_size: int = 1,
-        layers: Sequence[AttentionLayer] | None = None,
+        page_size: int,
         deterministic: bool = False,
         decoders: Mapping[str, Decoders] | None = None,
     ) -> None:
         """
         Args:
+            layers: the model's layers; those that are alike share a plan group.
             max_context_len: longest request, in tokens: bounds the page lists of captured batches.
             req_to_token: [rows, columns] int32, the table that batches point into.
             max_req_pool_size: most requests of a batch.
-            sliding_window_size: tokens that a query of a windowed layer sees, itself included (Transformers' number):
-                one plan group for full context and one for the window.
-            skip_prefill: this backend only decodes.
-            kv_indptr_buf, kv_last_page_len_buf: int32 buffers of captured batches, [max_bs + 1] and [max_bs], to share
-                them with another backend; allocated otherwise.
-            init_new_workspace: have a float workspace of its own instead of sharing one with other backends.
-            layers: the model's layers; the plan groups are theirs, and the scalars above only serve without layers.
             deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
             decoders: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
 
@@ -128,28 +105,20 @@ class FlashInferAttnBackend(AttentionBackend):
         """
         self.device = torch.device(device)
         self._flashinfer = import_flashinfer(self.device)
-        if layers is None:
-            layers = _uniform_layers(num_heads, num_kv_heads, head_dim, sliding_window_size)
         check_supported(layers, q_dtype)
         self.groups = plan_groups(layers)
         self._group_of = {layer.name: self.groups.index(PlanGroup.of(layer)) for layer in layers}
-        has_window = any(group.params.window_left >= 0 for group in self.groups)
-        self.dispatch_reason = WrapperDispatch.SLIDING_WINDOW if has_window else None
         self.kv_cache_dtype = kv_cache_dtype
         self.q_dtype = q_dtype
         self.page_size = page_size
         self.max_context_len = max_context_len
         self.req_to_token = req_to_token
-        self.skip_prefill = skip_prefill
         self.deterministic = deterministic
 
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
-        self._workspace = float_workspace(self.device, num_bytes, own=init_new_workspace)
-        self._group_prefills = [] if skip_prefill else [self._make_group_prefill(group) for group in self.groups]
-        self._kv_indptr_buf = kv_indptr_buf
-        self._kv_last_page_len_buf = kv_last_page_len_buf
-
+        self._workspace = float_workspace(self.device, num_bytes)
+        self._group_prefills = [self._make_group_prefill(group) for group in self.groups]
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
         self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
@@ -189,14 +158,11 @@ class FlashInferAttnBackend(AttentionBackend):
         self, batch: ForwardBatch, num_decodes: int, pages_of: Callable[[int], PagedView]
     ) -> PrefillMetadata:
         """Plan requests num_decodes … R."""
-        if self.skip_prefill:
-            raise RuntimeError("this backend was made with skip_prefill and got a batch with prefills")
         common = CommonAttentionMetadata.of(batch)
         starts = common.query_start_loc_cpu[num_decodes:]
         qo_indptr_cpu = starts - starts[0]
         prefix_lens = common.num_computed_tokens_cpu[num_decodes:].numpy()
-        no_prefix = not prefix_lens.any()
-        use_ragged = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=not no_prefix)
+        use_ragged = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=bool(prefix_lens.any()))
         rows = PrefillRows(
             qo_indptr_cpu,
             np.diff(qo_indptr_cpu.numpy()),
@@ -205,7 +171,7 @@ class FlashInferAttnBackend(AttentionBackend):
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
         )
         wrappers = [group.plan(rows) for group in self._group_prefills]
-        return PrefillMetadata(wrappers, use_ragged, extend_no_prefix=no_prefix, first_token=num_decodes)
+        return PrefillMetadata(wrappers, use_ragged, first_token=num_decodes)
 
     def _plan_options(self, group: PlanGroup) -> dict[str, Any]:
         return {
@@ -266,8 +232,7 @@ class FlashInferAttnBackend(AttentionBackend):
         for index, group in enumerate(self.groups):
             try:
                 self._group_decodes[index].load()
-                if not self.skip_prefill:
-                    self._group_prefills[index].load()
+                self._group_prefills[index].load()
             except RuntimeError as error:
                 raise DeviceError(
                     f"FlashInfer has no kernel for {group} and could not build one: "
@@ -327,15 +292,12 @@ class FlashInferAttnBackend(AttentionBackend):
         page, since FlashInfer would take 0 for a full last page."""
         return 0 if all(isinstance(decode, SplitGroup) for decode in self._group_decodes) else 1
 
-    def init_cuda_graph_state(
-        self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
-    ) -> None:
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured kernels read.
 
         Args:
             max_bs: largest captured batch.
             max_num_tokens: its tokens; max_bs, as only single-token decodes are captured.
-            kv_indices_buf: [≥ max_bs * pages of a request] int32 for the first plan group; allocated otherwise.
 
         Raises:
             ConfigError: more tokens than rows, or a deterministic decode that FlashInfer could split.
@@ -349,15 +311,8 @@ class FlashInferAttnBackend(AttentionBackend):
                 if isinstance(decode, PlannedGroup)
             ]
             check_never_split(planned, max_bs, self._num_sms)
-        buffers = make_graph_buffers(
-            len(self.groups),
-            max_bs,
-            -(-self.max_context_len // self.page_size),
-            self.device,
-            kv_indices_buf,
-            self._kv_indptr_buf,
-            self._kv_last_page_len_buf,
-        )
+        max_pages = -(-self.max_context_len // self.page_size)
+        buffers = make_graph_buffers(len(self.groups), max_bs, max_pages, self.device)
         self._decode_steps = DecodeSteps(self._group_decodes, self._split_space, buffers)
 
     @property
@@ -421,8 +376,6 @@ class FlashInferAttnBackend(AttentionBackend):
 
     @property
     def mixed_obstacle(self) -> str | None:
-        if self.skip_prefill:
-            return "this backend only decodes"
         version = self._flashinfer.__version__
         for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
             if not isinstance(decode, SplitGroup):
@@ -456,26 +409,4 @@ class FlashInferAttnBackend(AttentionBackend):
     def _set_mixed(self, step: MixedStep) -> None:
         self._num_decodes = step.num_rows  # rows that decode kernels are given; those that are no decodes have no keys
         self.decode_metadata = DecodeMetadata(step.decodes)
-        self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False, extend_no_prefix=False)
-
-
-def _uniform_layers(
-    num_heads: int, num_kv_heads: int, head_dim: int, sliding_window_size: int | None
-) -> list[AttentionLayer]:
-    """A layer of each kind that the scalars describe, with the usual scale and no soft cap."""
-    windows = [-1] if sliding_window_size is None else [sliding_window_size - 1, -1]
-    return [
-        AttentionLayer(
-            name=f"window_left={window}",
-            layer_id=i,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=head_dim,
-            sm_scale=head_dim**-0.5,
-            logits_soft_cap=0.0,
-            window_left=window,
-            sinks=None,
-        )
-        for i, window in enumerate(windows)
-    ]
+        self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False)

@@ -105,13 +105,12 @@ class AttentionMetadataBuilder:
         self._names = [layer.name for layer in kv_cache_spec.layers]
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata
     ) -> dict[str, AttentionMetadata]:
         """Layer name → metadata, the same object for every layer.
 
         Args:
             common_prefix_len: tokens that all requests share; no backend here makes use of it, so it must be 0.
-            fast_build: the caller will use the metadata once; there is no slower build that would pay off later.
 
         Raises:
             ValueError: common_prefix_len is not 0.

@@ -57,7 +57,7 @@ def threads_for(weight_bytes: int) -> CpuThreads:
 
 
 def use_threads(count: int) -> None:
-    """For what the calling thread computes from now on, and for nothing else of this process."""
+    """Sets the number for what the calling thread computes from now on, and for nothing else of this process."""
     if torch.get_num_threads() == count:  # also makes torch set its own, which it would do later
         return
     linked = ctypes.CDLL(torch._C.__file__)  # the libraries that it is linked with are looked through too

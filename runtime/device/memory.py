@@ -21,16 +21,6 @@ GIB = 1 << 30
 CPU_KV_SHARE = 0.25
 
 
-def get_available_gpu_memory(device: str, gpu_id: int) -> float:
-    """Free memory in GB (2**30 bytes) of GPU `gpu_id`, or of the machine when device is 'cpu'."""
-    return _memory_bytes(device, gpu_id)[0] / GIB
-
-
-def get_total_gpu_memory(device: str, gpu_id: int) -> float:
-    """All memory in GB (2**30 bytes) of GPU `gpu_id`, or of the machine when device is 'cpu'."""
-    return _memory_bytes(device, gpu_id)[1] / GIB
-
-
 def give_back_unused(device: torch.device | str) -> None:
     """Frees memory that is no longer reachable, for other processes and for what asks the driver too.
 

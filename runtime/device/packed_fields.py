@@ -16,7 +16,7 @@ _NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
 
 
 class FieldLayout:
-    """Where each array of a step is in a block of bytes.
+    """The offsets of a step's arrays in a block of bytes.
 
     Attributes:
         end: bytes up to the end of the last one.

@@ -13,7 +13,6 @@ Shape legend: T tokens, K inputs, N outputs of a linear, B blocks of columns of 
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 import triton
@@ -22,12 +21,7 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, choose_few_token_blocks
-
-
-@cache
-def most_shared_bytes() -> int:
-    """Shared memory that a block may have on this machine's GPU. Asking initialises CUDA."""
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin)
+from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 
 
 @triton.jit

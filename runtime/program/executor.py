@@ -51,7 +51,7 @@ class ProgramExecutor:
         self._has_tail = self._gather + 1 < len(self._steps)
         self._head = self._gather + 1 if self._has_tail else self._gather
         # The register of those hidden states; None where the head gathers.
-        self._hidden = self._slot_between(self._gather, self._head) if self._has_tail else None
+        self._hidden = self._register_between(self._gather, self._head) if self._has_tail else None
         self._output_buffers: OutputBuffers = _new_output
 
     def set_output_buffers(self, buffers: OutputBuffers) -> None:
@@ -75,7 +75,8 @@ class ProgramExecutor:
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """
         Args:
-            inputs: `input_ids` [T] int64, `positions` [T] int64, `logits_indices` [S] int64.
+            inputs: `input_ids` [T] int64, `positions` [T] int64, `slots` [T] int64 (of the KV cache; 0 for padding),
+                `logits_indices` [S] int64.
 
         Returns:
             Logits [S, V] in the model's dtype.
@@ -86,7 +87,7 @@ class ProgramExecutor:
         """Runs the part that works on the T tokens.
 
         Args:
-            inputs: `input_ids` [T] int64, `positions` [T] int64.
+            inputs: `input_ids`, `positions` and `slots`, [T] int64 each.
             all_rows: [T] int64, 0 to T - 1: what stands behind the row gather, the head apart, runs here for all
                 tokens, as a graph of T tokens has it; None: `head` runs it for the wanted ones.
 
@@ -130,7 +131,7 @@ class ProgramExecutor:
         gathers = (index for index, step in steps if isinstance(step, PieceStep) and ROW_INPUT in step.inputs)
         return next(gathers, len(self.program.steps))
 
-    def _slot_between(self, writer: int, reader: int) -> int:
+    def _register_between(self, writer: int, reader: int) -> int:
         """The register of the one value that step `reader` reads of step `writer`.
 
         Raises:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.torch_version import TorchVersion
 
+import mllm_compile.runtime.ops.experts.linear  # noqa: F401 - packages call it by name
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.program.unpacked import Unpacked, check_room
 

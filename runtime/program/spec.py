@@ -21,7 +21,7 @@ from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.ops import family
 
-TOKEN_INPUTS = ("input_ids", "positions")
+TOKEN_INPUTS = ("input_ids", "positions", "slots")
 ROW_INPUT = "logits_indices"
 BATCH_INPUTS = (*TOKEN_INPUTS, ROW_INPUT)
 
@@ -166,6 +166,7 @@ class Program:
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
+    chosen_experts: Mapping[str, int] = field(default_factory=dict)  # weight [E, …] of experts → those a token chooses
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
@@ -206,6 +207,7 @@ class Program:
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
+            "chosen_experts": dict(self.chosen_experts),
         }
 
     @classmethod
@@ -227,6 +229,7 @@ class Program:
                     name: tuple(family(name).from_json(kernel) for kernel in members)
                     for name, members in data["kernels"].items()
                 },
+                chosen_experts=from_json(dict[str, int], data["chosen_experts"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
 
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.unknown_names import tells_unknown
 
 T = TypeVar("T")
 
@@ -19,8 +19,8 @@ def refused(field: str, expected: str, got: object, hint: str = "") -> RequestEr
     return RequestError(f"{field}: expected {expected}, got {shown(got)}. {hint}".rstrip())
 
 
-def tells_unknown_names(example: str, elsewhere: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Decorates a dataclass: its constructor refuses unknown arguments with a RequestError that says what to use.
+def by_name_alone(example: str, elsewhere: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Makes the constructor of a dataclass refuse arguments without a name, and unknown ones with what to use.
 
     Args:
         example: an argument by name.
@@ -28,16 +28,15 @@ def tells_unknown_names(example: str, elsewhere: Mapping[str, str]) -> Callable[
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        create: Callable[..., None] = cls.__init__
+        def unknown(name: str, known: Sequence[str]) -> RequestError:
+            return RequestError(f"{name} is no field of {cls.__name__}. {_instead(name, known, elsewhere)}")
+
+        create: Callable[..., None] = tells_unknown(unknown)(cls.__init__)
 
         @wraps(create)
         def init(self: T, *args: object, **values: Any) -> None:
             if args:
                 raise RequestError(f"{cls.__name__}: expected arguments by name, such as {example}, got {shown(args)}.")
-            known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-            for name in values:
-                if name not in known:
-                    raise RequestError(f"{name} is no field of {cls.__name__}. {_instead(name, known, elsewhere)}")
             create(self, **values)
 
         cls.__init__ = init  # type: ignore[assignment]
@@ -46,7 +45,7 @@ def tells_unknown_names(example: str, elsewhere: Mapping[str, str]) -> Callable[
     return decorate
 
 
-def _instead(name: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
+def _instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
     if name in elsewhere:
         return elsewhere[name]
     closest = get_close_matches(name, known, n=1)

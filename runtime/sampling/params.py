@@ -13,7 +13,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mllm_compile.runtime.sampling.param_checks import refused, tells_unknown_names
+from mllm_compile.runtime.sampling.param_checks import by_name_alone, refused
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.shown import shown
 
@@ -92,7 +92,7 @@ class FrozenBias(Mapping[int, float]):
         return repr(self._biases)
 
 
-@tells_unknown_names("temperature=0", _ELSEWHERE)
+@by_name_alone("temperature=0", _ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The parameters of one request: how its tokens are chosen, when it ends, and what is returned. Immutable.

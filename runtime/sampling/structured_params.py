@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from mllm_compile.runtime.errors import RequestError
-from mllm_compile.runtime.sampling.param_checks import refused, tells_unknown_names
+from mllm_compile.runtime.sampling.param_checks import by_name_alone, refused
 
 MAX_STRUCTURE_CHARACTERS = 1 << 18  # of a schema, regex, grammar, or all choices: a compile's work grows with them
 MAX_WHITESPACE_PATTERN = 1024
@@ -30,7 +30,7 @@ _ELSEWHERE = {
 }
 
 
-@tells_unknown_names("json={…}", _ELSEWHERE)
+@by_name_alone("json={…}", _ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """The form of an answer: exactly one of json, regex, choice, grammar, json_object and structural_tag. Immutable.

@@ -1,1 +1,1 @@
-"""Who runs in the next step, and on which pages. Free of torch."""
+"""Chooses the requests of the next step, and their pages. Free of torch."""

@@ -63,8 +63,10 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(m
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(harness, "run_latency", lambda *args: pytest.fail("it was measured"))
     assert command_line(["bench", "latency", "c.yaml", "--plot", "p.png"]) == 2
-    assert f"--plot needs matplotlib: {INSTALL}\n" in capsys.readouterr().err
-    assert f"needs matplotlib: `{INSTALL}`" in (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"--plot needs matplotlib: {INSTALL} in the repository\n" in capsys.readouterr().err
+    assert f"needs matplotlib: `{INSTALL}` in the repository" in (REPOSITORY / "docs" / "benchmarks.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.fixture

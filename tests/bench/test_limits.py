@@ -19,7 +19,7 @@ QWEN3_8B = ModelFigures(
 
 
 def test_weight_bytes_leave_an_embedding_table_out():
-    assert QWEN3_8B.weight_bytes == pytest.approx(15.14e9, rel=1e-3)
+    assert QWEN3_8B.weight_bytes(1) == pytest.approx(15.14e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("batch", "ms"), [(1, 3.34), (8, 3.45), (64, 4.5), (256, 9.7)])
@@ -52,3 +52,32 @@ def test_throughput_limits_are_in_tokens_a_second():
 def test_no_request_alone_is_quicker_than_among_others():
     alone = QWEN3_8B.decode_seconds(H200, [500.0])
     assert alone < QWEN3_8B.decode_seconds(H200, [500.0] * 2) < 2 * alone
+
+
+# Qwen3-30B-A3B: of 128 experts of 4,718,592 parameters in each of 48 layers a token chooses 8.
+QWEN3_30B = ModelFigures(
+    layer_params=48 * (18_874_368 + 262_144),
+    head_params=311_164_928,
+    expert_params=48 * 4_718_592,
+    num_experts=128,
+    num_chosen=8,
+    weight_itemsize=2,
+    kv_bytes_per_token=98_304,
+    attention_flops_per_pair=786_432,
+    vocab_size=151_936,
+    context_len=40_960,
+)
+
+
+@pytest.mark.parametrize(("batch", "ms"), [(1, 1.36), (8, 5.84), (64, 14.0), (256, 16.7)])
+def test_experts_are_read_as_far_as_a_batch_is_expected_to_choose_them(batch, ms):
+    ceilings = Ceilings(read_bytes_s=4.5e12, flops_s=780e12)
+    assert QWEN3_30B.decode_seconds(ceilings, [576] * batch) * 1e3 == pytest.approx(ms, rel=0.01)
+
+
+def test_each_token_is_multiplied_with_the_experts_that_it_chose():
+    ceilings = Ceilings(read_bytes_s=4.5e12, flops_s=780e12)
+    dense = QWEN3_30B.layer_params + 8 * QWEN3_30B.expert_params
+    pairs = 2048 * 2049 // 2 * QWEN3_30B.attention_flops_per_pair
+    flops = 32 * (2 * dense * 2048 + 2 * QWEN3_30B.head_params + pairs)
+    assert QWEN3_30B.prefill_seconds(ceilings, [2048] * 32) == pytest.approx(flops / 780e12)

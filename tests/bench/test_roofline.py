@@ -104,7 +104,7 @@ def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
 def test_a_piece_of_compiled_loops_does_all_its_gemms_in_one():
     step = [kernel(COMPILED_LOOPS, 9, 0), kernel("aten::empty", 1, 2), kernel(COMPILED_LOOPS, 90, 2)]
     jobs = assign_jobs(step, FACTS)
-    assert jobs[2].num_bytes == 256 + 8000 + OUT.num_bytes + UP.num_bytes + HEAD.num_bytes
+    assert jobs[2].num_bytes == 256 + 8000 + sum(matrix.num_bytes(4) for matrix in (OUT, UP, HEAD))
     assert jobs[2].label == f"{OUT.name} … {HEAD.name}"
     assert jobs[1].num_bytes == 0
 

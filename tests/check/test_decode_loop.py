@@ -7,17 +7,15 @@ import torch
 
 from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.errors import CompileError
-from mllm_compile.runtime.program.spec import DecodeLoopForms
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
 from tests.runtime.step.decode_loop_cases import begin_decode, end_decode
-
-FORMS = DecodeLoopForms("begin_decode", "end_decode")
 
 
 def check(begin=begin_decode, end=end_decode, page_size: int = 16, vocab_size: int = 1000) -> None:
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0))
-    pieces = {"begin_decode": boxed(lambda arguments: begin(arguments, page_size)), "end_decode": boxed(end)}
-    check_decode_loop(FORMS, pieces, page_size, logits)
+    pieces = DecodeLoopPieces(boxed(lambda arguments: begin(arguments, page_size)), boxed(end))
+    check_decode_loop(pieces, page_size, logits)
 
 
 def boxed(piece):

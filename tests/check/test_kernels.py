@@ -17,6 +17,7 @@ from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.split_decode import Decoder, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
+from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import DecodeForm, Program, SamplingForms, UnrotatedStep
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from tests.config.test_resolve import H200, resolved
@@ -56,7 +57,8 @@ class Attention:
 def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtype = torch.bfloat16) -> None:
     forms = DecodeForm(MOST_FEW_SEQUENCES, "few", OF_FEW), DecodeForm(None, "many", OF_MANY)
     program = Program((), (layer,), (), "logits", decode_attention={layer.name: forms})
-    check_written_pieces(program, {"few": few, "many": many}, {}, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
+    linked = link(program, {"few": few, "many": many}, {}, torch.device("cpu"))
+    check_written_pieces(linked, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -198,7 +200,7 @@ RIGHT: dict[str, Piece] = {
 
 def check_sampling(logits: torch.Tensor = LOGITS, **wrong: Piece) -> None:
     program = Program((), (), (), "logits", sampling=SamplingForms("bfloat16", *RIGHT))
-    check_written_pieces(program, RIGHT | wrong, {}, PAGE_SIZE, torch.bfloat16, logits)
+    check_written_pieces(link(program, RIGHT | wrong, {}, logits.device), PAGE_SIZE, torch.bfloat16, logits)
 
 
 def test_right_choices_pass_and_so_does_a_draw_between_near_blocks():
@@ -242,7 +244,8 @@ def test_wrong_choices_are_refused_however_few_logits_there_are(piece, wrong, nu
 
 
 def test_a_program_without_such_pieces_has_nothing_to_check():
-    check_written_pieces(Program((), (LAYER,), (), "logits"), {}, {}, PAGE_SIZE, torch.float32, LOGITS)
+    linked = link(Program((), (LAYER,), (), "logits"), {}, {}, LOGITS.device)
+    check_written_pieces(linked, PAGE_SIZE, torch.float32, LOGITS)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from mllm_compile.check.tokenizer import tokenizer_difference
 from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.errors import RequestError
 from mllm_compile.process.progress import LogReporter
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.tiny_model import TINY, tiny_config
@@ -64,6 +65,36 @@ def test_a_tokenizer_that_transformers_cannot_load_is_not_compared(folder):
     assert tokenizer is not None
     (folder / "tokenizer.json").write_text("{")
     assert tokenizer_difference(folder, tokenizer) is None
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_makes_the_library_panic_keeps_no_compile_from_its_end(folder, part):
+    """Neither in Transformers' copy nor in ours; a request with such a text is told."""
+    pattern = {"Regex": r"(.+)+[^\s\S]"}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    change(
+        folder / "tokenizer.json",
+        **{part: split if "pre" in part else {"type": "Replace", "pattern": pattern, "content": ""}},
+    )
+    change(folder / "config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    change(folder / "tokenizer_config.json", tokenizer_class="TokenizersBackend")  # theirs has the pattern as well
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    with pytest.raises(RequestError, match="cannot encode this text: PanicException"):
+        tokenizer.encode("In 2024, 1234567 + 89.5 = 1234656.5")
+    assert difference(folder) is None
+    whole = load_tokenizer(TINY)
+    assert whole is not None and tokenizer_difference(folder, whole) is None
+    assert tokenizer_difference(TINY, tokenizer) is None
+
+
+def test_an_interruption_ends_the_comparison(folder, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        difference(folder)
 
 
 def test_a_compile_warns_of_it(folder, tmp_path, caplog):

@@ -143,6 +143,33 @@ def test_a_missing_expert_is_an_error(tmp_path):
         load(tmp_path)
 
 
+FIRST = "model.layers.0.mlp.experts.0.down_proj.weight"
+THIRD, FIFTH = (FIRST.replace("experts.0", f"experts.{number}") for number in (2, 4))
+
+
+def test_experts_whose_numbers_have_a_gap_are_not_served_under_each_others_numbers(tmp_path):
+    """As many as the config says, so that shapes fit."""
+    save(tmp_path, "qwen3_moe", num_experts=4)
+    rewrite(tmp_path, lambda tensors: tensors | {FIFTH: tensors.pop(THIRD)})
+    with pytest.raises(CheckpointError, match=f"lacks '{THIRD}'; it has later ones"):
+        load(tmp_path)
+
+
+def test_experts_that_are_there_one_by_one_and_stacked_are_an_error(tmp_path):
+    save(tmp_path, "qwen3_moe", num_experts=4)
+    stacked = "model.layers.0.mlp.experts.down_proj"
+    rewrite(tmp_path, lambda tensors: tensors | {stacked: torch.zeros(4, *tensors[FIRST].shape)})
+    with pytest.raises(CheckpointError, match=f"'{stacked}' and '{FIRST}' both stand for '{stacked}'"):
+        load(tmp_path)
+
+
+def test_an_expert_of_another_shape_is_an_error(tmp_path):
+    save(tmp_path, "qwen3_moe", num_experts=4)
+    rewrite(tmp_path, lambda tensors: tensors | {THIRD: torch.zeros(3, 5)})
+    with pytest.raises(CheckpointError, match=r"cannot be put together to 'model\.layers\.0\.mlp\.experts\.down_proj'"):
+        load(tmp_path)
+
+
 def test_a_tensor_in_two_files_is_an_error(tmp_path):
     save(tmp_path)
     save_file({Q: torch.ones(64, 64)}, tmp_path / "more.safetensors")

@@ -210,6 +210,7 @@ def test_what_an_engine_is_made_from_is_known_by_what_is_there(tmp_path, monkeyp
         "./modle": r"\./modle: there is no such file or folder \(the nearest is model\)\. Expected a hub id such as",
         "a/b/c": "a/b/c: there is no such file or folder. Expected a hub id",
         "config.yml": "config.yml: there is no such file",
+        "": r"the model is an empty text\. Expected a hub id",
     }.items():
         with pytest.raises(ConfigError, match=said):
             config_or_runtime(wrong)

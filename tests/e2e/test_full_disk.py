@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mllm_compile.inductor.job import PieceJob
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.model.refusals import refusing
 from mllm_compile.runtime.disk_space import full_disk_said
-from tests.tiny_model import TINY
+from tests.tiny_model import TINY, tiny_config
 
 EAGER = {"backend": "eager"}
 FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
@@ -65,18 +66,17 @@ def test_a_compile_without_room_is_one_line_and_leaves_nothing(tmp_path):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_compile_leaves_nothing_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", [[], ["inspect", "--out", "graphs"]], ids=["compile", "inspect"])
+def test_a_trace_leaves_nothing_in_the_folder_for_temporary_files(tmp_path, command):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom tests.tiny_model import tiny_config\n"
-        "from mllm_compile.compiler.load_or_compile import load_or_compile\n"
-        "load_or_compile(tiny_config(Path(sys.argv[1]), compile={'backend': 'eager'}))\n"
-    )
+    config = tmp_path / "model.yaml"
+    config.write_text(yaml.safe_dump(tiny_config(tmp_path / "cache", compile=EAGER).model_dump(mode="json")))
     subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "cache")],
+        [sys.executable, "-m", "mllm_compile", *command, str(config)],
         check=True,
-        env=os.environ | {"TMPDIR": str(temporary)},
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert list(temporary.iterdir()) == []
 

@@ -6,6 +6,7 @@ Nothing here measures time: what is not refused at once does not end.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import struct
@@ -16,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from mllm_compile import Engine, SamplingParams
 from mllm_compile.checkpoint.files import weight_files
+from mllm_compile.compiler.target import find_target
 from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig, ModelConfig
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, MllmError
@@ -26,7 +29,7 @@ from mllm_compile.store.artifact import is_runtime, open_artifact, read_manifest
 from mllm_compile.store.publish import runtimes_folder
 from mllm_compile.text.generation_defaults import load_generation_defaults
 from mllm_compile.text.tokenizer import load_tokenizer
-from tests.tiny_model import TINY
+from tests.tiny_model import TINY, tiny_config
 
 DEEP = b"[" * 100_000
 WIDE = b'{"a": [' + b"[]," * 2_000_000 + b"[]]}"
@@ -93,6 +96,15 @@ def test_a_file_of_a_model_is_refused_by_its_name(model, name, made):
     assert len(str(refused.value)) < 1000
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "x.py"])
+@pytest.mark.parametrize("made", ["a fifo", "zeros without end", "a terabyte"])
+def test_a_file_that_the_key_or_transformers_alone_reads_is_refused_before_it_is_opened(model, tmp_path, name, made):
+    MAKERS[made](model / name)
+    config = tiny_config(tmp_path / "cache", model={"path": str(model), "trust_remote_code": True})
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it (is no regular file|has more than)"):
+        find_target(config)
+
+
 @pytest.mark.parametrize("made", MAKERS)
 def test_an_index_is_refused_by_its_name(model, made):
     MAKERS[made](model / "model.safetensors.index.json")
@@ -116,6 +128,22 @@ def test_a_config_of_endlessly_many_layers_is_refused(model, name, number, secti
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(MllmError, match=rf"{name} is {number}; expected at most 1000"):
         open_all(model)
+
+
+@pytest.mark.parametrize(
+    ("eos", "said"), [([10**30, 0], "others end answers"), (4000, "answers end at max_tokens or a stop text")]
+)
+def test_end_tokens_beyond_the_vocabulary_fail_no_step(model, tmp_path, caplog, eos, said):
+    """What min_tokens forbids are columns of a table: one that is not there failed all requests of the step."""
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    config = tiny_config(tmp_path / "cache", model={"path": str(model)}, compile={"backend": "eager"})
+    with caplog.at_level(logging.WARNING, "mllm_compile.progress"), Engine(config) as engine:
+        plain, late = engine.generate(
+            [[5, 6, 7]] * 2,
+            [SamplingParams(temperature=0, max_tokens=4, min_tokens=least) for least in (0, 3)],
+        )
+    assert len(plain.outputs[0].token_ids) == len(late.outputs[0].token_ids) == 4, (plain.error, late.error)
+    assert f"beyond the model's vocabulary of 3072 and never sampled: {said}" in caplog.text
 
 
 def write_header(path: Path, header: bytes) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.check import program as self_check
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import ArtifactError
 from mllm_compile.kernels import cuda
@@ -28,8 +27,8 @@ from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, T
 from mllm_compile.runtime.ops.stream_linear.rows import MAX_TOKENS as MAX_ROW_TOKENS
 from mllm_compile.runtime.ops.stream_linear.rows import RowTiling
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
+from mllm_compile.runtime.program import link as linking
 from mllm_compile.runtime.program.spec import Program
-from mllm_compile.store import source as artifact_source
 from mllm_compile.store.artifact import CUBINS, open_artifact
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
@@ -63,8 +62,7 @@ def loads(monkeypatch) -> Loads:
     only_kernel_passes(monkeypatch, StreamLinears, FuseGatedLinear)
     monkeypatch.setattr(cuda, "compile_cuda", lambda source, name, architecture: name.encode())
     recorder = Loads()
-    for module in (artifact_source, self_check):
-        monkeypatch.setattr(module, "load_kernels", recorder)
+    monkeypatch.setattr(linking, "load_kernels", recorder)
     return recorder
 
 

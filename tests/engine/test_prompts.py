@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.engine.engine import Engine
 from mllm_compile.engine.requests import bad_phrases
-from mllm_compile.errors import RequestError
+from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
 from tests.engine.cases import params
 from tests.fakes import EOS, VOCAB_SIZE, ByteTokenizer, expected_tokens, fake_engine
@@ -133,3 +134,37 @@ def test_bad_words_need_a_tokenizer(runner):
         pytest.raises(RequestError, match="bad_words: the model has no"),
     ):
         engine.generate([1, 2], params(bad_words=["no"], detokenize=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("use_tqdm", "Did you mean progress\\?"),
+        ("lora_request", "LoRA is not built"),
+        ("prompt_token_ids", "Give token ids as prompts"),
+        ("temperature", "Known: prompts, sampling_params, progress, priority"),
+    ],
+)
+def test_an_argument_that_a_call_does_not_have_is_answered_with_the_one_to_use(runner, name, said):
+    with fake_engine(runner) as engine, pytest.raises(RequestError, match=rf"a call has no argument {name}\. {said}"):
+        engine.generate("abc", **{name: None})
+
+
+@pytest.mark.parametrize("kind", [Engine, AsyncEngine])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model", r"Give the model first: Engine\('Qwen/Qwen3-0\.6B'\)"),
+        ("gpu_memory_utilization", r"did you mean runtime\.mem_fraction_static of its config\?"),
+        (
+            "max_model_len",
+            r"runtime\.max_model_len .*such as {'model': {'path': …}, 'runtime': {'max_model_len': …}}\.",
+        ),
+        ("dtype", r"model\.dtype .*such as {'model': {'path': …, 'dtype': …}}\."),
+        ("enforce_eager", r"cudagraph\.mode: none .*'cudagraph': {'mode': …}"),
+        ("pipeline_parallel_size", "known: "),
+    ],
+)
+def test_an_argument_that_an_engine_does_not_have_is_answered_with_the_key_of_its_config(kind, name, said):
+    with pytest.raises(ConfigError, match=rf"an engine has no argument {name}.*{said}"):
+        kind(**{name: "x"})

@@ -13,8 +13,8 @@ from mllm_compile.inductor.compile_piece import compile_piece
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.ops.turns import NUM_TURNS
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.program.pieces import load_piece
-from mllm_compile.runtime.program.spec import DecodeLoopForms
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.state import IS_GREEDY, NUM_FLOATS, NUM_INTS
@@ -41,7 +41,7 @@ def test_the_kernels_do_what_torchs_operations_do(tmp_path, dtype, vocab_size, p
         pieces[piece.name] = load_piece(package.name, package.read_bytes())
     logits = random_logits(9, seed=1, spread=3.0, vocab_size=vocab_size).to(getattr(torch, dtype)).cuda()
     logits[0, [vocab_size - 1, 17, vocab_size // 2]] = 50.0  # of equals the lowest
-    check_decode_loop(DecodeLoopForms("begin_decode", "end_decode"), pieces, page_size, logits)
+    check_decode_loop(DecodeLoopPieces(pieces["begin_decode"], pieces["end_decode"]), page_size, logits)
     end = pieces["end_decode"]
     before, _ = _end(end, logits)
     logits[1], logits[4, vocab_size // 2], logits[6, 0], logits[7] = torch.nan, torch.nan, torch.inf, -torch.inf

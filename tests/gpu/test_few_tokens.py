@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,10 @@ class Piece(torch.nn.Module):
 """
 
 
-def compiled(folder: Path, source: str, shapes: list[tuple[int | str, ...]]):
+def compiled(folder: Path, source: str, shapes: list[tuple[int | str, ...]], dtypes: Sequence[str] = ()):
     (folder / "piece.py").write_text(source)
-    inputs = [PieceInput.contiguous(shape, "bfloat16") for shape in shapes]
+    dtypes = dtypes or ["bfloat16"] * len(shapes)
+    inputs = [PieceInput.contiguous(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     sizes = {"T": 8192, "S": 8192, "P": 2**31 - 1}
     compile_piece(folder / "piece.py", inputs, "cuda:0", sizes, folder / "piece.pt2", folder)
     return load_piece("piece.pt2", (folder / "piece.pt2").read_bytes())

@@ -7,7 +7,7 @@ both; fa3 plain; for an fp8 cache (bf16 queries) fa2 plain.
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend, WrapperDispatch
+from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardMode
 from tests.runtime.attention.attention_cases import AttentionCase, attend, make_batch, make_case, make_layer
@@ -50,17 +50,14 @@ def backend_for(
 ) -> FlashInferAttnBackend:
     table = batch.req_to_token_pool.req_to_token
     return FlashInferAttnBackend(
-        layers[0].num_heads,
-        layers[0].num_kv_heads,
-        layers[0].head_dim,
-        kv_dtype,
-        torch.bfloat16,
-        table.shape[1],
-        table,
-        "cuda",
-        max_bs,
+        layers,
+        kv_cache_dtype=kv_dtype,
+        q_dtype=torch.bfloat16,
+        max_context_len=table.shape[1],
+        req_to_token=table,
+        device="cuda",
+        max_req_pool_size=max_bs,
         page_size=page_size,
-        layers=layers,
         deterministic=deterministic,
     )
 
@@ -167,7 +164,7 @@ def test_layers_with_and_without_a_window_have_a_plan_each_in_one_batch():
     for batch in BATCHES.values():
         case = case_of(full, batch)
         backend = backend_for([full, window], case.batch)
-        assert backend.dispatch_reason is WrapperDispatch.SLIDING_WINDOW
+        assert len(backend.groups) == 2
         backend.init_forward_metadata(case.batch)
         for layer in (full, window, full):
             out = attend(backend, layer, case.batch, case.q, case.k, case.v)

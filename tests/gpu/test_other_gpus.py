@@ -70,6 +70,25 @@ def choices(_: int, __: int, ___: int) -> list[torch.Tensor]:
     return [torch.ops.mllm.greedy_tokens(logits), torch.ops.mllm.draw_tokens(logits, numbers, numbers, heat)]
 
 
+def experts(hidden: int, ffn: int, _: int) -> list[torch.Tensor]:
+    from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS, ONE_ROW, is_ordered_at_once, rows_of_block
+
+    made = []
+    up, down = random(8, 2 * ffn // 4, hidden), random(8, hidden, ffn // 4)
+    for most in (*FORM_TOKENS, None):
+        tokens = most or 300
+        weights, ids = torch.ops.mllm.choose_experts(random(tokens, 8), 2, 1, True)
+        block = rows_of_block(most, 2, 8)
+        order, blocks = ids, None
+        if block != ONE_ROW:
+            slots = torch.ones(tokens, dtype=torch.int64, device="cuda")
+            order, blocks = torch.ops.mllm.order_experts(ids, slots, 8, block, is_ordered_at_once(most, 8))
+        how = (2, False)
+        h = torch.ops.mllm.grouped_linear(random(tokens, hidden), order, blocks, up, None, *how, True, True, block)
+        made += [weights, ids, torch.ops.mllm.grouped_linear(h, order, blocks, down, None, *how, False, False, block)]
+    return made
+
+
 @pytest.fixture
 def launches(monkeypatch) -> list[Any]:
     """The Triton kernels that are launched, as compiled."""
@@ -90,12 +109,14 @@ def launches(monkeypatch) -> list[Any]:
 def as_another_gpu(monkeypatch):
     from mllm_compile.runtime.ops import few_tokens
     from mllm_compile.runtime.ops.dependent_launch import starts_early
+    from mllm_compile.runtime.ops.experts import grouped
 
     def pretend(architecture: int) -> None:
         if architecture < 90:  # the others are as this one: its kernels start early
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10))
         shared = SHARED_KB[architecture] * 1024
-        monkeypatch.setattr(few_tokens, "most_shared_bytes", lambda: shared)
+        for module in (few_tokens, grouped):
+            monkeypatch.setattr(module, "most_shared_bytes", lambda: shared)
         starts_early.cache_clear()
 
     yield pretend
@@ -105,7 +126,7 @@ def as_another_gpu(monkeypatch):
 
 @pytest.mark.parametrize("architecture", SHARED_KB)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("work", [one_token, few_tokens, activation, rotation, decodes, choices])
+@pytest.mark.parametrize("work", [one_token, few_tokens, activation, rotation, decodes, choices, experts])
 def test_a_kernel_fits_every_gpu_and_gives_the_same_numbers(
     work: Callable[..., list[torch.Tensor]],
     model: str,
@@ -117,6 +138,9 @@ def test_a_kernel_fits_every_gpu_and_gives_the_same_numbers(
     from triton.backends.compiler import GPUTarget
 
     import mllm_compile.runtime.ops.draw
+    import mllm_compile.runtime.ops.experts.choose
+    import mllm_compile.runtime.ops.experts.grouped
+    import mllm_compile.runtime.ops.experts.order
     import mllm_compile.runtime.ops.few_tokens
     import mllm_compile.runtime.ops.greedy
     import mllm_compile.runtime.ops.rope_cache

@@ -59,13 +59,13 @@ def test_nothing_else_replaces_names_of_inductor():
 def test_a_patch_can_be_left_out(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
     assert left_out() == frozenset()
-    monkeypatch.setenv(SWITCH, "unloadable, early_launch")
-    assert left_out() == {"unloadable", "early_launch"}
+    monkeypatch.setenv(SWITCH, "unload_packages, early_launch")
+    assert left_out() == {"unload_packages", "early_launch"}
 
 
 @pytest.mark.parametrize("name", ["no_such_patch", "hidden_waits"])
 def test_a_patch_that_is_not_known_or_not_optional_is_refused(monkeypatch, name):
-    monkeypatch.setenv(SWITCH, f"unloadable,{name}")
+    monkeypatch.setenv(SWITCH, f"unload_packages,{name}")
     with pytest.raises(ConfigError, match=f"has '{name}'; expected names of shared_host_code, "):
         left_out()
 
@@ -76,7 +76,7 @@ def test_what_is_left_out_is_not_replaced(monkeypatch, tmp_path):
         monkeypatch.setattr(compile_piece, name, lambda *_, name=name: called.append(name))
     monkeypatch.setattr(compile_piece, "pays", lambda device: True)
     monkeypatch.setattr(compile_piece, "importlib", SimpleNamespace(import_module=lambda name: None))
-    monkeypatch.setenv(SWITCH, "shared_host_code,unloadable")
+    monkeypatch.setenv(SWITCH, "shared_host_code,unload_packages")
     compile_piece.prepare_compiler("cpu", tmp_path)
     assert called == ["share_header", "skip_attention_patterns"]
     called.clear()

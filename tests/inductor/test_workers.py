@@ -75,6 +75,24 @@ def test_an_error_in_a_piece_names_it_and_the_next_one_is_compiled_on(tmp_path):
                 workers.submit(job).result()
 
 
+TELLS_ITS_TEMPORARY_FOLDER = """
+import json, sys, tempfile
+for line in sys.stdin:
+    print(json.dumps({"job": json.loads(line)["job"], "error": tempfile.gettempdir()}), flush=True)
+"""
+
+
+def test_compilers_write_their_temporary_files_where_a_killed_compile_is_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(piece_workers, "_COMMAND", (sys.executable, "-c", TELLS_ITS_TEMPORARY_FOLDER))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with (
+        PieceWorkers("cpu", SIZES, tmp_path / "compilers", scratch, count=1) as workers,
+        pytest.raises(CompileError, match=rf"does not compile: {scratch} "),
+    ):
+        workers.submit(job_of(scratch, "piece_0")).result()
+
+
 def job_of(folder: Path, name: str) -> PieceJob:
     return PieceJob(name, folder / f"{name}.py", (), folder / f"{name}.pt2")
 

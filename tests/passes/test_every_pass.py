@@ -159,10 +159,17 @@ class Decoder(GraphBuilder):
 
     hidden, heads, head_dim, ffn = 256, 8, 128, 512
 
-    def __init__(self, norms_heads: bool = False, reads_all: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        norms_heads: bool = False,
+        reads_all: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        feed_forward: Callable[[Decoder, fx.Node, str], fx.Node] | None = None,
+    ) -> None:
         super().__init__()
         self.dtype = dtype
         self._norms_heads, self._reads_all = norms_heads, reads_all
+        self._feed_forward = feed_forward or Decoder.dense
 
     def projection(self, x: fx.Node, name: str, rows: int) -> fx.Node:
         weight = self.weight(f"{name}.weight", rows, x.meta["val"].shape[-1], dtype=self.dtype)
@@ -212,10 +219,13 @@ class Decoder(GraphBuilder):
         if self._reads_all:  # what kernels would take along has another reader
             x = self.call(operator.sub, x, self.call(operator.mul, product, 0.5))
         hidden = self.norm(x, f"{name}.norm")
+        x = self.call(operator.add, x, self._feed_forward(self, hidden, name))
+        return self.call(operator.add, x, self.call(operator.mul, hidden, 0.25)) if self._reads_all else x
+
+    def dense(self, hidden: fx.Node, name: str) -> fx.Node:
         gate, up = (self.projection(hidden, f"{name}.{part}", self.ffn) for part in ("gate", "up"))
         product = self.call(operator.mul, self.call(functional.silu, gate), up)
-        x = self.call(operator.add, x, self.projection(product, f"{name}.down", self.hidden))
-        return self.call(operator.add, x, self.call(operator.mul, hidden, 0.25)) if self._reads_all else x
+        return self.projection(product, f"{name}.down", self.hidden)
 
     def model(self) -> fx.GraphModule:
         table = self.weight("embed.weight", VOCAB, self.hidden, dtype=self.dtype)
@@ -243,6 +253,66 @@ def decoder_in_float16() -> fx.GraphModule:
     return Decoder(dtype=torch.float16).model()
 
 
+EXPERTS, CHOSEN, EXPERT_FFN = 6, 2, 64
+
+
+def experts(decoder: Decoder, hidden: fx.Node, name: str) -> fx.Node:
+    """As Qwen's: softmax, choice, renormalisation; gate and up are halves of one weight."""
+    return _experts(decoder, hidden, name, softmax_first=True)
+
+
+def experts_with_biases(decoder: Decoder, hidden: fx.Node, name: str) -> fx.Node:
+    """As gpt-oss': choice, softmax; transposed weights with biases, gate and up interleaved."""
+    return _experts(decoder, hidden, name, softmax_first=False)
+
+
+def _experts(decoder: Decoder, hidden: fx.Node, name: str, softmax_first: bool) -> fx.Node:
+    call, method, weight = decoder.call, decoder.method, decoder.weight
+    flat = method("view", hidden, -1, decoder.hidden)
+    scores = method("float", decoder.projection(flat, f"{name}.router", EXPERTS))
+    if softmax_first:
+        scores = call(functional.softmax, scores, dim=-1, dtype=torch.float32)
+    chosen = call(torch.topk, scores, CHOSEN, dim=-1)
+    weights, ids = (call(operator.getitem, chosen, index) for index in (0, 1))
+    if softmax_first:
+        weights = call(operator.truediv, weights, method("sum", weights, dim=-1, keepdim=True))
+    else:
+        weights = call(functional.softmax, weights, dim=-1, dtype=torch.float32)
+    inner, outer = (2 * EXPERT_FFN, decoder.hidden), (decoder.hidden, EXPERT_FFN)
+    biases: list[fx.Node | None] = [None, None]
+    if not softmax_first:
+        biases = [
+            weight(f"{name}.{part}.bias", EXPERTS, rows, dtype=decoder.dtype)
+            for part, rows in (("up", 2 * EXPERT_FFN), ("down", decoder.hidden))
+        ]
+        inner, outer = inner[::-1], outer[::-1]
+    first, second = (
+        weight(f"{name}.experts.{part}", EXPERTS, *shape, dtype=decoder.dtype)
+        for part, shape in (("up", inner), ("down", outer))
+    )
+    linear = torch.ops.mllm.expert_linear
+    products = call(linear, flat, ids, first, biases[0], not softmax_first, True)
+    if softmax_first:
+        parts = call(torch.chunk, products, 2, -1)
+        gate, up = (call(operator.getitem, parts, index) for index in (0, 1))
+    else:
+        gate, up = (call(operator.getitem, products, (Ellipsis, slice(start, None, 2))) for start in (0, 1))
+    active = call(operator.mul, call(functional.silu, gate), up)
+    outputs = call(linear, active, ids, second, biases[1], not softmax_first, False)
+    weighted = call(operator.mul, outputs, method("reshape", weights, -1, 1))
+    tokens = decoder.size_inputs["T"]
+    total = method("sum", method("view", weighted, tokens, CHOSEN, -1), dim=1)
+    return method("view", method("to", total, decoder.dtype), 1, tokens, decoder.hidden)
+
+
+def decoder_of_experts() -> fx.GraphModule:
+    return Decoder(norms_heads=True, dtype=torch.float32, feed_forward=experts).model()
+
+
+def decoder_of_experts_with_biases() -> fx.GraphModule:
+    return Decoder(dtype=torch.float32, feed_forward=experts_with_biases).model()
+
+
 GRAPHS = (
     layers,
     no_layers,
@@ -257,6 +327,8 @@ GRAPHS = (
     decoder_with_normed_heads,
     decoder_whose_values_have_other_readers,
     decoder_in_float16,
+    decoder_of_experts,
+    decoder_of_experts_with_biases,
 )
 
 
@@ -279,9 +351,8 @@ def off_by(gm: fx.GraphModule, numbers: list[torch.Tensor]) -> float:
     for tokens in TOKENS:
         with forms_for(gm, tokens):
             outputs.append(run(gm, tokens))
-    return max(
-        ((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(outputs, numbers * 2, strict=True)
-    )
+    errors = [(ours - theirs).norm() / theirs.norm() for ours, theirs in zip(outputs, numbers * 2, strict=True)]
+    return torch.stack(errors).max().item()  # which is NaN if one is, unlike Python's max
 
 
 @contextmanager

@@ -25,7 +25,8 @@ from mllm_compile.passes.pipeline import (
     passes_left_out,
     run_passes,
 )
-from mllm_compile.runtime.ops import OPS
+from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from mllm_compile.runtime.ops import FAMILIES, OPS
 from tests.passes.support.graph_builder import model_of_layers, run
 
 # Files of passes/ that are no pass.
@@ -169,6 +170,12 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
 
 HOPPER = PassTarget("cuda", True, True, True, "bfloat16", "bfloat16")
 KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
+# Those whose kernels are CUDA C++: the ops of kernel families, and decode attention that rotates.
+HOPPER_PASSES = {
+    graph_pass.name
+    for graph_pass in PASSES
+    if graph_pass is RotateInAttention or any(OPS[name].partition(".")[0] in FAMILIES for name in graph_pass.needs)
+}
 
 
 def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
@@ -181,7 +188,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
     [
         ({"compiles_pieces": False}, KERNEL_PASSES, "compile.backend: eager"),
         ({"device_type": "cpu"}, KERNEL_PASSES, "do not run on a CPU"),
-        ({"compiles_cuda": False}, {"rotate_in_attention", "stream_linears", "fuse_gated_linear"}, "NVRTC"),
+        ({"compiles_cuda": False}, HOPPER_PASSES, "NVRTC"),
         ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, {"fuse_rope_cache"}, "float8_e4m3fn KV cache"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mllm_compile.process.no_gc import uncollected
+from mllm_compile.process.no_gc import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def collector() -> Iterator[None]:
 
 def test_nothing_is_collected_inside():
     before = sum(stats["collections"] for stats in gc.get_stats())
-    with uncollected():
+    with gc_paused():
         made = [[] for _ in range(100_000)]
         assert sum(stats["collections"] for stats in gc.get_stats()) == before
     assert gc.isenabled() and made
@@ -30,20 +30,20 @@ def test_what_a_user_has_dropped_is_collected_afterwards():
     dropped.itself = dropped
     reference = weakref.ref(dropped)
     del dropped
-    with uncollected():
+    with gc_paused():
         pass
     gc.collect()
     assert reference() is None
 
 
 def test_the_collector_comes_back_after_an_error():
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), gc_paused():
         raise ImportError
     assert gc.isenabled()
 
 
 def test_whoever_has_switched_it_off_finds_it_so():
     gc.disable()
-    with uncollected():
+    with gc_paused():
         pass
     assert not gc.isenabled()

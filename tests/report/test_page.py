@@ -133,10 +133,17 @@ def memory_of(html: str) -> list[str]:
 def test_the_parts_bytes_are_those_of_the_models_step(runtime):
     figures = model_figures(TINY, "float32")
     step = decode_step(runtime.artifact, runtime.config, None)
-    assert step.weight_bytes == figures.weight_bytes
-    assert step.num_bytes == figures.weight_bytes + step.context * figures.kv_bytes_per_token
+    assert step.weight_bytes == figures.weight_bytes(1)
+    assert step.num_bytes == figures.weight_bytes(1) + step.context * figures.kv_bytes_per_token
     load = next(load for load in loads(runtime.artifact, runtime.config, None) if load.batch == 4)
-    assert load.num_bytes == figures.weight_bytes + 4 * load.context * figures.kv_bytes_per_token
+    assert load.num_bytes == figures.weight_bytes(4) + 4 * load.context * figures.kv_bytes_per_token
+
+
+def test_every_part_of_the_step_stands_in_a_place_of_its_own(page):
+    table = page.read_text().partition("Every part of the step, in order")[2].partition("</table>")[0]
+    places = re.findall(r"<tr>\s*<t[hd][^>]*>(.*?)</t[hd]>", table, re.DOTALL)[1:]
+    assert len(places) == len(set(places)) == 10
+    assert places[0] == "before layer 0" and places[-1] == "logits"
 
 
 def test_a_measured_step_is_shown_as_measured_and_another_as_modelled(runtime, tmp_path):

@@ -22,6 +22,7 @@ WITHOUT = {
     "runtime": NOT_IN_RUNTIME,
     "runtime/schedule": ("torch",),
     "mllm_compile/config": ("torch", "transformers"),
+    "mllm_compile/text/calls": ("torch", "transformers", "jinja2"),
 }
 # What passes know of the runtime: the ops, what an attention is, and which shapes its kernels take.
 OPS = re.compile(r"runtime/(ops/.*|attention/(layer|hopper/shapes))")

@@ -208,11 +208,6 @@ def test_a_control_group_s_limit_counts_as_the_machine_s_memory(tmp_path):
     assert memory._host_memory_bytes(tmp_path) == (408576, 409600)
 
 
-def test_memory_of_the_machine_is_told_in_gb():
-    total = memory.get_total_gpu_memory("cpu", 0)
-    assert 0 < memory.get_available_gpu_memory("cpu", 0) <= total
-
-
 def test_an_unknown_attention_backend_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="flashinfer or torch"):
         make_runner(attention_backend="flash")

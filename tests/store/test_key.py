@@ -15,8 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mllm_compile
+from mllm_compile.compiler import build
+from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.compiler.target import find_target
 from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.ops import OPS
 from mllm_compile.store.explain import Change, changes, miss_note
 from mllm_compile.store.key import _SHAPING_ROOMS, _attention, _sources, changed_parts, key_of
@@ -98,6 +101,29 @@ def test_another_config_and_other_weights_are_factors(model):
     assert changed_factors(model={"path": str(model)}) == ["model config", "weights"]
 
 
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("config.json", "model config: "),
+        ("generation_config.json", r"text: generation_config\.json "),
+    ],
+)
+def test_a_text_that_changes_while_it_is_compiled_ends_the_compile(model, tmp_path, monkeypatch, name, factor):
+    """Else the runtime would lie under the key of the old text, and serve the new one."""
+    content = json.loads((model / name).read_text())
+    whole = build._export_text
+
+    def exported(*args):
+        (model / name).write_text(json.dumps(content | {"rms_norm_eps": 0.5}))
+        whole(*args)
+
+    monkeypatch.setattr(build, "_export_text", exported)
+    config = tiny_config(tmp_path / "cache", model={"path": str(model)}, compile={"backend": "eager"})
+    with pytest.raises(CheckpointError, match=rf"has changed while it was compiled \({factor}"):
+        load_or_compile(config)
+    assert not any(path.name == "manifest.json" for path in (tmp_path / "cache").rglob("*"))
+
+
 def test_the_code_of_a_model_is_a_factor_where_it_is_run(model):
     (model / "modeling.py").write_text("x = 1")
     assert changed_factors(model={"path": str(model)}) == []
@@ -160,7 +186,6 @@ NOT_SHAPING = {
     "report": "what people read",
     "store": "how a runtime is stored, which FORMAT_VERSION counts",
     "text": "tokenizer and templates, likewise",
-    "runtime/attention": "what runs between pieces; its kernels are rooms of the key",
     "runtime/config_sections": "what runs pieces",
     "runtime/cuda_graph": "what runs pieces",
     "runtime/device": "where pieces run",
@@ -177,6 +202,7 @@ NOT_SHAPING = {
     "runtime/schedule": "which requests are in a step",
     "runtime/shown": "messages",
     "runtime/step": "what runs pieces",
+    "runtime/unknown_names": "messages",
 }
 PACKAGE = Path(mllm_compile.__file__).parent
 
@@ -223,10 +249,14 @@ def test_every_module_that_a_compile_imports_is_a_source_of_the_key_or_is_known_
 
 @pytest.mark.parametrize("room", _SHAPING_ROOMS)
 def test_one_byte_more_in_any_source_of_a_room_is_a_miss(room, tmp_path, monkeypatch):
-    shutil.copytree(PACKAGE / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / room).parent.mkdir(parents=True, exist_ok=True)
+    if (PACKAGE / room).is_dir():
+        shutil.copytree(PACKAGE / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copyfile(PACKAGE / f"{room}.py", tmp_path / f"{room}.py")
     monkeypatch.setattr("mllm_compile.store.key.__file__", str(tmp_path / "store" / "key.py"))
     plain = _sources.__wrapped__()
-    files = [path for path in (tmp_path / room).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    files = [path for path in tmp_path.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
     assert files
     for path in files:
         before = path.read_bytes()

@@ -50,6 +50,12 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path, eos):
         defaults(tmp_path, {"eos_token_id": eos})
 
 
+def test_end_tokens_are_bounded_in_number(tmp_path):
+    assert len(defaults(tmp_path, {"eos_token_id": list(range(1024))}).eos_token_ids) == 1024
+    with pytest.raises(ConfigError, match="eos_token_id lists 1,025 ids; expected at most 1024"):
+        defaults(tmp_path, {"eos_token_id": list(range(1025))})
+
+
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read as JSON"):

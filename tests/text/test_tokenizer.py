@@ -143,7 +143,7 @@ def test_a_chat_becomes_what_transformers_makes_of_it(folder, template, add_gene
         options |= {"tools": [TOOL], "think": True}
     expected = theirs.apply_chat_template(CHAT, tokenize=False, **options)
     assert ours.apply_chat_template(CHAT, **options) == expected
-    assert ours.encode_chat(CHAT, **options) == theirs(expected, add_special_tokens=False)["input_ids"]
+    assert ours.encode(expected, add_special_tokens=False) == theirs(expected, add_special_tokens=False)["input_ids"]
 
 
 def test_reasoning_is_found_under_its_older_names(folder):
@@ -169,6 +169,11 @@ def test_tools_choose_the_template_made_for_them(folder):
     tokenizer = load(folder)
     assert tokenizer.apply_chat_template(CHAT) == "plain"
     assert tokenizer.apply_chat_template(CHAT, tools=[TOOL]) == "tools"
+    assert tokenizer.source_for_tools == "tools"
+    write_config(folder, chat_template="plain")
+    assert load(folder).source_for_tools == "plain"
+    write_config(folder)
+    assert load(folder).source_for_tools == ""
 
 
 @pytest.mark.parametrize(
@@ -196,7 +201,7 @@ def test_a_model_without_a_chat_template_takes_text_only(folder):
     tokenizer = load(folder)
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="pass the prompt as text"):
-        tokenizer.encode_chat(CHAT)
+        tokenizer.apply_chat_template(CHAT)
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):
@@ -208,7 +213,9 @@ def test_an_exported_tokenizer_is_the_same(folder, tmp_path):
     write_config(folder, chat_template=CHATML)
     out = tmp_path / "out"
     assert export_tokenizer(folder, out) is True
-    assert load(out).encode_chat(CHAT) == load(folder).encode_chat(CHAT)
+    text = load(folder).apply_chat_template(CHAT)
+    assert load(out).apply_chat_template(CHAT) == text
+    assert load(out).encode(text) == load(folder).encode(text)
 
 
 def test_an_older_tokenizer_is_converted_through_transformers(tmp_path, backend):
@@ -274,6 +281,12 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_doe
         load(folder).apply_chat_template(CHAT, **{name: "x"})
 
 
+def test_vllms_dict_of_variables_is_answered_with_what_to_give(folder):
+    write_config(folder, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match=r"chat_template_kwargs: .* Give its entries as arguments of their own\.$"):
+        load(folder).apply_chat_template(CHAT, chat_template_kwargs={"enable_thinking": False})
+
+
 @pytest.mark.parametrize("name", ["tools", "documents"])
 def test_tools_and_documents_that_the_template_does_not_read_are_refused_unless_there_are_none(folder, name):
     write_config(folder, chat_template="{{ messages[0].content }}")
@@ -305,7 +318,7 @@ def test_loading_and_chatting_import_neither_transformers_nor_torch(folder):
     write_config(folder, chat_template=CHATML)
     code = (
         "import sys; from pathlib import Path; from mllm_compile.text.tokenizer import load_tokenizer as load;"
-        f"t = load(Path({str(folder)!r})); t.encode_chat([{{'role': 'user', 'content': 'x'}}]);"
+        f"t = load(Path({str(folder)!r})); t.apply_chat_template([{{'role': 'user', 'content': 'x'}}]);"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

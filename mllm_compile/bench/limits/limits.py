@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mllm_compile.bench.limits.active_experts import active_experts
 from mllm_compile.bench.measure.results import Ceilings, Measurement
 from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWork
 
@@ -20,6 +21,7 @@ class ModelFigures:
 
     Attributes:
         layer_params: parameters that every token is multiplied with.
+        expert_params: parameters of one expert, in all layers; num_experts of which each token chooses num_chosen.
         head_params: parameters of the head, which only sampled rows are multiplied with.
         weight_itemsize: bytes a parameter.
         kv_bytes_per_token: over all layers.
@@ -35,11 +37,15 @@ class ModelFigures:
     attention_flops_per_pair: int
     vocab_size: int
     context_len: int
+    expert_params: int = 0
+    num_experts: int = 1
+    num_chosen: int = 1
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes read in every step; an embedding table that is not the head is left out, as few of its rows are."""
-        return (self.layer_params + self.head_params) * self.weight_itemsize
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Bytes that a step of so many tokens reads; an embedding table that is not the head is left out, as few of its
+        rows are."""
+        experts = self.expert_params * active_experts(self.num_experts, self.num_chosen, num_tokens)
+        return (self.layer_params + self.head_params + experts) * self.weight_itemsize
 
     def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
         """Least time of one step with a request at each of these contexts."""
@@ -53,8 +59,9 @@ class ModelFigures:
         return self._weights_seconds(ceilings, sum(prompt_lens), len(prompt_lens)) + attention
 
     def _weights_seconds(self, ceilings: Ceilings, num_tokens: int, num_rows: int) -> float:
-        flops = 2 * (self.layer_params * num_tokens + self.head_params * num_rows)
-        return max(self.weight_bytes / ceilings.read_bytes_s, flops / ceilings.flops_s)
+        params_a_token = self.layer_params + self.expert_params * self.num_chosen
+        flops = 2 * (params_a_token * num_tokens + self.head_params * num_rows)
+        return max(self.weight_bytes(num_tokens) / ceilings.read_bytes_s, flops / ceilings.flops_s)
 
 
 def with_latency_limits(

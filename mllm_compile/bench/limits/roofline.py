@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from mllm_compile.bench.limits.active_experts import active_experts
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel, short_name
 
@@ -37,24 +38,28 @@ _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kerne
 
 @dataclass(frozen=True, slots=True)
 class MatrixFacts:
-    """A weight [N, K] of a GEMM."""
+    """A weight [N, K] of a GEMM; or [E, N, K] of experts, of which each row goes to `num_chosen`."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
+    num_chosen: int | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+    def num_bytes(self, rows: int) -> int:
+        """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
+        whole = math.prod(self.shape) * self.itemsize
+        if self.num_chosen is None:
+            return whole
+        return round(whole * active_experts(self.shape[0], self.num_chosen, rows) / self.shape[0])
 
     def out_bytes(self, rows: int) -> int:
-        return rows * self.shape[0] * self.itemsize
+        return rows * (self.num_chosen or 1) * self.shape[-2] * self.itemsize
 
     def in_bytes(self, rows: int) -> int:
         return rows * self.shape[-1] * self.itemsize
 
     def flops(self, rows: int) -> int:
-        return 2 * rows * math.prod(self.shape)
+        return 2 * rows * (self.num_chosen or 1) * math.prod(self.shape[-2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class StepFacts:
                 piece["index"],
                 piece["in_bytes"],
                 piece["out_bytes"],
-                tuple(MatrixFacts(m["name"], tuple(m["shape"]), m["itemsize"]) for m in piece["matrices"]),
+                tuple(MatrixFacts(**m | {"shape": tuple(m["shape"])}) for m in piece["matrices"]),
             )
             for piece in data["pieces"]
         )
@@ -253,7 +258,7 @@ def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -
         return _fused_piece_jobs(kernels, piece, rows)
     jobs = [Job("")] * len(kernels)
     for position, matrix in zip(gemms, matrices, strict=True):
-        moved = matrix.num_bytes + matrix.in_bytes(rows) + matrix.out_bytes(rows)
+        moved = matrix.num_bytes(rows) + matrix.in_bytes(rows) + matrix.out_bytes(rows)
         jobs[position] = Job(matrix.name, moved, matrix.flops(rows))
     edges = [-1, *gemms, len(kernels)]
     for gap, (begin, end) in enumerate(pairwise(edges)):
@@ -288,7 +293,7 @@ def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: 
     """Jobs of a fused piece: the longest kernel does all that the piece does."""
     first, last = piece.matrices[0].name, piece.matrices[-1].name
     label = first if first == last else f"{first} … {last}"
-    moved = piece.in_bytes + piece.out_bytes + sum(matrix.num_bytes for matrix in piece.matrices)
+    moved = piece.in_bytes + piece.out_bytes + sum(matrix.num_bytes(rows) for matrix in piece.matrices)
     flops = sum(matrix.flops(rows) for matrix in piece.matrices)
     return _longest_gets(kernels, Job(label, moved, flops), Job(f"around {label}"))
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mllm_compile.bench.limits.active_experts import active_experts
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
@@ -61,7 +62,7 @@ def step_parts(
 ) -> list[StepPart]:
     """The parts of a decode step of `batch` requests with `context` tokens each, in the program's order.
 
-    A mixture of experts counts all its experts, as if the batch were large.
+    Of experts those count that so many tokens are expected to choose.
     """
     layers = {layer.name: layer for layer in program.layers}
     parts, seen = [], 0
@@ -71,10 +72,15 @@ def step_parts(
             parts.append(StepPart(index, None, seen, 0, kv_bytes, 0))
             seen += 1
         else:
-            read = [weights[name] for name in read_weights(step, weights)]
-            matrices = [weight for weight in read if len(weight.shape) > 1]
-            flops = 2 * batch * sum(math.prod(matrix.shape) for matrix in matrices)
-            parts.append(StepPart(index, step.piece, seen, sum(weight.num_bytes for weight in read), 0, flops))
+            num_bytes, flops = 0.0, 0.0
+            for name in read_weights(step, weights):
+                weight, chosen = weights[name], program.chosen_experts.get(name)
+                share = 1.0 if chosen is None else active_experts(weight.shape[0], chosen, batch) / weight.shape[0]
+                num_bytes += share * weight.num_bytes
+                if len(weight.shape) > 1:
+                    a_token = 1.0 if chosen is None else chosen / weight.shape[0]
+                    flops += 2 * batch * a_token * math.prod(weight.shape)
+            parts.append(StepPart(index, step.piece, seen, round(num_bytes), 0, round(flops)))
     return parts
 
 

@@ -19,7 +19,7 @@ _SOFT = "#5b6470"
 _MOST_VALUES = 9  # of one line; more would stand in each other's way
 _LIMIT_NAME = "limit: measured ceilings"
 
-INSTALL = "pip install 'mllm-compile[bench]'"  # docs/benchmarks.md says it, too; a test compares
+INSTALL = "pip install -e '.[bench]'"  # docs/benchmarks.md says it, too; a test compares
 
 
 def check_picture(path: Path) -> None:
@@ -37,7 +37,7 @@ def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise BenchmarkError(f"--plot needs matplotlib: {INSTALL}") from None
+        raise BenchmarkError(f"--plot needs matplotlib: {INSTALL} in the repository") from None
     return Figure
 
 

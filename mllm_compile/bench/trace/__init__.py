@@ -1,1 +1,1 @@
-"""Where the time of a step goes."""
+"""The parts of a step and the time that each takes."""

@@ -203,8 +203,10 @@ class _PieceRecorder:
         names = [name for name in step.inputs if name in self._weights and self._weights[name].dim() > 1]
         if "input_ids" in step.inputs:
             names = names[1:]
+        chosen = self._program.chosen_experts
         return tuple(
-            MatrixFacts(name, tuple(self._weights[name].shape), self._weights[name].dtype.itemsize) for name in names
+            MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, chosen.get(name))
+            for name, weight in ((name, self._weights[name]) for name in names)
         )
 
     def _attention(self, after_piece: int, layer_name: str, batch: int, context: int) -> AttentionFacts:

@@ -39,7 +39,7 @@ PATCHES = (
     Patch(
         "shared_host_code",
         ("torch._inductor.codecache.AotCodeCompiler.compile", "torch._inductor.codecache.CppBuilder"),
-        "2.11 to 2.13",
+        "2.11 to 2.15",
         "2.2 s of g++ a package (3.0 → 0.75; CPU, torch 2.13)",
         "a package is compiled whole, as Inductor does it",
     ),
@@ -51,9 +51,9 @@ PATCHES = (
         "each package reads its headers itself",
     ),
     Patch(
-        "unloadable",
+        "unload_packages",
         ("torch._inductor.cpp_builder._get_shared_cflags",),
-        "2.11 to 2.13",
+        "2.11 to 2.15",
         "5 MiB and four unlinked files an engine that was closed (CPU, torch 2.13)",
         "packages stay in memory until the process ends",
     ),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.inductor import build_in_fork
-from mllm_compile.inductor.patches.unloadable import with_nothing_to_destroy
+from mllm_compile.inductor.patches.unload_packages import with_nothing_to_destroy
 
 MODEL_HEADER = "torch/csrc/inductor/aoti_runtime/model.h"
 _CONTAINER_HEADER = "torch/csrc/inductor/aoti_runtime/model_container.h"

@@ -66,34 +66,20 @@ class DecodeSteps:
             self._space.list_pages(rows)
 
 
-def make_graph_buffers(
-    num_groups: int,
-    max_rows: int,
-    max_pages: int,
-    device: torch.device,
-    kv_indices: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    last_page_len: torch.Tensor | None = None,
-) -> list[GraphBuffers]:
-    """Buffers of zeros for each group, but for those that are given.
+def make_graph_buffers(num_groups: int, max_rows: int, max_pages: int, device: torch.device) -> list[GraphBuffers]:
+    """Buffers of zeros for each group. Page lists and their offsets differ between windows; how full a request's last
+    page is does not, and is one buffer of all groups.
 
     Args:
         max_rows: R of the largest capture.
         max_pages: most pages of one request.
-        kv_indices, kv_indptr: the first group's, [≥ R * max_pages] and [R + 1] int32.
-        last_page_len: [R] int32, of all groups: page lists and their offsets differ between windows, how full the last
-            page is does not.
     """
 
-    def or_zeros(given: torch.Tensor | None, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=device) if given is None else given
+    def zeros(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
 
-    last_page_len = or_zeros(last_page_len, max_rows)
-    of_groups = [(kv_indices, kv_indptr)] + [(None, None)] * (num_groups - 1)
-    return [
-        GraphBuffers(or_zeros(indices, max_rows * max_pages), or_zeros(indptr, max_rows + 1), last_page_len)
-        for indices, indptr in of_groups
-    ]
+    last_page_len = zeros(max_rows)
+    return [GraphBuffers(zeros(max_rows * max_pages), zeros(max_rows + 1), last_page_len) for _ in range(num_groups)]
 
 
 def check_capturable(forward_mode: ForwardMode, bs: int, num_tokens: int) -> None:

@@ -67,7 +67,7 @@ class MixedSteps:
         self._steps: dict[int, MixedStep] = {}
 
     def capture(self, num_tokens: int) -> MixedStep:
-        """A step of `num_tokens` to capture; of nothing but padding, until `replay`."""
+        """Makes a step of `num_tokens` to capture: nothing but padding, until `replay`."""
         num_rows = min(num_tokens, self._decode_lens.shape[0])
         rows = DecodeRows(self._decode_lens[:num_rows], _no_pages)
         step = MixedStep(

@@ -31,12 +31,10 @@ def import_flashinfer(device: torch.device) -> ModuleType:
     return flashinfer
 
 
-def float_workspace(device: torch.device, num_bytes: int, own: bool) -> torch.Tensor:
-    """[num_bytes] uint8 for partial results, a new one if it is to be `own`; see flashinfer_kernels.workspace_bytes."""
+def float_workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8 for partial results; see kernels.workspace_bytes."""
     key = (device, num_bytes)
-    workspace = None if own else _workspaces.get(key)
+    workspace = _workspaces.get(key)
     if workspace is None:
-        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        if not own:
-            _workspaces[key] = workspace
+        workspace = _workspaces[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return workspace

@@ -85,7 +85,7 @@ def make_paged_view(
 
 
 class PlanSpace:
-    """Where plans of one kind are written: a device buffer, and pinned buffers in turn. See the module's header.
+    """The buffers that plans of one kind are written to: one on the device, pinned ones in turn; see the header.
 
     Wrappers that never run in the same step may share one: the device orders a new plan behind the kernels that read
     the last one.

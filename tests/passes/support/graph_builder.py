@@ -216,10 +216,10 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
     inputs = {
         "input_ids": torch.randint(0, VOCAB, (num_tokens,), generator=generator),
         "positions": torch.arange(num_tokens),
+        "slots": torch.arange(1, num_tokens + 1),
         "logits_indices": torch.tensor([0, num_tokens - 1]),
     }
-    slots = {"slots": torch.arange(num_tokens)}
-    values = [_value(node, gm, inputs | slots) for node in gm.graph.nodes if node.op == "placeholder"]
+    values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
     layers = {
         spec.name: AttentionLayer.of(spec, {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))})
         for spec in gm.meta.get(ATTENTION_LAYERS, ())
@@ -238,7 +238,7 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
 
 def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -> Any:
     if node.meta.get("input_name") in ("keys", "values"):
-        return torch.zeros(len(inputs["slots"]), *node.meta["val"].shape[1:], dtype=node.meta["val"].dtype)
+        return torch.zeros(len(inputs["slots"]) + 1, *node.meta["val"].shape[1:], dtype=node.meta["val"].dtype)
     if "input_name" in node.meta:
         return inputs[node.meta["input_name"]]
     if "weight_name" not in node.meta:

@@ -16,6 +16,8 @@ from mllm_compile.compiler import lowering
 from mllm_compile.passes.base import GraphPass
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (defines the trace's op)
+from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
@@ -123,6 +125,51 @@ def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, valu
     return q.contiguous(), k.contiguous()
 
 
+def choose_experts(scores, num_chosen, softmax, renormalise):
+    if softmax == SOFTMAX_OF_ALL:
+        scores = scores.float().softmax(-1)
+    weights, ids = scores.topk(num_chosen, -1)
+    if softmax == SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1)
+    return weights / weights.sum(-1, keepdim=True) if renormalise else weights, ids
+
+
+def order_experts(ids, slots, num_experts, block, takes_one_program):
+    """Blocks of rows, of each expert and then of none, as the kernel makes them."""
+    is_padding = (slots <= 0).repeat_interleave(ids.shape[1])
+    flat = torch.where((ids.reshape(-1) < 0) | (ids.reshape(-1) >= num_experts), num_experts, ids.reshape(-1))
+    owners = torch.where(is_padding, num_experts, flat)
+    num_blocks = most_blocks(len(flat), num_experts, block)
+    order = torch.full((num_blocks, block), 2**30, dtype=torch.int32)
+    blocks = torch.tensor([[-1, 0]] * num_blocks, dtype=torch.int32)
+    at = 0
+    for expert in range(num_experts + 1):
+        for rows in (owners == expert).nonzero()[:, 0].split(block):
+            if len(rows):
+                is_broken = (owners[rows] == num_experts) & ~is_padding[rows]
+                order[at, : len(rows)] = torch.where(is_broken, -1 - rows, rows)
+                blocks[at] = torch.tensor([expert if expert < num_experts else -1, len(rows)])
+                at += 1
+    return order.flatten(), blocks
+
+
+def grouped_linear(x, order, blocks, weight, bias, num_chosen, is_transposed, of_tokens, is_gated, block):
+    """By the order, as the kernel reads it: what is in no block stays undefined."""
+    if block == ONE_ROW:
+        order, blocks = torch.arange(num_chosen), torch.stack((order.flatten(), torch.ones(num_chosen)), 1).int()
+    num_rows = len(x) * num_chosen if of_tokens else len(x)
+    out = torch.full((num_rows, weight.shape[2 if is_transposed else 1]), torch.nan, dtype=x.dtype)
+    for rows, (expert, count) in zip(order.split(block), blocks.tolist(), strict=True):
+        rows = rows[:count].long()
+        if expert < 0:
+            out[rows[rows >= 0]] = 0
+        elif count:
+            inputs = x[rows // num_chosen if of_tokens else rows]
+            product = inputs @ (weight[expert] if is_transposed else weight[expert].T)
+            out[rows] = product if bias is None else product + bias[expert]
+    return silu(out.chunk(2, -1)[0]) * out.chunk(2, -1)[1] if is_gated else out
+
+
 # The ops whose modules need Triton, by pass.
 FEW_TOKENS = {
     "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": linear,
@@ -144,4 +191,12 @@ ROPE_AND_CACHE = {
     "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
     "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> (Tensor, Tensor)": rope_and_cache,
 }
-ALL = FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE
+EXPERTS = {
+    "choose_experts(Tensor scores, int num_chosen, int softmax, bool renormalise) -> (Tensor, Tensor)": choose_experts,
+    "order_experts(Tensor ids, Tensor slots, int num_experts, int block, bool takes_one_program) -> (Tensor, Tensor)": (
+        order_experts
+    ),
+    "grouped_linear(Tensor x, Tensor order, Tensor? blocks, Tensor weight, Tensor? bias, int num_chosen, "
+    "bool is_transposed, bool of_tokens, bool is_gated, int block) -> Tensor": grouped_linear,
+}
+ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE

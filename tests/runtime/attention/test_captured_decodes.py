@@ -64,10 +64,9 @@ def test_a_capture_that_failed_is_none():
         steps.replay(2, torch.zeros(2), DecodeRows(torch.ones(2), no_pages))
 
 
-def test_given_buffers_are_the_first_groups_and_the_last_pages_are_all_groups():
-    given = {name: torch.ones(40, dtype=torch.int32) for name in ("kv_indices", "kv_indptr", "last_page_len")}
-    first, second = make_graph_buffers(2, 4, 3, CPU, **given)
-    assert first.kv_indices is given["kv_indices"] and first.kv_indptr is given["kv_indptr"]
-    assert first.last_page_len is second.last_page_len is given["last_page_len"]
+def test_page_lists_are_a_groups_own_and_how_full_last_pages_are_is_all_groups():
+    first, second = make_graph_buffers(2, 4, 3, CPU)
+    assert first.last_page_len is second.last_page_len
+    assert first.kv_indices is not second.kv_indices and first.kv_indptr is not second.kv_indptr
     assert second.kv_indices.tolist() == [0] * 12 and second.kv_indptr.tolist() == [0] * 5
     assert second.kv_indices.dtype == second.kv_indptr.dtype == torch.int32

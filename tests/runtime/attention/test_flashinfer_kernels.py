@@ -81,7 +81,7 @@ def test_attention_rotates_decodes_alone_and_by_kernels_that_do(decode, has_pref
     layer = make_layer()
     backend._group_of = {layer.name: 0}
     backend.decode_metadata = None if decode is None else DecodeMetadata([wrappers[decode]])
-    backend.prefill_metadata = PrefillMetadata([object()], False, True) if has_prefills else None
+    backend.prefill_metadata = PrefillMetadata([object()], False) if has_prefills else None
     assert backend.rotates(layer) is rotates
 
 
@@ -262,7 +262,16 @@ def test_the_workspace_grows_with_heads_and_requests():
 
 def test_off_cuda_the_backend_says_what_to_set():
     with pytest.raises(DeviceError, match="attention_backend: torch"):
-        FlashInferAttnBackend(4, 2, 128, torch.bfloat16, torch.bfloat16, 64, torch.zeros(2, 64), "cpu", 1)
+        FlashInferAttnBackend(
+            [make_layer()],
+            kv_cache_dtype=torch.bfloat16,
+            q_dtype=torch.bfloat16,
+            max_context_len=64,
+            req_to_token=torch.zeros(2, 64),
+            device="cpu",
+            max_req_pool_size=1,
+            page_size=16,
+        )
 
 
 @pytest.mark.parametrize("window_left", [-1, 0, 3, 4, 9])

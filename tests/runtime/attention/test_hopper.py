@@ -23,8 +23,8 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import DecodeForm, Program
-from mllm_compile.store.source import load_decoders
 
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 
@@ -248,7 +248,7 @@ def test_a_program_decodes_by_what_its_forms_name(made):
     program = Program((), layers, (), "logits", decode_attention=dict.fromkeys((one.name for one in layers), forms))
     cubins = {kernel.name: b"binary" for kernel in program.cuda_kernels()}
     pieces = {"few": list, "many": tuple}
-    first, second = load_decoders(program, pieces, cubins, torch.device("cpu")).values()
+    first, second = link(program, pieces, cubins, torch.device("cpu")).decoders.values()
     assert [(type(one.piece), one.most_sequences, one.splits, one.rotates) for one in first[1:3]] == [
         (decoder.ClusterDecode, 256, None, True),
         (decoder.ShareDecode, 8192, None, True),

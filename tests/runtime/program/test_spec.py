@@ -47,6 +47,7 @@ EMBED = torch.arange(20.0).view(5, 4)
 INPUTS = {
     "input_ids": torch.tensor([1, 2, 4]),
     "positions": torch.arange(3),
+    "slots": torch.arange(1, 4),
     "logits_indices": torch.tensor([2]),
 }
 
@@ -180,7 +181,7 @@ GATHERING = (
 def test_rows_that_are_gathered_early_give_the_same_logits_as_often_as_they_are_asked_for(context, of_all):
     plain, pieces = executor_of(), GatheringPieces()
     executor = executor_of(changed(steps=GATHERING), pieces)
-    tokens = {name: INPUTS[name] for name in ("input_ids", "positions")}
+    tokens = {name: INPUTS[name] for name in ("input_ids", "positions", "slots")}
     body = executor.body(tokens, torch.arange(3) if of_all else None)
     for rows in ([2], [0, 2], [1]):
         expected = plain.head(plain.body(tokens), torch.tensor(rows))

@@ -1,0 +1,83 @@
+"""Runs the demo's commands in a terminal and draws what it shows: `.venv/bin/python docs/terminal.py` → terminal.svg.
+
+The model has to be compiled (`make demo`): the picture is of warm starts.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+COLUMNS = 112
+COMMANDS = (
+    ("generate", "configs/tiny.yaml", "--temperature", "0", "--max-tokens", "24", "--prompt", "Return a new list"),
+    ("generate", "configs/tiny.yaml", "--temperature", "0", "--chat", "--prompt", "What does shutil.copytree do?"),
+    ("inspect", "configs/tiny.yaml", "--out", "/tmp/graphs"),
+)
+ROOT = Path(__file__).parents[1]
+# Without web fonts, which a picture in a page does not load.
+SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, monospace; font-size: {char_height}px;
+  line-height: {line_height}px; font-variant-east-asian: full-width; }}
+{styles}
+</style>
+<defs>{lines}
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/></clipPath>
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">{matrix}</g>
+</g>
+</svg>
+"""
+
+
+def output_of(arguments: tuple[str, ...]) -> str:
+    """What a terminal of COLUMNS columns is sent."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "mllm_compile", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        sent = b""
+        try:
+            while data := os.read(ours, 1 << 16):
+                sent += data
+        except OSError:  # the terminal's other end is closed
+            pass
+    os.close(ours)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{sent.decode()}")
+    return sent.decode()
+
+
+def shown(sent: str) -> str:
+    """What is left to read: progress bars have erased themselves (CSI 2K), and cursors are no text."""
+    lines = [line.rsplit("\x1b[2K", 1)[-1].strip("\r") for line in sent.split("\n")]
+    return re.sub(r"\x1b\[\?25[lh]|\x1b\[\d*[A-G]", "", "\n".join(lines)).strip("\n")
+
+
+def main() -> None:
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
+    for arguments in COMMANDS:
+        words = (word if re.fullmatch(r"[\w./-]+", word) else f"'{word}'" for word in arguments)
+        console.print(Text("$ ", style="bold green") + Text(f"mllm-compile {' '.join(words)}", style="bold"))
+        console.print(Text.from_ansi(shown(output_of(arguments))))
+        console.print()
+    picture = console.export_svg(title="mllm_compile", code_format=SVG, unique_id="terminal")
+    (ROOT / "docs" / "terminal.svg").write_text(picture, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Puts kernels in the place of experts' linears: rows in order of their expert, and a product for a block of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import CACHE_INPUT, SMALL_FORMS, GraphPass, PassResult
+from mllm_compile.passes.forms import copy_of
+from mllm_compile.passes.match.linear import match_silu_mul
+from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, input_node, is_op, replace_by_op
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.experts.shapes import (
+    FORM_TOKENS,
+    ONE_ROW,
+    is_ordered_at_once,
+    most_blocks,
+    rows_of_block,
+)
+
+_INPUT = "slots"  # of the program; in graphs and pieces it is called
+_SLOTS = "token_slots"
+
+
+class GroupExperts(GraphPass):
+    """Multiplies the rows of each expert together, by kernels that read no expert's weight but those chosen.
+
+    Why: the op of the trace waits for the router's choice on the host, so it can be in no CUDA graph; torch 2.11's
+        AOTInductor has no grouped product; and with few tokens a step is the reading of the chosen experts' weights
+        (figures in docs/performance.md).
+
+    Before::
+
+        h = mllm.expert_linear(x, ids, gate_up, None, False, True)
+        gate, up = chunk(h, 2, -1); a = silu(gate) * up
+        y = mllm.expert_linear(a, ids, down, None, False, False)
+
+    After::
+
+        order, blocks = mllm.order_experts(ids, slots, E, B, …)
+        a = mllm.grouped_linear(x, order, blocks, gate_up, None, k, False, True, True, B)
+        y = mllm.grouped_linear(a, order, blocks, down, None, k, False, False, False, B)
+
+    Any other activation stays between two products. A piece with experts gets forms for 1, 64 and 256 tokens where it
+    has none, as the size of a block depends on the step's; and the input `slots`, by which padding is told.
+
+    Requires: pieces on CUDA with all their forms.
+    Preserves: the meaning. Products are summed in float32 in another order than cuBLAS'.
+    """
+
+    name: ClassVar[str] = "group_experts"
+    needs: ClassVar[tuple[str, ...]] = ("order_experts", "grouped_linear")
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        matches = 0
+        for name in called_pieces(gm):
+            piece: Any = gm.get_submodule(name)
+            if any(_expert_linears(piece.graph)):
+                _add_forms(gm, name)
+                _give_slots(gm, name)
+                matches += sum(_group(form, most) for form, most in _with_forms(gm, name))
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _expert_linears(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if is_op(node, "expert_linear"))
+
+
+def _add_forms(gm: fx.GraphModule, name: str) -> None:
+    """Copies the form that a step of so many tokens has now, where it has none of that size."""
+    forms = gm.meta.setdefault(SMALL_FORMS, {}).setdefault(name, {})
+    for size in FORM_TOKENS:
+        if size not in forms:
+            source: Any = gm.get_submodule(min((one for one in forms.items() if one[0] > size), default=(0, name))[1])
+            forms[size] = f"{name}_experts_{size}"
+            gm.add_module(forms[size], copy_of(source))
+
+
+def _with_forms(gm: fx.GraphModule, name: str) -> Iterator[tuple[Any, int | None]]:
+    """The piece and its forms, each with its most tokens."""
+    yield gm.get_submodule(name), None
+    for size, form in gm.meta[SMALL_FORMS][name].items():
+        yield gm.get_submodule(form), size
+
+
+def _give_slots(gm: fx.GraphModule, name: str) -> None:
+    """Gives the piece, its forms and its callers the slots, ahead of what a piece that writes the cache has last."""
+    slots = _slots_of(gm)
+    calls: list[Any] = list(gm.graph.find_nodes(op="call_module", target=name))
+    at = next((index for index, arg in enumerate(calls[0].args) if CACHE_INPUT in arg.meta), len(calls[0].args))
+    for call in calls:
+        call.args = (*call.args[:at], slots, *call.args[at:])
+    for form, _ in _with_forms(gm, name):
+        with form.graph.inserting_after(form.graph.find_nodes(op="placeholder")[at - 1]):
+            form.graph.placeholder(_SLOTS).meta["val"] = slots.meta["val"]
+
+
+def _slots_of(gm: fx.GraphModule) -> fx.Node:
+    """The batch input with each token's slot; adds it to the graph if it has none."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        if node.meta.get("input_name") == _INPUT and CACHE_INPUT not in node.meta:
+            return node
+    with gm.graph.inserting_before(placeholders[-1].next):
+        slots = gm.graph.placeholder(_SLOTS)
+    slots.meta["input_name"] = _INPUT
+    slots.meta["val"] = input_node(gm, "input_ids").meta["val"]
+    return slots
+
+
+def _group(piece: fx.GraphModule, most_tokens: int | None) -> int:
+    """Groups the linears of one piece or form; returns how many there were."""
+    graph = piece.graph
+    slots = next(node for node in graph.find_nodes(op="placeholder") if node.target == _SLOTS)
+    orders: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node | None]] = {}
+    linears: list[Any] = list(_expert_linears(graph))
+    for node in linears:
+        x, ids, weight, bias, is_transposed, of_tokens = node.args
+        num_chosen, num_experts = int(ids.meta["val"].shape[1]), int(weight.meta["val"].shape[0])
+        block = rows_of_block(most_tokens, num_chosen, num_experts)
+        if (ids, num_experts) not in orders:
+            at_once = is_ordered_at_once(most_tokens, num_experts)
+            with graph.inserting_before(node):
+                order = (ids, None) if block == ONE_ROW else _order(graph, ids, slots, num_experts, block, at_once)
+            orders[ids, num_experts] = order
+        activated = _activated(node)
+        place = activated or node
+        how = (num_chosen, is_transposed, of_tokens, activated is not None, block)
+        replace_by_op(graph, place, op("grouped_linear"), x, *orders[ids, num_experts], weight, bias, *how)
+    drop_dead_nodes(piece)
+    piece.recompile()
+    return len(linears)
+
+
+def _order(
+    graph: fx.Graph, ids: fx.Node, slots: fx.Node, num_experts: int, block: int, at_once: bool
+) -> tuple[fx.Node, fx.Node]:
+    both = graph.call_function(op("order_experts"), (ids, slots, num_experts, block, at_once))
+    order, blocks = (graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
+    val = ids.meta["val"]
+    num_blocks = most_blocks(val.shape[0] * val.shape[1], num_experts, block)
+    order.meta["val"] = val.new_empty(num_blocks * block, dtype=torch.int32)
+    blocks.meta["val"] = val.new_empty((num_blocks, 2), dtype=torch.int32)
+    both.meta["val"] = (order.meta["val"], blocks.meta["val"])
+    return order, blocks
+
+
+def _activated(node: fx.Node) -> fx.Node | None:
+    """silu(gate) * up of the two halves of the linear's outputs, if nothing else reads them."""
+    halves = next(iter(node.users), None)
+    if halves is None or len(node.users) != 1:
+        return None
+    readers = [reader for half in halves.users for reader in half.users]
+    products = [user for reader in readers for user in (reader, *reader.users)]
+    return next((one for one in products if match_silu_mul(one) is node), None)

@@ -1,0 +1,99 @@
+"""The op of a mixture of experts: each row times the weight of the expert that it was sent to.
+
+A trace holds two of them a layer, with the model's own activation between (mllm_compile/model/experts_hook.py). On a
+CPU the reference below runs, which compiled pieces call by name. On a GPU passes put kernels in the op's place, and
+pieces that run as they were traced get the same kernels by the op. Defined with torch.library's define/impl because
+calling a `torch.library.custom_op` imports Dynamo and Inductor.
+
+Shape legend: T tokens, k experts a token, E experts, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+_LIBRARY.define(
+    "expert_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, bool is_transposed, bool of_tokens) -> Tensor"
+)
+
+
+def expert_linear_reference(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_transposed: bool,
+    of_tokens: bool,
+) -> torch.Tensor:
+    """Multiplies row t·k + j by the weight of expert ids[t, j], in plain torch.
+
+    Args:
+        x: [T, K] if `of_tokens`, every expert of a token reads its one row; else [T·k, K].
+        ids: [T, k] integers, an expert each.
+        weight: [E, N, K], or [E, K, N] if `is_transposed`.
+        bias: [E, N] or None.
+
+    Returns:
+        [T·k, N] in the dtype of x.
+
+    Raises:
+        IndexError: an id is no expert's.
+    """
+    num_experts = weight.shape[0]
+    flat = ids.reshape(-1)
+    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
+        raise IndexError(f"a router chose an expert beyond the {num_experts} there are: {sorted(set(flat.tolist()))}")
+    order = flat.argsort(stable=True)
+    rows = x[order // ids.shape[1] if of_tokens else order].to(weight.dtype)
+    out = x.new_empty(flat.shape[0], weight.shape[2 if is_transposed else 1])
+    start = 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
+        if count:
+            inputs = rows[start : start + count]
+            product = inputs @ (weight[expert] if is_transposed else weight[expert].T)
+            if bias is not None:
+                product = product + bias[expert]
+            out[order[start : start + count]] = product.to(out.dtype)
+            start += count
+    return out
+
+
+def _by_kernels(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_transposed: bool,
+    of_tokens: bool,
+) -> torch.Tensor:
+    """The same without a wait for the ids, so that it can be captured; a row whose id is no expert's is NaN."""
+    from mllm_compile.runtime.ops import op
+    from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, is_ordered_at_once, rows_of_block
+
+    num_tokens, num_chosen = ids.shape
+    num_experts = weight.shape[0]
+    block = rows_of_block(num_tokens, num_chosen, num_experts)
+    order, blocks = ids, None
+    if block != ONE_ROW:
+        slots = torch.ones(num_tokens, dtype=torch.int64, device=ids.device)  # padding cannot be told here
+        at_once = is_ordered_at_once(num_tokens, num_experts)
+        order, blocks = op("order_experts")(ids, slots, num_experts, block, at_once)
+    how = (num_chosen, is_transposed, of_tokens, False, block)
+    return op("grouped_linear")(x, order, blocks, weight, bias, *how)
+
+
+def _fake(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_transposed: bool,
+    of_tokens: bool,
+) -> torch.Tensor:
+    return x.new_empty(ids.shape[0] * ids.shape[1], weight.shape[2 if is_transposed else 1])
+
+
+_LIBRARY.impl("expert_linear", expert_linear_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("expert_linear", _by_kernels, "CUDA")
+torch.library.register_fake("mllm::expert_linear", _fake, lib=_LIBRARY)

@@ -1,0 +1,45 @@
+"""Sizes of the blocks of rows that go to one expert, and limits of the kernels; free of Triton, for passes."""
+
+from __future__ import annotations
+
+# choose.py: which softmax, and what it takes.
+NO_SOFTMAX, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN = 0, 1, 2
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+# Steps of up to so many tokens have forms of their own (passes/group_experts.py). One token has no order to make.
+FORM_TOKENS = (1, 64, 256)
+ONE_ROW = 1  # the block of a step of one token: every row has an expert of its own
+_FEWEST_ROWS, _MOST_ROWS = 16, 128  # 16 is what a product on tensor cores takes
+_TOKENS_TIMES_EXPERTS = 8192  # of one program: what its registers hold
+
+
+def rows_of_block(most_tokens: int | None, num_chosen: int, num_experts: int) -> int:
+    """Rows of a block in steps of up to `most_tokens` tokens (None: any number).
+
+    A block holds twice the rows that an expert gets on average: with more blocks an expert its weight is read again,
+    with larger ones products of nothing are computed.
+    """
+    if most_tokens is None:
+        return _MOST_ROWS
+    if most_tokens == 1:
+        return ONE_ROW
+    rows = _FEWEST_ROWS
+    while rows < min(2 * most_tokens * num_chosen / num_experts, _MOST_ROWS):
+        rows *= 2
+    return rows
+
+
+def is_ordered_at_once(most_tokens: int | None, num_experts: int) -> bool:
+    """True if one program lists the rows of a step of up to `most_tokens` tokens (order.py)."""
+    return most_tokens is not None and most_tokens <= tokens_at_once(num_experts)
+
+
+def tokens_at_once(num_experts: int) -> int:
+    """Tokens that one program of order.py takes: a power of two."""
+    return max(1, _TOKENS_TIMES_EXPERTS >> (num_experts - 1).bit_length())
+
+
+def most_blocks(num_rows: int, num_experts: int, block: int) -> int:
+    """Blocks that suffice however the rows fall: those of padding make a last group. Takes symbolic numbers too."""
+    import torch
+
+    return torch.sym_min(num_rows, (num_rows + (num_experts + 1) * (block - 1)) // block)

@@ -1,0 +1,105 @@
+"""Binds a program to what was compiled for it: pieces and kernels on a device, then weights.
+
+An engine (store/source.py) and the self-check (check/program.py) do it here, so that what was checked is what serves.
+executor.py runs the steps; what steps do not call (decode attention, the choice of tokens) goes to its users by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
+from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
+from mllm_compile.runtime.ops import load_kernels
+from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces
+from mllm_compile.runtime.program.spec import DecodeForm, Program
+from mllm_compile.runtime.sampling.sampler import SamplingPieces
+
+
+@dataclass(frozen=True)
+class LinkedProgram:
+    """A program with its pieces and kernels on a device.
+
+    Attributes:
+        pieces: piece id → compiled function, of all that the program names.
+        decoders: layer → its own decode kernels, where it has some; layers that are alike share them.
+        sampling: the kernels that choose tokens; None: torch chooses.
+        decode_loop: the kernels around a captured decode, if the program has them.
+    """
+
+    program: Program
+    pieces: Mapping[str, PieceFunction]
+    decoders: Mapping[str, Decoders]
+    sampling: SamplingPieces | None
+    decode_loop: DecodeLoopPieces | None
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> tuple[ProgramExecutor, tuple[AttentionLayer, ...]]:
+        """The program over `weights` (name → tensor, in its final place), and its layers by layer_id.
+
+        Raises:
+            ArtifactError: a weight, a layer or a value that the program names is not there.
+        """
+        executor = ProgramExecutor(self.program, self.pieces, weights)
+        return executor, tuple(AttentionLayer.of(layer, executor.weights) for layer in self.program.layers)
+
+
+def link(
+    program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
+) -> LinkedProgram:
+    """Loads the program's kernels onto `device`, and hands its pieces to whoever calls them.
+
+    Args:
+        pieces: piece id → compiled function.
+        cubins: binaries of program.cuda_kernels() by name; checked by the caller: they are executed.
+
+    Raises:
+        ArtifactError, DeviceError: a kernel is missing or cannot be loaded.
+    """
+    with current_device(device):
+        load_kernels(program.kernels, cubins, device)
+        decoders = _decoders(program, pieces, cubins, device)
+    sampling, loop = program.sampling, program.decode_loop
+    return LinkedProgram(
+        program,
+        pieces,
+        decoders,
+        None
+        if sampling is None
+        else SamplingPieces(getattr(torch, sampling.dtype), *(pieces[piece] for piece in sampling.piece_ids())),
+        None if loop is None else DecodeLoopPieces(*(pieces[piece] for piece in loop.piece_ids())),
+    )
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes the device this thread's current one: a package is loaded onto that."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _decoders(
+    program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
+) -> dict[str, Decoders]:
+    @cache
+    def of(form: DecodeForm, sm_scale: float) -> Decoder:
+        piece: DecodePiece
+        if form.piece is not None:
+            piece = pieces[form.piece]
+        elif isinstance(form.kernels[0], ShareKernel):
+            piece = ShareDecode(form.kernels[0], cubins, sm_scale, device)
+        else:
+            clusters = [kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)]
+            piece = ClusterDecode(clusters, cubins, sm_scale, device)
+        return Decoder(piece, form.most_sequences, form.splits, rotates=bool(form.kernels))
+
+    scales = {layer.name: layer.sm_scale for layer in program.layers}
+    return {
+        layer: tuple(of(form, scales[layer]) for form in forms) for layer, forms in program.decode_attention.items()
+    }

@@ -1,0 +1,195 @@
+"""Mixtures of experts: the kernels in packages as pieces are compiled, and whole models, against float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
+from mllm_compile.runtime.ops.experts.linear import expert_linear_reference
+from mllm_compile.runtime.ops.experts.shapes import (
+    FORM_TOKENS,
+    NO_SOFTMAX,
+    ONE_ROW,
+    SOFTMAX_OF_ALL,
+    SOFTMAX_OF_CHOSEN,
+    is_ordered_at_once,
+    rows_of_block,
+)
+from tests.gpu.test_few_tokens import compiled
+from tests.gpu.test_served_models import random_ids, reference, reference_scores
+from tests.model.tiny_configs import save_tiny_model, tiny_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+MARGIN = 1.2
+EXPERTS, CHOSEN, INPUTS, OUTPUTS = 12, 3, 256, 96
+
+
+def source(most: int | None, gated: bool, transposed: bool, bias: bool) -> str:
+    block = rows_of_block(most, CHOSEN, EXPERTS)
+    if block == ONE_ROW:
+        order = "order, blocks = ids, None"
+    else:
+        at_once = is_ordered_at_once(most, EXPERTS)
+        order = f"order, blocks = torch.ops.mllm.order_experts.default(ids, slots, {EXPERTS}, {block}, {at_once})"
+    call = "torch.ops.mllm.grouped_linear.default"
+    biases = ("up_bias", "down_bias") if bias else (None, None)
+    return f"""
+import torch
+
+class Piece(torch.nn.Module):
+    def forward(self, x, ids, slots, up, down, up_bias, down_bias):
+        {order}
+        h = {call}(x, order, blocks, up, {biases[0]}, {CHOSEN}, {transposed}, True, {gated}, {block})
+        return (h, {call}(h, order, blocks, down, {biases[1]}, {CHOSEN}, {transposed}, False, False, {block}))
+"""
+
+
+def weights(gated: bool, transposed: bool) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    width = 2 * OUTPUTS if gated else OUTPUTS
+    shapes = [(EXPERTS, width, INPUTS), (EXPERTS, INPUTS, OUTPUTS), (EXPERTS, width), (EXPERTS, INPUTS)]
+    made = [torch.randn(shape, generator=generator, device="cuda") * shape[-1] ** -0.5 for shape in shapes]
+    made = [weight.to(torch.bfloat16) for weight in made]
+    return [weight.transpose(1, 2).contiguous() if transposed and weight.dim() == 3 else weight for weight in made]
+
+
+def inputs(tokens: int, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = torch.randn(tokens, INPUTS, generator=generator, device="cuda").to(torch.bfloat16)
+    ids = torch.rand(tokens, EXPERTS, generator=generator, device="cuda").topk(CHOSEN).indices
+    slots = torch.arange(1, tokens + 1, device="cuda")
+    slots[tokens - padding :] = 0
+    return x, ids, slots
+
+
+def theirs(x, ids, up, down, up_bias, down_bias, gated, transposed, dtype):
+    x, up, down = x.to(dtype), up.to(dtype), down.to(dtype)
+    up_bias, down_bias = (None if one is None else one.to(dtype) for one in (up_bias, down_bias))
+    h = expert_linear_reference(x, ids, up, up_bias, transposed, True)
+    if gated:
+        gate, right = h.chunk(2, -1)
+        h = functional.silu(gate) * right
+    return h, expert_linear_reference(h, ids, down, down_bias, transposed, False)
+
+
+@pytest.mark.parametrize(
+    ("gated", "transposed", "bias"), [(True, False, False), (False, True, True)], ids=["gated", "transposed"]
+)
+@pytest.mark.parametrize("most", [*FORM_TOKENS, None])
+def test_rows_are_multiplied_by_their_experts_weights(tmp_path, most, gated, transposed, bias):
+    shapes = [("T", INPUTS), ("T", CHOSEN), ("T",), *(tuple(one.shape) for one in weights(gated, transposed))]
+    dtypes = ["bfloat16", "int64", "int64", *["bfloat16"] * 4]
+    piece = compiled(tmp_path, source(most, gated, transposed, bias), shapes, dtypes)
+    up, down, up_bias, down_bias = weights(gated, transposed)
+    biases = (up_bias, down_bias) if bias else (None, None)
+    counts = {1: [1], 64: [2, 7, 64], 256: [65, 256], None: [300, 1999]}[most]
+    for tokens in counts:
+        padding = 0 if tokens == 1 else tokens // 3
+        x, ids, slots = inputs(tokens, padding)
+        ours = piece([x, ids, slots, up, down, up_bias, down_bias])
+        exact = theirs(x, ids, up, down, *biases, gated, transposed, torch.float32)
+        rounded = theirs(x, ids, up, down, *biases, gated, transposed, torch.bfloat16)
+        real = (tokens - padding) * CHOSEN
+        for mine, true, other in zip(ours, exact, rounded, strict=True):
+            error, limit = ((one[:real].float() - true[:real]).norm() for one in (mine, other))
+            assert error <= MARGIN * limit, f"{tokens} tokens"
+        assert not ours[0][real:].any(), "rows of padding are zeros"
+        if tokens > 1:
+            broken = ids.clone()
+            broken[1, 0], broken[1, 1] = EXPERTS, -1
+            h = piece([x, broken, slots, up, down, up_bias, down_bias])[0]
+            assert h[CHOSEN : CHOSEN + 2].isnan().all()
+            assert torch.equal(h[CHOSEN + 2 :], ours[0][CHOSEN + 2 :]), "neighbours are as they were"
+
+
+@pytest.mark.parametrize("num_experts", [4, 60, 128, 512])
+@pytest.mark.parametrize(
+    ("softmax", "renormalise"),
+    [(NO_SOFTMAX, False), (SOFTMAX_OF_ALL, False), (SOFTMAX_OF_ALL, True), (SOFTMAX_OF_CHOSEN, False)],
+)
+def test_the_largest_scores_are_chosen(num_experts, softmax, renormalise):
+    from mllm_compile.runtime.ops import op
+
+    for tokens in (1, 5, 700):
+        scores = torch.randn(tokens, num_experts, device="cuda")
+        scores[-1, 2] = torch.nan
+        weights, ids = op("choose_experts")(scores, 3, softmax, renormalise)
+        expected = scores.softmax(-1) if softmax == SOFTMAX_OF_ALL else scores
+        expected, chosen = expected.topk(3, -1)
+        expected = expected / expected.sum(-1, keepdim=True) if renormalise else expected
+        expected = expected.softmax(-1) if softmax == SOFTMAX_OF_CHOSEN else expected
+        assert torch.equal(ids[:-1], chosen[:-1])
+        torch.testing.assert_close(weights[:-1], expected[:-1])
+        assert weights[-1].isnan().all() and ((ids[-1] >= 0) & (ids[-1] < num_experts)).all()
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+# FlashInfer takes heads of 128 and no sinks.
+MODELS = {
+    "qwen3_moe": {"backend": "inductor"},
+    "mixtral": {"backend": "inductor"},
+    "gpt_oss": {"backend": "inductor", "attention": "torch"},
+    "deepseek_v3": {"attention": "torch"},
+    "glm4_moe": {},
+    "qwen2_moe": {},
+    "olmoe": {},
+    "phimoe": {},
+    "minimax_m2": {},
+    "ernie4_5_moe": {},
+    "granitemoe": {},
+}
+
+
+def served_on(folder: Path, cache: Path, backend: str, attention: str, **graphs: str) -> Engine:
+    sections = {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "compile": {"backend": backend},
+        "cache": {"dir": str(cache)},
+        "cudagraph": graphs,
+        "runtime": {
+            "device": "cuda",
+            "max_model_len": 256,
+            "mem_fraction_static": 0.3,
+            "attention_backend": attention,
+        },
+    }
+    return Engine(EngineConfig.from_dict(sections))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_experts_are_as_near_to_float32_as_transformers_is(tmp_path, name):
+    """On 40 prompts in one batch: of few scores the error is chance, as rounding sends tokens to other experts."""
+    folder, how = tmp_path / "model", MODELS[name]
+    attention = how.get("attention", "auto")
+    heads = {} if attention == "torch" else {"head_dim": 128, "hidden_size": 512}
+    save_tiny_model(tiny_config(name, **heads), folder)
+    backend = how.get("backend", "eager")
+    prompts = [random_ids(3 + 5 * number, 100, number) for number in range(40)]
+    exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)
+    wanted = torch.cat([reference_scores(exact, ids) for ids in prompts])
+    limit = (torch.cat([reference_scores(rounded, ids) for ids in prompts]) - wanted).abs().mean()
+    texts = []
+    for graphs in ({}, {"mode": "none"}):
+        with served_on(folder, tmp_path / "cache", backend, attention, **graphs) as served:
+            scored = served.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+            error = (
+                (torch.cat([scores_of(output, ids) for output, ids in zip(scored, prompts, strict=True)]) - wanted)
+                .abs()
+                .mean()
+            )
+            print(f"{name} {backend} {graphs}: off by {error:.5f}, Transformers in bfloat16 by {limit:.5f}")
+            assert error <= MARGIN * limit + 1e-4
+            texts.append([output.token_ids for output in served.generate(prompts, GREEDY)])
+    same = sum(one == other for one, other in zip(*texts, strict=True))
+    assert same >= len(prompts) // 2, "batches are padded otherwise without graphs, so a few texts part"
+
+
+def scores_of(output: RequestOutput, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of the prompt's own tokens after the first."""
+    scores = zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+    return torch.tensor([of_token[token].logprob for of_token, token in scores])

@@ -1,0 +1,111 @@
+"""passes/group_experts.py: experts' linears become products of blocks of rows, in forms by the size of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.group_experts import GroupExperts
+from mllm_compile.passes.match.nodes import is_op
+from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS, ONE_ROW, most_blocks, rows_of_block
+from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
+from tests.passes.test_every_pass import (
+    CHOSEN,
+    EXPERTS,
+    Decoder,
+    decoder_of_experts,
+    decoder_of_experts_with_biases,
+    experts,
+    forms_for,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_on_cpu():
+    with streamed_ops_on_cpu(), stand_in_ops(ALL):
+        yield
+
+
+def grouped(make):
+    """The graph with no other kernels than these, and what it computed as traced."""
+    gm = make()
+    numbers = run(gm, 7)
+    for graph_pass in PASSES:
+        if not graph_pass.needs or graph_pass is GroupExperts:
+            gm = graph_pass()(gm).gm
+    gm.recompile()
+    return gm, numbers
+
+
+def calls(piece, name: str) -> list:
+    return [node.args for node in piece.graph.nodes if is_op(node, name)]
+
+
+def pieces_of_experts(gm) -> list[str]:
+    return [name for name in gm.meta[SMALL_FORMS] if calls(gm.get_submodule(name), "grouped_linear")]
+
+
+def test_a_piece_with_experts_has_a_form_for_each_size_of_block():
+    gm, _ = grouped(decoder_of_experts)
+    for name in pieces_of_experts(gm):
+        forms = gm.meta[SMALL_FORMS][name]
+        assert sorted(forms) == list(FORM_TOKENS)
+        for most, form in [(None, name), *forms.items()]:
+            piece = gm.get_submodule(form)
+            block = rows_of_block(most, CHOSEN, EXPERTS)
+            up, down = calls(piece, "grouped_linear")
+            assert (up[-3:], down[-3:]) == ((True, True, block), (False, False, block)), "gate and up are activated"
+            assert len(calls(piece, "order_experts")) == (block != ONE_ROW), "both linears have one order"
+            assert not calls(piece, "expert_linear")
+            assert [node.target for node in piece.graph.nodes if node.target is torch.nn.functional.silu] == []
+
+
+def test_an_activation_of_the_models_own_stays_between_two_products():
+    gm, _ = grouped(decoder_of_experts_with_biases)
+    (name, *_) = pieces_of_experts(gm)
+    up, down = calls(gm.get_submodule(name), "grouped_linear")
+    assert (up[6], up[8], down[6], down[8]) == (True, False, True, False)
+    assert up[4] is not None and down[4] is not None, "their biases"
+
+
+@pytest.mark.parametrize("make", [decoder_of_experts, decoder_of_experts_with_biases])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_all_forms_compute_what_was_traced(make, tokens):
+    gm, _ = grouped(make)
+    traced = run(make(), tokens)
+    torch.testing.assert_close(run(gm, tokens), traced)
+    with forms_for(gm, tokens):
+        torch.testing.assert_close(run(gm, tokens), traced)
+
+
+def test_the_program_is_told_the_slots_once_and_only_pieces_with_experts_read_them():
+    gm, _ = grouped(decoder_of_experts)
+    slots = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("input_name") == "slots"]
+    assert len(slots) == 1
+    assert {str(node.target) for node in slots[0].users} == set(pieces_of_experts(gm))
+
+
+def test_a_linear_of_experts_whose_halves_others_read_is_not_activated_with_it():
+    decoder = Decoder(dtype=torch.float32, feed_forward=_with_second_reader)
+    gm, numbers = grouped(decoder.model)
+    (name, *_) = pieces_of_experts(gm)
+    up, _ = calls(gm.get_submodule(name), "grouped_linear")
+    assert up[8] is False
+    torch.testing.assert_close(run(gm, 7), numbers)
+
+
+def _with_second_reader(decoder: Decoder, hidden, name):
+    out = experts(decoder, hidden, name)
+    first = [node for node in decoder.graph.nodes if is_op(node, "expert_linear")][-2]
+    return decoder.call(torch.add, out, decoder.call(torch.mul, decoder.call(torch.amax, first), 0.1))
+
+
+@pytest.mark.parametrize("block", [1, 16, 128])
+def test_there_are_blocks_enough_however_rows_fall(block):
+    """Of each expert, and of none, one block may be all but empty."""
+    for counts in ([1] * 9, [block] * 9, [block + 1] * 9, [0] * 8 + [5 * block + 1], [3] + [0] * 8):
+        needed = sum(-(-count // block) for count in counts)
+        assert needed <= most_blocks(sum(counts), len(counts) - 1, block)
