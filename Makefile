@@ -16,7 +16,7 @@ VENV ?= .venv
 
 ifneq ($(shell nvidia-smi -L 2>/dev/null | grep -m 1 GPU),)
 TORCH ?= 'torch>=2.11,<2.14'
-EXTRAS := cuda,serve,dev
+EXTRAS := cuda,serve,structured,dev
 CONSTRAINTS ?=
 # Tests on a GPU fill its memory: one at a time.
 WORKERS ?= 0
@@ -24,6 +24,8 @@ else
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
 EXTRAS := serve,dev
+# XGrammar asks for Triton, 200 MB that serve no CPU.
+WITHOUT_THEIR_OWN := xgrammar apache-tvm-ffi
 WORKERS ?= 2
 endif
 
@@ -87,4 +89,5 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "installing torch into $(VENV) ($(TORCH)): minutes, most of them downloads"
 	$(PIP_INSTALL) $(TORCH)
 	$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
+	$(if $(WITHOUT_THEIR_OWN),$(PIP_INSTALL) --no-deps $(WITHOUT_THEIR_OWN))
 	@touch $@

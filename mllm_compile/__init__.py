@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mllm_compile.engine.stats import EngineStats
     from mllm_compile.errors import ConfigError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
     from mllm_compile.runtime.sampling.params import SamplingParams
+    from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 
 __all__ = [
     "AsyncEngine",
@@ -34,6 +35,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -48,6 +50,7 @@ _HOMES = {
     "Logprob": "mllm_compile.engine.outputs",
     "RequestOutput": "mllm_compile.engine.outputs",
     "SamplingParams": "mllm_compile.runtime.sampling.params",
+    "StructuredOutputsParams": "mllm_compile.runtime.sampling.structured_params",
 }
 
 

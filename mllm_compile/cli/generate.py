@@ -18,6 +18,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import RequestError
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
+from mllm_compile.runtime.shown import shown
 from mllm_compile.text.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
@@ -47,6 +48,17 @@ def generate_command(
         list[str] | None,
         typer.Option(help="End where this text would come, which is left out. May be given several times."),
     ] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(help="The answer is JSON that this schema describes: a file, or the schema itself.")
+    ] = None,
+    json_object: Annotated[bool, typer.Option("--json", help="The answer is a JSON object.")] = False,
+    regex: Annotated[str | None, typer.Option(help="The whole answer matches this regular expression.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="The answer is one of these. May be given several times.")
+    ] = None,
+    grammar: Annotated[
+        str | None, typer.Option(help="The answer has this form: a file with a grammar in GBNF or Lark, or its text.")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the model's chat template.")
     ] = False,
@@ -75,7 +87,16 @@ def generate_command(
     with timeline.stage("import"):
         from mllm_compile.engine.engine import Engine
         from mllm_compile.runtime.sampling.params import SamplingParams
+        from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 
+    form = {
+        "json": _read(json_schema, "{"),
+        "json_object": json_object or None,
+        "regex": regex,
+        "choice": choice or None,
+        "grammar": _read(grammar, "::=", "start:"),
+    }
+    given_form: dict[str, Any] = {name: value for name, value in form.items() if value is not None}
     asked = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -84,6 +105,7 @@ def generate_command(
         "min_p": min_p,
         "seed": seed,
         "stop": stop or None,
+        "structured_outputs": StructuredOutputsParams(**given_form) if given_form else None,
     }
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(**changes)  # a value that cannot be is refused before anything is compiled or loaded
@@ -101,6 +123,22 @@ def generate_command(
         _print_stream(_timed(outputs, timeline), is_quiet=quiet)
     if timings:
         print_timeline(sys.stderr, timeline.spans)
+
+
+def _read(text_or_file: str | None, *signs: str) -> str | None:
+    """The text of a file; what holds one of `signs` is the text itself.
+
+    Raises:
+        RequestError: the file cannot be read.
+    """
+    if text_or_file is None or any(sign in text_or_file for sign in signs):
+        return text_or_file
+    try:
+        return Path(text_or_file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"{shown(text_or_file)} cannot be read ({error}). Give a file of UTF-8 text, or the text itself."
+        ) from None
 
 
 def _surely_has_no_tokenizer(config: EngineConfig) -> bool:

@@ -17,9 +17,10 @@ from mllm_compile.config.resolved import (
     ResolvedCompile,
     ResolvedConfig,
     ResolvedModel,
+    ResolvedStructuredOutputs,
 )
 from mllm_compile.config.rope_limit import rope_limit
-from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig
+from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
 from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, RuntimeSection
@@ -42,6 +43,9 @@ _KEYS_OF_GPUS = {
     "runtime": ("mem_fraction_static",),
     "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens", "sample_in_graph"),
 }
+# llguidance is first: it bounds the work of every mask, refuses what it would not keep to, and imports little.
+# XGrammar takes structural tags, and what is too large for it.
+STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 
 
@@ -82,12 +86,26 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         ),
         cudagraph=resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices),
         runtime=runtime,
+        structured_outputs=_structured_outputs(config.structured_outputs, choices),
         cache=ResolvedCache(
             dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
         ),
         choices=tuple(choices.made),
         without_effect=() if device.is_cuda else _of_gpus_alone(config),
     )
+
+
+def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) -> ResolvedStructuredOutputs:
+    cores = len(os.sched_getaffinity(0))
+    threads = choices.settle(
+        "structured_outputs.threads", asked.threads, lambda: (min(max(cores // 4, 1), 4), f"of {cores} processors")
+    )
+    backends = choices.settle(
+        "structured_outputs.backend",
+        asked.backend,
+        lambda: (STRUCTURE_BACKENDS, "the second takes what the first refuses"),
+    )
+    return ResolvedStructuredOutputs(backends=backends if isinstance(backends, tuple) else (backends,), threads=threads)
 
 
 def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:

@@ -42,6 +42,14 @@ class ResolvedCompile(_Resolved):
     hopper_decode: bool
 
 
+class ResolvedStructuredOutputs(_Resolved):
+    """`backends` in the order in which they are asked. The defaults are for runtimes from before there was such a
+    section."""
+
+    backends: tuple[str, ...] = ("llguidance", "xgrammar")
+    threads: int = 1
+
+
 class ResolvedCache(_Resolved):
     """`dir` is absolute."""
 
@@ -55,6 +63,7 @@ class ResolvedConfig(_Resolved):
     compile: ResolvedCompile
     cudagraph: CudaGraphSection
     runtime: RuntimeSection
+    structured_outputs: ResolvedStructuredOutputs = ResolvedStructuredOutputs()
     cache: ResolvedCache
     choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
     without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores
@@ -67,6 +76,8 @@ class ResolvedConfig(_Resolved):
         model |= {"path": model.pop("folder"), "revision": None}
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
         sections["cudagraph"] = {"mode": self.cudagraph.mode}
+        backends = sections["structured_outputs"].pop("backends")
+        sections["structured_outputs"]["backend"] = backends[0] if len(backends) == 1 else "auto"
         return EngineConfig.from_dict(sections)
 
     def report(self, reporter: Reporter) -> None:

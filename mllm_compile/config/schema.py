@@ -173,6 +173,16 @@ class RuntimeConfig(Section):
         return device
 
 
+class StructuredOutputsConfig(Section):
+    """Who sees to it that answers have the form that a request asks for."""
+
+    backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+    """auto: llguidance, and xgrammar for what that does not take."""
+
+    threads: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
+    """Threads that find the tokens which may follow. auto: a quarter of the processors, one to four."""
+
+
 class CacheConfig(Section):
     """The folder of compiled runtimes."""
 
@@ -180,7 +190,7 @@ class CacheConfig(Section):
     """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""
 
 
-_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "cache")
+_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "structured_outputs", "cache")
 
 
 class EngineConfig(Section):
@@ -190,6 +200,7 @@ class EngineConfig(Section):
     compile: CompileConfig = CompileConfig()
     cudagraph: CudaGraphConfig = CudaGraphConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
     cache: CacheConfig = CacheConfig()
 
     def __init__(self, **sections: Any) -> None:

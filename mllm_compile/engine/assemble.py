@@ -37,6 +37,8 @@ from mllm_compile.store.contents import remove_runtime
 from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
 from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.source import ArtifactSource
+from mllm_compile.structured.grammars import Grammars
+from mllm_compile.structured.vocabulary import Vocabulary
 from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -85,6 +87,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         except BaseException:  # also Ctrl-C
             runner.shutdown()
             raise
+    eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
     prepare_thread = _thread_preparation(compiled, timeline) if runner.device.type == "cpu" else _nothing
     _tell_ready(compiled, runner, timeline)
     return EngineParts(
@@ -92,11 +95,12 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         step_runner=step_runner,
         tokenizer=tokenizer,
         vocab_size=runner.vocab_size,
-        eos_token_ids=_eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline),
+        eos_token_ids=eos_token_ids,
         default_params=default_params,
         check_device=_device_check(runner.device),
         shutdown=runner.shutdown,
         prepare_thread=prepare_thread,
+        grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
         config=compiled.config,
         folder=compiled.folder,
         tokenizer_files=_tokenizer_files(compiled),
@@ -217,6 +221,20 @@ def _eos_token_ids(
             f"sampled: {ends}"
         )
     return known
+
+
+def _grammars(
+    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int], config: ResolvedConfig
+) -> Grammars | None:
+    """Compiles forms of answers; nothing of it happens before a request asks for one."""
+    if tokenizer is None:
+        return None
+    asked = config.structured_outputs
+
+    def read_vocabulary() -> Vocabulary:
+        return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids)
+
+    return Grammars(read_vocabulary, asked.backends, asked.threads)
 
 
 def _device_check(device: torch.device) -> Callable[[], None]:

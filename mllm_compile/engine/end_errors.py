@@ -6,7 +6,7 @@ import os
 import traceback
 from typing import TYPE_CHECKING
 
-from mllm_compile.errors import EngineDeadError, MllmError
+from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.request import Request
@@ -58,6 +58,8 @@ def step_failed(work: str, error: Exception) -> MllmError:
 
 def no_numbers(request: Request) -> MllmError:
     """The error for a request without a next token: its logits hold NaN or inf, or it forbids all tokens."""
+    if request.grammar_fault is not None:
+        return RequestError(f"structured_outputs: {request.grammar_fault}")
     params = request.params
     what = "prompt" if not request.output_token_ids else f"output after {len(request.output_token_ids)} tokens"
     restricts = params.min_tokens > 0 or params.allowed_token_ids is not None or params.bad_words

@@ -122,6 +122,7 @@ class Engine:
             vocab_size=parts.vocab_size,
             eos_token_ids=parts.eos_token_ids,
             default_params=parts.default_params,
+            grammars=parts.grammars,
         )
         self.core = EngineCore(
             parts.scheduler,

@@ -475,8 +475,12 @@ class EngineCore:
                 self._forget(sequence)
 
     def _break(self, request: Request) -> None:
-        """Fails the submission of a request that the scheduler ended because its logits were no numbers."""
-        self._recorder.logits_were_no_numbers()
+        """Fails the submission of a request that the scheduler ended because its logits were no numbers.
+
+        Or none was left by its grammar, which then has a fault.
+        """
+        if request.grammar_fault is None:
+            self._recorder.logits_were_no_numbers()
         sequence = self._live.get(request)
         if sequence is not None:
             failure = end_errors.no_numbers(request)

@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.errors import MllmError, RequestError
+from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.text.chat_template import as_conversations
 from mllm_compile.text.detokenizer import Decoder
@@ -46,6 +48,17 @@ class PromptTokenizer(Decoder, Protocol):
     def apply_chat_template(self, messages: Seq[Message], **options: Any) -> str: ...
 
 
+class GrammarSource(Protocol):
+    """Compiles forms of answers; mllm_compile.structured.grammars.Grammars does."""
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """
+        Raises:
+            RequestError: it is refused.
+            MllmError: a library for it is missing, or fails.
+        """
+
+
 @dataclass(slots=True)
 class _Prepared:
     """A prompt on its way to a Submission: token ids, or the reason why it has none."""
@@ -57,13 +70,14 @@ class _Prepared:
 
 
 class RequestBuilder:
-    """Makes Submissions for one engine; thread-safe.
+    """Makes Submissions for one engine; thread-safe. `grammars` is as it was given.
 
     Args:
         tokenizer: None when the model has none; prompts are token ids then and answers have no text.
         vocab_size: rows of the model's embedding.
         eos_token_ids: ids that end a completion.
         default_params: for callers that pass none.
+        grammars: compiles structured_outputs; None: they are refused.
     """
 
     def __init__(
@@ -73,8 +87,10 @@ class RequestBuilder:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         default_params: SamplingParams,
+        grammars: GrammarSource | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.grammars = grammars
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
@@ -185,10 +201,17 @@ class RequestBuilder:
                 decoder=decoder,
                 bad_phrases=phrases,
                 cache_salt=prepared.cache_salt,
+                grammar=grammar,
             )
 
         phrases, fault_of_words = self._bad_phrases(params)
         error: MllmError | None = prepared.error or fault_of_words or self._fault(prepared.token_ids or [], params)
+        grammar = None
+        if error is None and params.structured_outputs is not None:
+            try:
+                grammar = self._grammar(params.structured_outputs)
+            except MllmError as fault:
+                error = fault
         try:
             submission = make(self._tokenizer if error is None else None)
         except MllmError as fault:  # of the tokenizer, at the prompt's last tokens
@@ -214,6 +237,11 @@ class RequestBuilder:
                 f"{shown(params.allowed_token_ids)}. Allow others, or set min_tokens to 0."
             )
         return None
+
+    def _grammar(self, params: StructuredOutputsParams) -> Grammar:
+        if self.grammars is None:
+            raise RequestError("structured_outputs: the model has no tokenizer, so its tokens have no text to check.")
+        return self.grammars.compile(params)
 
     def _bad_phrases(self, params: SamplingParams) -> tuple[Phrases, RequestError | None]:
         """The tokens of params.bad_words, or why there are none; kept for the next prompt with the same."""

@@ -19,6 +19,7 @@ from mllm_compile.text.detokenizer import Decoder, Detokenizer
 from mllm_compile.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
+    from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
     from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
     from mllm_compile.runtime.step.output import StepOutput, TokenScores
@@ -72,6 +73,7 @@ class Submission:
         decoder: the tokenizer; None when there is none (then params ask for no text).
         bad_phrases: the tokens of params.bad_words.
         cache_salt: prompts share KV within one salt only; None: with all that have none.
+        grammar: params.structured_outputs, compiled.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Submission:
         decoder: Decoder | None,
         bad_phrases: tuple[tuple[int, ...], ...] = (),
         cache_salt: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -106,6 +109,7 @@ class Submission:
                     priority=priority,
                     bad_phrases=bad_phrases,
                     cache_salt=() if cache_salt is None else (cache_salt,),
+                    grammar=grammar,
                 ),
                 decoder,
             )

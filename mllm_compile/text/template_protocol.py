@@ -1,16 +1,10 @@
-"""The protocol between the two sides of a template process: frames over a socket, and limits. Free of Jinja.
+"""The words of the two sides of a template process, and their limits. Free of Jinja.
 
-A frame is one letter, eight bytes of length, and so many bytes. The caller sends a model's templates once, then
-requests, both JSON; each request is answered by one frame.
+The caller starts a process with a model's templates, then sends requests, both JSON (process/helper_server.py).
 """
 
 from __future__ import annotations
 
-import struct
-
-FRAME = struct.Struct(">cQ")
-
-TEMPLATES, REQUEST = b"T", b"Q"
 TEXT = b"X"  # the prompt, UTF-8 with what surrogates the messages hold
 REFUSAL = b"R"  # why there is none, likewise
 TOO_MUCH_MEMORY, TOO_LONG = b"M", b"L"

@@ -4,22 +4,18 @@ Templates are code from a stranger. Jinja's sandbox keeps them from reaching any
 this process has a limit on its memory, each request a limit on its processor time, and a template that exceeds one is
 killed here, even in the middle of 10**(10**9). This process knows only the templates and the messages.
 
-Behaves as Transformers' `apply_chat_template` (the same names are defined, whitespace is handled alike). Standard input
-is one end of a socket; template_protocol.py has its protocol.
+Behaves as Transformers' `apply_chat_template` (the same names are defined, whitespace is handled alike).
+process/helper_server.py has the protocol, template_protocol.py its words.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import resource
-import signal
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime
-from typing import IO, Any
+from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -27,9 +23,9 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mllm_compile.process.helper_server import limit_files_and, serve
 from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.text.template_protocol import (
-    FRAME,
     MAX_CHARACTERS,
     MAX_MEMORY,
     MAX_SECONDS,
@@ -240,19 +236,13 @@ def _to_json(
 
 def main() -> None:
     """Answers requests until the pipe of requests ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(0, "rb", closefd=False) as requests:
-        first = _read(requests)
-        if first is None:
-            return
+    limit_files_and(resource.RLIMIT_AS, MAX_MEMORY)
+
+    def open_with(first: bytes) -> Callable[[bytes], tuple[bytes, bytes]]:
         templates = Templates(**json.loads(first))
-        while (request := _read(requests)) is not None:
-            with _limited():
-                kind, answer = _answer(templates, request)
-            del request
-            _write(kind, answer)
+        return lambda request: _answer(templates, request)
+
+    serve(open_with, MAX_SECONDS)
 
 
 def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:
@@ -276,30 +266,3 @@ def _parsed(request: bytes) -> dict[str, Any]:
         return json.loads(request)
     except (ValueError, RecursionError) as error:
         raise Refused(f"chat messages, tools and variables must be plain JSON data: {_reason(error)}.") from None
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Has the kernel end this process when it takes too long, or when its caller ends meanwhile."""
-    flags = fcntl.fcntl(0, fcntl.F_GETFL)
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # SIGPROF, which has no handler
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, as the other end is closed
-    yield
-    fcntl.fcntl(0, fcntl.F_SETFL, flags)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _read(requests: IO[bytes]) -> bytes | None:
-    header = requests.read(FRAME.size)
-    if len(header) < FRAME.size:
-        return None
-    size = FRAME.unpack(header)[1]
-    body = requests.read(size)
-    return body if len(body) == size else None
-
-
-def _write(kind: bytes, body: bytes) -> None:
-    rest = memoryview(FRAME.pack(kind, len(body)) + body)
-    while rest:
-        rest = rest[os.write(0, rest) :]

@@ -1,66 +1,136 @@
-"""The bytes that a token stands for, read from its entry in the vocabulary.
+"""The bytes that each token stands for, read from how a tokenizer turns tokens into text.
 
-A token may be a part of a character: as text it is U+FFFD, and which part it was is lost. Three spellings are known:
-one character a byte (GPT-2's), `▁` for a space and `<0xE2>` for a byte (SentencePiece's), and `##` for the rest of a
-word (WordPiece's).
+Grammars need them, and who shows a token by itself: it may be half a character. Tokens of byte-level and byte-fallback
+tokenizers, and those with a sign for a space, stand for the same bytes wherever they are; others (WordPiece, word
+lists) do not, and are refused where it matters.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from mllm_compile.errors import MllmError
 
 if TYPE_CHECKING:
     import tokenizers
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_NUM_CHECKS = 64
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-def token_bytes_reader(backend: tokenizers.Tokenizer) -> Callable[[int], bytes]:
-    """A function that gives the bytes of a token id; b"" for one that the vocabulary does not have."""
-    kinds = set(_kinds(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None))
-    added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
-    spell = _byte_level if "ByteLevel" in kinds else _word_piece if "WordPiece" in kinds else _sentence_piece
+def token_bytes(backend: tokenizers.Tokenizer, num_tokens: int) -> tuple[bytes, ...]:
+    """Bytes by token id; none for special tokens, and for ids without a token.
 
-    def token_bytes(token_id: int) -> bytes:
+    Args:
+        num_tokens: ids of the model, which may be more or fewer than the tokenizer's.
+
+    Raises:
+        MllmError: tokens of this tokenizer have no bytes of their own.
+    """
+    special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    to_bytes = _reader(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {})
+    found = [b""] * num_tokens
+    for token, token_id in backend.get_vocab(with_added_tokens=True).items():
+        if token_id < num_tokens and token_id not in special:
+            found[token_id] = to_bytes(token)
+    _check(backend, found)
+    return tuple(found)
+
+
+def spelled_bytes(backend: tokenizers.Tokenizer) -> Callable[[int], bytes]:
+    """A function that gives the bytes of any token as it is spelled, to be shown: of a special one its text, too.
+
+    Of a tokenizer whose tokens have no bytes of their own it is the spelling, without WordPiece's `##`; of an id beyond
+    the vocabulary b"".
+    """
+    added = backend.get_added_tokens_decoder()
+    try:
+        to_bytes = _reader(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {})
+    except MllmError:
+
+        def to_bytes(token: str) -> bytes:
+            return token.removeprefix("##").encode()
+
+    def bytes_of(token_id: int) -> bytes:
         token = backend.id_to_token(token_id)
         if token is None:
             return b""
-        return token.encode() if token_id in added else spell(token)
+        return token.encode() if token_id in added else to_bytes(token)
 
-    return token_bytes
+    return bytes_of
 
 
-def _kinds(decoder: Any) -> list[str]:
-    """Names of a decoder and those in it."""
-    if not isinstance(decoder, dict):
-        return []
-    return [decoder["type"], *(kind for inner in decoder.get("decoders", ()) for kind in _kinds(inner))]
+def _reader(decoder: Mapping[str, Any]) -> Callable[[str], bytes]:
+    """The function from a token's spelling to its bytes, by the decoder of tokenizer.json."""
+    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    kinds = {step.get("type") for step in steps}
+    if kinds == {"ByteLevel"}:
+        return _byte_level
+    spaces = [" "]
+    for step in steps:
+        if step.get("type") == "Metaspace":
+            spaces.append(step["replacement"])
+        elif step.get("type") == "Replace" and step["content"] == " " and "String" in step["pattern"]:
+            spaces.append(step["pattern"]["String"])
+        elif step.get("type") not in ("ByteFallback", "Fuse", "Strip"):  # the last of them changes but a text's ends
+            raise _refused(f"its decoder is {step.get('type') or 'none'}")
+    if len(spaces) == 1 and "ByteFallback" not in kinds:
+        raise _refused("it joins tokens by rules of its own")
+    has_bytes = "ByteFallback" in kinds
+
+    def read(token: str) -> bytes:
+        if has_bytes and _BYTE.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        for space in spaces[1:]:
+            token = token.replace(space, " ")
+        return token.encode()
+
+    return read
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Characters by which GPT-2 and its followers write bytes: most by themselves, the others from U+0100 on."""
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-    if all(character in _BYTES for character in token):
-        return bytes(_BYTES[character] for character in token)
+    if all(character in _ALPHABET for character in token):
+        return bytes(_ALPHABET[character] for character in token)
     return token.encode()
 
 
-def _sentence_piece(token: str) -> bytes:
-    byte = _BYTE.match(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+def _check(backend: tokenizers.Tokenizer, found: list[bytes]) -> None:
+    """
+    Raises:
+        MllmError: the tokenizer itself makes another text of some tokens.
+    """
+    chance = random.Random(0)
+    whole = [token_id for token_id, data in enumerate(found) if data and b"\xef\xbf\xbd" not in data and _is_text(data)]
+    for _ in range(_NUM_CHECKS if whole else 0):
+        ids = chance.choices(whole, k=8)
+        text = backend.decode(ids, skip_special_tokens=False)
+        if text.lstrip(" ") != b"".join(found[token_id] for token_id in ids).decode().lstrip(" "):
+            raise _refused(f"tokens {ids} become {text!r}")
 
 
-def _word_piece(token: str) -> bytes:
-    return token.removeprefix("##").encode()
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: bytes that are printable are themselves, the others follow from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in printable]
-    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_of_character()
+def _refused(why: str) -> MllmError:
+    return MllmError(
+        f"structured_outputs are not served with this model's tokenizer: a token of it has no bytes of its own ({why})."
+    )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.errors import CheckpointError, MllmError, RequestError
 from mllm_compile.files.json_file import FileReader, folder_reader, json_object
 from mllm_compile.text.chat_template import ChatTemplate
-from mllm_compile.text.token_bytes import token_bytes_reader
+from mllm_compile.text.token_bytes import spelled_bytes, token_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -119,12 +119,16 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     @cached_property
-    def token_bytes(self) -> Callable[[int], bytes]:
-        """A function that gives the bytes that a token stands for."""
-        return token_bytes_reader(self._backend)
+    def bytes_of_token(self) -> Callable[[int], bytes]:
+        """A function that gives the bytes of a token as it is spelled, to be shown; see token_bytes.py."""
+        return spelled_bytes(self._backend)
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def token_bytes(self, num_tokens: int) -> tuple[bytes, ...]:
+        """Bytes by token id; see token_bytes.py."""
+        return token_bytes(self._backend, num_tokens)
 
     @cached_property
     def vocab_size(self) -> int:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import wraps
-from typing import Any, TypeVar
 
-from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.sampling.param_checks import by_name_alone, refused
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.shown import shown
-from mllm_compile.runtime.unknown_names import tells_unknown
 
 ALL_LOGPROBS = -1  # in the place of a number of alternatives: the whole vocabulary
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
@@ -42,6 +39,7 @@ GREEDY_TEMPERATURE = 1e-5  # below it float32 logits / temperature is an argmax 
 # most probable token is above it in any vocabulary, so all smaller top_p keep that one alone, as it does.
 _LEAST_TOP_P = 2.0**-126
 
+_STRUCTURED = "Use structured_outputs=StructuredOutputsParams(json=…), or regex, choice, grammar, json_object."
 # Names of vLLM, Transformers and OpenAI that likeness does not lead to ours, and what to do instead.
 _ELSEWHERE = {
     "best_of": "Use n for several answers, with logprobs to choose the best by cumulative_logprob.",
@@ -50,9 +48,13 @@ _ELSEWHERE = {
     "beam_width": "Beam search is not built; use n for several answers.",
     "length_penalty": "Beam search is not built; use n for several answers.",
     "early_stopping": "Beam search is not built; use n for several answers.",
-    "structured_outputs": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
-    "guided_decoding": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
-    "response_format": "Structured output is not built; allowed_token_ids restricts an answer to given tokens.",
+    "guided_decoding": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_json_object": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "response_format": _STRUCTURED,
     "logits_processors": "Use logit_bias, bad_words or allowed_token_ids.",
     "bad_words_ids": "Use bad_words, which takes texts.",
     "truncate_prompt_tokens": "Cut the prompt's token ids before the call.",
@@ -64,8 +66,6 @@ _ELSEWHERE = {
     "min_new_tokens": "Did you mean min_tokens?",
     "top_logprobs": "Did you mean logprobs?",
 }
-
-T = TypeVar("T")
 
 
 class FrozenBias(Mapping[int, float]):
@@ -92,37 +92,13 @@ class FrozenBias(Mapping[int, float]):
         return repr(self._biases)
 
 
-def _by_name_alone(cls: type[T]) -> type[T]:
-    """Makes the constructor of a dataclass refuse arguments without a name, and unknown ones with what to use."""
-    create: Callable[..., None] = tells_unknown(_unknown)(cls.__init__)
-
-    @wraps(create)
-    def init(self: T, *args: object, **values: Any) -> None:
-        if args:
-            raise RequestError(f"SamplingParams: expected arguments by name, such as temperature=0, got {shown(args)}.")
-        create(self, **values)
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
-
-
-def _unknown(name: str, known: Sequence[str]) -> RequestError:
-    closest = get_close_matches(name, known, n=1)
-    instead = "Structured output is not built; allowed_token_ids restricts an answer to given tokens."
-    if name in _ELSEWHERE:
-        instead = _ELSEWHERE[name]
-    elif not name.startswith("guided_"):
-        instead = f"Did you mean {closest[0]}?" if closest else f"Known: {', '.join(known)}."
-    return RequestError(f"{name} is no field of SamplingParams. {instead}")
-
-
-@_by_name_alone
+@by_name_alone("temperature=0", _ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The parameters of one request: how its tokens are chosen, when it ends, and what is returned. Immutable.
 
-    Order of the logits' way: logit_bias, penalties, what is forbidden (min_tokens, allowed_token_ids, bad_words), then
-    the greedy choice, or temperature, top_k, top_p, min_p (Transformers' order) and the draw.
+    Order of the logits' way: logit_bias, penalties, what is forbidden (min_tokens, allowed_token_ids, bad_words,
+    structured_outputs), then the greedy choice, or temperature, top_k, top_p, min_p (Transformers' order) and the draw.
 
     Attributes:
         n: Number of answers to the prompt, at most 1024; more than one needs temperature > 0, or all would be equal.
@@ -159,6 +135,8 @@ class SamplingParams:
         prompt_logprobs: The same for the tokens of the prompt but the first, which nothing predicts.
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: Whether to make text at all; stop texts need it.
+        structured_outputs: The form that the output must have; it ends where that is complete. None: any. Refused
+            beside ignore_eos, allowed_token_ids and bad_words, which could leave no token.
 
     Raises:
         RequestError: A value of the wrong type or out of range; names the field, what was expected and what came.
@@ -186,11 +164,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_distribution()
         self._check_length_and_stops()
         self._check_outputs()
+        self._check_structure()
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen for everyone else
@@ -223,7 +203,7 @@ class SamplingParams:
             self._set("seed", None)
         self._integer("n", 1, MAX_N)
         if self.n > 1 and self.is_greedy:
-            raise _refused("n", "1 when temperature is 0", self.n, "Greedy answers would be equal; raise temperature.")
+            raise refused("n", "1 when temperature is 0", self.n, "Greedy answers would be equal; raise temperature.")
 
     def _check_length_and_stops(self) -> None:
         self._integer("max_tokens", 1, optional=True, hint="Use None for as many as the context leaves.")
@@ -241,9 +221,20 @@ class SamplingParams:
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True, hint="Use None for none.")
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, field), bool):
-                raise _refused(field, "True or False", getattr(self, field))
+                raise refused(field, "True or False", getattr(self, field))
         if self.stop and not self.detokenize:
-            raise _refused("stop", "no stop texts when detokenize is False", self.stop, "Use stop_token_ids instead.")
+            raise refused("stop", "no stop texts when detokenize is False", self.stop, "Use stop_token_ids instead.")
+
+    def _check_structure(self) -> None:
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            hint = "Write structured_outputs=StructuredOutputsParams(json=…)."
+            raise refused("structured_outputs", "StructuredOutputsParams or None", self.structured_outputs, hint)
+        for field in ("ignore_eos", "allowed_token_ids", "bad_words"):
+            if getattr(self, field):
+                hint = "Put what is allowed into the schema or grammar."
+                raise refused(field, "none beside structured_outputs", getattr(self, field), hint)
 
     @property
     def is_greedy(self) -> bool:
@@ -280,16 +271,12 @@ class SamplingParams:
         most_tokens = _MOST_LOGPROBS_BYTES // (4 * vocab_size)
         if self.logprobs == ALL_LOGPROBS and (self.max_tokens is None or self.n * self.max_tokens > most_tokens):
             expected = f"n * max_tokens of at most {most_tokens} with -1, for the whole vocabulary of {vocab_size}"
-            raise _refused("logprobs", expected, (self.n, self.max_tokens), "Lower max_tokens, or ask for at most 20.")
+            raise refused("logprobs", expected, (self.n, self.max_tokens), "Lower max_tokens, or ask for at most 20.")
         for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             largest = max(getattr(self, field) or (), default=0)
             if largest >= vocab_size:
                 expected = f"token ids under {vocab_size}, the model's vocabulary size"
-                raise _refused(field, expected, largest, "Take ids from the model's own tokenizer.")
-
-
-def _refused(field: str, expected: str, got: object, hint: str = "") -> RequestError:
-    return RequestError(f"{field}: expected {expected}, got {shown(got)}. {hint}".rstrip())
+                raise refused(field, expected, largest, "Take ids from the model's own tokenizer.")
 
 
 def _number(field: str, value: object, low: float, high: float, *, above_low: bool = False, hint: str = "") -> float:
@@ -298,13 +285,13 @@ def _number(field: str, value: object, low: float, high: float, *, above_low: bo
     if math.isfinite(low):
         expected += f" {'above' if above_low else 'from'} {low:g} {'up to' if above_low else 'to'} {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _refused(field, expected, value, hint)
+        raise refused(field, expected, value, hint)
     try:
         number = float(value)
     except OverflowError:  # an integer beyond all floats
-        raise _refused(field, expected, value, hint) from None
+        raise refused(field, expected, value, hint) from None
     if math.isnan(number) or not low <= number <= high or (above_low and number == low):
-        raise _refused(field, expected, value, hint)
+        raise refused(field, expected, value, hint)
     return number
 
 
@@ -316,10 +303,10 @@ def _integer(
     if optional:
         expected += " or None"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _refused(field, expected, value, hint)
+        raise refused(field, expected, value, hint)
     number = int(value)
     if number < low or (high is not None and number > high):
-        raise _refused(field, expected, value, hint)
+        raise refused(field, expected, value, hint)
     return number
 
 
@@ -328,7 +315,7 @@ def _allowed(value: object) -> tuple[int, ...] | None:
         return None
     token_ids = _token_ids("allowed_token_ids", value, _MOST_ALLOWED)
     if not token_ids:
-        raise _refused("allowed_token_ids", "at least one token id", value, "Use None to allow all.")
+        raise refused("allowed_token_ids", "at least one token id", value, "Use None to allow all.")
     return tuple(sorted(set(token_ids)))
 
 
@@ -336,14 +323,14 @@ def _bad_words(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise _refused("bad_words", "a list of texts or None", value)
+        raise refused("bad_words", "a list of texts or None", value)
     if len(value) > MAX_BAD_WORDS:
-        raise _refused("bad_words", f"at most {MAX_BAD_WORDS} texts", len(value))
+        raise refused("bad_words", f"at most {MAX_BAD_WORDS} texts", len(value))
     for word in value:
         if not isinstance(word, str) or not word.strip():
-            raise _refused("bad_words", "texts that are not blank", word)
+            raise refused("bad_words", "texts that are not blank", word)
         if len(word) > _BAD_WORD_CHARACTERS:
-            raise _refused("bad_words", f"texts of at most {_BAD_WORD_CHARACTERS} characters", word)
+            raise refused("bad_words", f"texts of at most {_BAD_WORD_CHARACTERS} characters", word)
     return tuple(value)
 
 
@@ -351,9 +338,9 @@ def _token_ids(field: str, value: object, most: int = MAX_TOKEN_LIST) -> tuple[i
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise _refused(field, "a list of token ids or None", value)
+        raise refused(field, "a list of token ids or None", value)
     if len(value) > most:
-        raise _refused(field, f"at most {most} token ids", len(value))
+        raise refused(field, f"at most {most} token ids", len(value))
     return tuple(_integer(f"{field}[{i}]", token_id, 0) for i, token_id in enumerate(value))
 
 
@@ -361,12 +348,12 @@ def _logit_bias(value: object) -> FrozenBias | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _refused("logit_bias", "a dict of token id to bias or None", value)
+        raise refused("logit_bias", "a dict of token id to bias or None", value)
     if len(value) > MAX_TOKEN_LIST:
-        raise _refused("logit_bias", f"at most {MAX_TOKEN_LIST} entries", len(value))
+        raise refused("logit_bias", f"at most {MAX_TOKEN_LIST} entries", len(value))
     biases = {_bias_token(token_id): _bias(token_id, bias) for token_id, bias in value.items()}
     if len(biases) < len(value):
-        raise _refused("logit_bias", "each token id once", value, "5 and '5' are the same id.")
+        raise refused("logit_bias", "each token id once", value, "5 and '5' are the same id.")
     return FrozenBias(biases) if biases else None
 
 
@@ -386,14 +373,14 @@ def _stop_texts(value: object) -> tuple[str, ...]:
         return ()
     texts = (value,) if isinstance(value, str) else value
     if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Sequence):
-        raise _refused("stop", "a text, a list of texts or None", value)
+        raise refused("stop", "a text, a list of texts or None", value)
     if len(texts) > MAX_STOP_TEXTS:
-        raise _refused("stop", f"at most {MAX_STOP_TEXTS} texts", len(texts), "Look for the others in the answer.")
+        raise refused("stop", f"at most {MAX_STOP_TEXTS} texts", len(texts), "Look for the others in the answer.")
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise _refused("stop", "texts that are not empty", text, "Use None for no stop texts.")
+            raise refused("stop", "texts that are not empty", text, "Use None for no stop texts.")
     num_characters = sum(map(len, texts))
     if num_characters > MAX_STOP_CHARACTERS:
         expected = f"texts of at most {MAX_STOP_CHARACTERS} characters together"
-        raise _refused("stop", expected, num_characters, "Shorter beginnings of them end an answer as well.")
+        raise refused("stop", expected, num_characters, "Shorter beginnings of them end an answer as well.")
     return tuple(texts)

@@ -1,8 +1,9 @@
 """From logits to the next token of each row: batched, on the device, with no host sync and no per-request Python.
 
-The way of a row's logits: bias, penalties, forbidden tokens; then argmax for a greedy row, or temperature, filters
-(logit_filters) and a draw that depends on the request's seed and position alone (counter_rng). Every operation leaves a
-row that does not use it bit for bit as it was, so a row's token is the same in any batch that gives it these logits.
+The way of a row's logits: bias, penalties, forbidden tokens, a grammar's mask; then argmax for a greedy row, or
+temperature, filters (logit_filters) and a draw that depends on the request's seed and position alone (counter_rng).
+Every operation leaves a row that does not use it bit for bit as it was, so a row's token is the same in any batch that
+gives it these logits.
 
 A row whose logits hold NaN or inf, or nothing but -inf, gets NO_TOKEN. It is found by the largest of its logits, and
 reaches the host in the token's place: nothing waits for it, and no other row's token changes.
@@ -25,6 +26,7 @@ from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import GREEDY_TEMPERATURE, NO_TOKEN
 from mllm_compile.runtime.sampling.penalties import PenaltyParams, apply_penalties
 from mllm_compile.runtime.sampling.state import RowParams, SamplingFlags, SamplingState
+from mllm_compile.runtime.sampling.token_masks import TokenMask
 
 _PENALTY_ELEMENTS = 2**23  # logits penalised at a time: bounds what that takes beside them to about 150 MiB
 
@@ -77,6 +79,7 @@ class Sampler:
         rows: torch.Tensor,
         flags: SamplingFlags,
         positions: torch.Tensor,
+        mask: TokenMask | None = None,
     ) -> SamplerOutput:
         """Sample each row once, and count the tokens for penalties and bad_words.
 
@@ -90,8 +93,9 @@ class Sampler:
             flags: state.flags, or what covers them (the flags that a graph was captured with).
             positions: [S] int: tokens of each request so far, prompt and output (a decode step's seq_lens). It is the
                 draw's counter, so a preempted and recomputed request draws the same tokens.
+            mask: the tokens that grammars allow; None: no row has one.
         """
-        token_ids = self._choose(logits, state, rows, flags, positions)
+        token_ids = self._choose(logits, state, rows, flags, positions, mask)
         logprobs = None if flags.max_logprobs is None else token_logprobs(logits, token_ids, flags.max_logprobs)
         return SamplerOutput(token_ids=token_ids, logprobs=logprobs)
 
@@ -102,13 +106,16 @@ class Sampler:
         rows: torch.Tensor,
         flags: SamplingFlags,
         positions: torch.Tensor,
+        mask: TokenMask | None,
     ) -> torch.Tensor:
         if flags.all_greedy and not flags.changes_logits:
-            return _most_probable(self._pieces, logits)
+            return _most_probable(self._pieces, logits if mask is None else mask.forbid_others(logits))
         state.flush()
         params = state.gather(rows)
         if flags.changes_logits:
             logits = _adjust(logits, state, params, flags, positions)
+        if mask is not None:
+            logits = mask.forbid_others(logits)
         if flags.all_greedy:
             token_ids = _most_probable(self._pieces, logits)
         else:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "abort")
@@ -29,7 +30,7 @@ class RequestStatus(Enum):
 # Not compared by value: two requests are never the same one, and lists of requests are searched by identity.
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """A request; the first eight fields are the caller's, the rest is state.
+    """A request; the first nine fields are the caller's, the rest is state.
 
     Times are time.monotonic() seconds; None until the thing has happened.
     """
@@ -42,6 +43,7 @@ class Request:
     arrival_time: float = field(default_factory=time.monotonic)
     bad_phrases: tuple[tuple[int, ...], ...] = ()  # the tokens of params.bad_words
     cache_salt: tuple[Hashable, ...] = ()  # whatever else changes the KV: requests share pages within one salt only
+    grammar: Grammar | None = None  # params.structured_outputs, compiled
 
     status: RequestStatus = RequestStatus.WAITING
     # Row of ReqToTokenPool, -1 when it has none. A request preempted while a step of its is in flight is WAITING but
@@ -61,6 +63,7 @@ class Request:
     first_token_time: float | None = None
     last_token_time: float | None = None
     is_broken: bool = False  # its logits were no numbers: its KV may be none either
+    grammar_fault: str | None = None  # why its grammar allows no token; the step runner says so
     stop_ids: frozenset[int] = field(init=False)  # ids that end it: stop_token_ids, and EOS unless ignored
 
     def __post_init__(self) -> None:

@@ -395,10 +395,14 @@ class Scheduler:
         self._in_flight[batch.rows] -= 1
 
     def _end_if_due(self, request: Request, token: int) -> bool:
-        """End the request if its newest token is due to; True if so. A stop token counts only from min_tokens on."""
+        """End the request if its newest token is due to; True if so. A stop token counts only from min_tokens on.
+
+        Unless a grammar is complete with it: that allows end-of-sequence earlier where it allows nothing else.
+        """
         count = len(request.output_token_ids)
-        if token in request.stop_ids and count >= request.params.min_tokens:
-            is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+        is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+        is_complete = request.grammar is not None and is_eos
+        if token in request.stop_ids and (count >= request.params.min_tokens or is_complete):
             self._end(request, "stop", None if is_eos else token)
         elif count >= request.max_new_tokens:
             self._end(request, "length", None)

@@ -3,7 +3,9 @@
 Sampled ids stay on the device, where the next step's decodes read them; the host gets a copy when it asks. A step of
 decodes alone is one launch if they are captured so (cuda_graph/decode_loop.py). The host work of any other step is one
 packed upload, partly to the places that captured graphs read, and one asynchronous download. Steps run in the order in
-which they are submitted, on one stream, so a step may be submitted before the tokens of the one before are known.
+which they are submitted, on one stream, so a step may be submitted before the tokens of the one before are known. Where
+a request has a grammar, the model runs so; the choice of tokens is submitted when the tokens before are known, in the
+time that the model takes (grammar_rows.py).
 
 step/plan.py plans inputs and outputs. Used by one thread.
 """
@@ -26,8 +28,10 @@ from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.grammar_rows import GrammarRows
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.output import ScoreTable, StepOutput
 from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step
@@ -46,6 +50,22 @@ class StepHandle:
         self._batch = batch
         self._plan = plan
         self._results = results
+
+    def wait_for_tokens(self) -> None:
+        """Block until the step's tokens are on the host."""
+        self._results.tokens()
+
+    def token_of(self, request: Request, place: int) -> int:
+        """The token of a request that the step sampled, NO_TOKEN among them; after `wait_for_tokens`.
+
+        Args:
+            place: where the request stands in the batch most likely.
+        """
+        requests, plan, tokens = self._batch.requests, self._plan, self._results.tokens()
+        if place >= len(requests) or requests[place] is not request:
+            place = requests.index(request)
+        assert tokens is not None, "the request was sampled"
+        return int(tokens[plan.token_indices[np.searchsorted(plan.sampled, place)]])
 
     def wait(self) -> StepOutput:
         """Block until the step is over.
@@ -88,6 +108,8 @@ class StepRunner:
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.runtime.max_model_len, runner.config.runtime.page_size)
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
+        self._grammars = GrammarRows(lambda: TokenMasks(num_rows, runner.vocab_size, runner.device))
+        self._previous: StepHandle | None = None  # the last step, if a request in a row has a grammar
         # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
 
@@ -114,7 +136,9 @@ class StepRunner:
             self._runner.token_to_kv_pool.clear_pages(upload(batch.cleared_pages.astype(np.int64), self._runner.device))
         plan = self._plan(batch)
         results = self._decode(batch, plan) or self._run(batch, plan)
-        return StepHandle(batch, plan, results)
+        handle = StepHandle(batch, plan, results)
+        self._previous = handle if self._grammars else None
+        return handle
 
     def _decode(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
         """Runs the step in one launch; None: it has more than decodes, or these are not captured so.
@@ -127,8 +151,10 @@ class StepRunner:
         self.state.flush()
         fields, flags = plan.fields, self.state.flags
         decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
-        if not flags.chooses_plainly:  # then the graph's choice is not used
-            return self._sample(batch, plan, LogitsProcessorOutput(decode.logits), (decode.rows, decode.seq_lens))
+        mask = self._mask(batch, plan)
+        if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
+            output = LogitsProcessorOutput(decode.logits)
+            return self._sample(batch, plan, output, (decode.rows, decode.seq_lens), mask=mask)
         if flags.max_logprobs is None:
             scores = None
         else:
@@ -143,7 +169,11 @@ class StepRunner:
         fields = self._upload(plan.fields)
         output = self._runner.forward(self._forward_batch(batch, plan, fields))
         self._follow_rows(batch)  # while the device is busy
-        return self._sample(batch, plan, output, fields.sampled, fields)
+        return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
+
+    def _mask(self, batch: ScheduledBatch, plan: StepPlan) -> TokenMask | None:
+        """The mask of the step, whose forward was launched; waits for the step before if any request has a grammar."""
+        return self._grammars.mask(batch, plan, self._previous) if self._grammars else None
 
     def _plan(self, batch: ScheduledBatch) -> StepPlan:
         config = self._runner.config
@@ -203,13 +233,15 @@ class StepRunner:
         output: LogitsProcessorOutput,
         sampled_rows: tuple[torch.Tensor, torch.Tensor],
         fields: StepFields[torch.Tensor] | None = None,
+        *,
+        mask: TokenMask | None,
     ) -> _Results:
         """Chooses the tokens of `sampled_rows` (StepFields.sampled); scores prompts, which need `fields`."""
         tokens = scores = prompt_scores = all_scores = None
         logits = output.next_token_logits
         if plan.sampled.size:
             rows, positions = sampled_rows
-            sampled = self._sampler(logits, self.state, rows, self.state.flags, positions)
+            sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
             tokens, scores = sampled.token_ids, sampled.logprobs
             all_scores = self._score_all(batch, plan, logits)
             # The next step may be under way before the host knows that there was no token: its embedding needs an id.
@@ -251,7 +283,7 @@ class StepRunner:
         self._seen_requests = batch.requests
         gone = [row for row, owner in self._row_owners.items() if owner.is_finished or owner.row != row]
         for row in gone:
-            del self._row_owners[row]
+            self._grammars.leave(self._row_owners.pop(row))
             self.state.clear(row)
         for request in batch.admitted:
             self.state.set_request(
@@ -260,10 +292,11 @@ class StepRunner:
                 request.prompt_token_ids,
                 derive_seed(self._runner.config.runtime.seed, request.sequence),
                 output_token_ids=request.output_token_ids,
-                stop_ids=request.stop_ids,
+                stop_ids=request.stop_ids if request.grammar is None else (),  # the grammar's mask forbids them
                 bad_phrases=request.bad_phrases,
             )
             self._row_owners[request.row] = request
+            self._grammars.admit(request)
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each
@@ -293,6 +326,11 @@ class _Results:
         self._all_scores = None if all_scores is None else (all_scores[0], _to_host([all_scores[1]])[0])
         self._buffer.record()
 
+    def tokens(self) -> np.ndarray | None:
+        """The sampled tokens, once the copies are over; valid until the buffers come round."""
+        self._buffer.wait()
+        return self._tokens
+
     def fetch_all(self) -> dict[int, np.ndarray]:
         """Scores of the whole vocabulary by row of the step: [V] float32, to be kept. Called after `fetch`."""
         if self._all_scores is None:
@@ -306,12 +344,12 @@ class _Results:
 
         The tokens are valid until the buffers come round.
         """
-        self._buffer.wait()
+        tokens = self.tokens()
         scores, prompt_scores = (
             None if tensors is None else [tensor.numpy() for tensor in tensors]
             for tensors in (self._scores, self._prompt_scores)
         )
-        return self._tokens, scores, prompt_scores
+        return tokens, scores, prompt_scores
 
 
 def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, rows: np.ndarray) -> ScoreTable | None:

@@ -19,6 +19,7 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.outputs import CompletionOutput, RequestOutput
 from mllm_compile.errors import CompileError, RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 
 TINY = str(Path(mllm_compile.model.__file__).parent / "tiny")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -335,6 +336,41 @@ def test_sampling_values_that_cannot_be_are_refused_before_anything_is_loaded(en
     assert run(["generate", config, "--prompt", "x", *option]) == 2
     assert engine.asked == []
     assert option[0].strip("-").replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "form"),
+    [
+        (["--json-schema", '{"type": "integer"}'], {"json": {"type": "integer"}}),
+        (["--json-schema", "schema.json"], {"json": {"type": "string"}}),
+        (["--json"], {"json_object": True}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+        (["--grammar", 'root ::= "a"'], {"grammar": 'root ::= "a"'}),
+        (["--grammar", 'start: "a"'], {"grammar": 'start: "a"'}),
+        (["--grammar", "start.lark"], {"grammar": 'start: "b"\n'}),
+    ],
+)
+def test_the_form_of_an_answer_is_given_as_text_or_as_a_file(engine, config, tmp_path, monkeypatch, option, form):
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"type": "string"}')
+    Path("start.lark").write_text('start: "b"\n')
+    assert run(["generate", config, "--prompt", "once", *option]) == 0
+    assert engine.asked[0][1].structured_outputs == StructuredOutputsParams(**form)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--json-schema", "none.json"], "'none.json' cannot be read"),
+        (["--json-schema", "{"], "json: expected a JSON object"),
+        (["--json", "--regex", "a"], "expected exactly one of json, regex"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_before_anything_is_loaded(engine, config, capsys, option, said):
+    assert run(["generate", config, "--prompt", "x", *option]) == 2
+    assert engine.asked == []
+    assert said in capsys.readouterr().err
 
 
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(engine, config, capsys, monkeypatch):

@@ -28,6 +28,7 @@ FLOORS = (
     "mllm_compile/bench",
     "mllm_compile/server",
     "mllm_compile/engine",
+    "mllm_compile/structured",
     "mllm_compile/compiler",
     "mllm_compile/check",
     "mllm_compile/compiler/lowered",

@@ -20,7 +20,7 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
-        self._bytes_of = None if tokenizer is None else tokenizer.token_bytes
+        self._bytes_of = None if tokenizer is None else tokenizer.bytes_of_token
         self._as_ids = as_ids or tokenizer is None
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -60,8 +60,8 @@ def test_a_number_that_python_does_not_write_out_is_refused_too(field):
     [
         ("best_of", "Use n for several answers"),
         ("use_beam_search", "Beam search is not built"),
-        ("guided_json", "Structured output is not built; allowed_token_ids"),
-        ("structured_outputs", "Structured output is not built; allowed_token_ids"),
+        ("guided_json", "Use structured_outputs=StructuredOutputsParams(json=…)"),
+        ("response_format", "Use structured_outputs=StructuredOutputsParams(json=…)"),
         ("max_new_tokens", "Did you mean max_tokens?"),
         ("temprature", "Did you mean temperature?"),
         ("xyz", "Known: n, temperature, top_p"),

@@ -1,0 +1,259 @@
+"""Processes that do for this one what may not end, or eat memory; they run helper_server.py.
+
+A process starts with the first request, and is kept for the next ones; concurrent requests have one each, up to a
+limit; further ones wait. What does not end costs its own process and its own request. Processes end with the object
+that started them, and with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from pathlib import Path
+
+from mllm_compile.errors import MllmError
+from mllm_compile.process import bytecode
+from mllm_compile.process.helper_server import FRAME, REQUEST, START, Answer
+
+_CHUNK = 1 << 20
+
+
+class NoAnswer(Exception):
+    """A process ended, or was silent, before it had answered.
+
+    Attributes:
+        why: a predicate of what it was to do: "takes more than 2 s of processor time".
+        is_limit: a limit was exceeded; else the process was ended by something else, and may be asked again.
+    """
+
+    def __init__(self, why: str, is_limit: bool) -> None:
+        super().__init__(why)
+        self.why = why
+        self.is_limit = is_limit
+
+
+class HelperProcesses:
+    """Processes that answer requests of one kind; from any thread, also after a fork.
+
+    Args:
+        module: its `main` calls helper_server.serve.
+        start: the body of the START frame.
+        task: what they do, for errors: "that renders chat templates".
+        seconds: of processor time that `module` lets a request take, to be named.
+        max_wait_s: where a process gets no processor.
+        max_answer: bytes.
+        most: processes at a time.
+        kept_after: kinds of answers after which a process serves others.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        start: bytes,
+        *,
+        task: str,
+        seconds: float,
+        max_wait_s: float,
+        max_answer: int,
+        most: int,
+        kept_after: Collection[bytes],
+    ) -> None:
+        self._module, self._start, self._task = module, start, task
+        self._seconds, self._max_wait_s, self._max_answer = seconds, max_wait_s, max_answer
+        self._most, self._kept_after = most, frozenset(kept_after)
+        self._processes: set[_Process] = set()
+        self._have_no_processes()
+        weakref.finalize(self, _end_all, self._processes)
+        _everyone.add(self)
+
+    def _have_no_processes(self) -> None:
+        self._lock = threading.Lock()  # of the idle ones
+        self._idle: list[_Process] = []
+        self._places = threading.BoundedSemaphore(self._most)
+
+    def _after_fork(self) -> None:
+        """Runs in the child: the processes are the parent's, and the locks may be held by threads that it lacks."""
+        for process in self._processes:
+            process.let_go()
+        self._processes.clear()
+        self._have_no_processes()
+
+    def ask(self, request: bytes) -> Answer:
+        """The answer to a request.
+
+        Raises:
+            NoAnswer: there was none.
+            MllmError: no process can be started.
+        """
+        with self._places:
+            process = self._take()
+            try:
+                kind, answer = process.ask(request, self._max_wait_s, self._max_answer)
+            except _Silent as silent:
+                why, is_limit = self._why_no_answer(process, silent)
+                self._end(process)
+                raise NoAnswer(why, is_limit) from None
+            except BaseException:  # after an interruption its answer would be taken for the next one's
+                self._end(process)
+                raise
+            if kind in self._kept_after:
+                with self._lock:
+                    self._idle.append(process)
+            else:
+                self._end(process)
+        return kind, answer
+
+    def _take(self) -> _Process:
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                process = _Process(self._start)
+                self._processes.add(process)  # before it has anything that a fork would inherit
+                try:
+                    process.start(self._module)
+                except OSError as error:
+                    self._end(process)
+                    raise MllmError(f"no process can be started {self._task}: {error}.") from None
+                except BaseException:
+                    self._end(process)
+                    raise
+                return process
+            if process.is_alive:
+                return process
+            self._end(process)  # another thread has ended it meanwhile
+
+    def _end(self, process: _Process) -> None:
+        self._processes.discard(process)
+        process.end()
+
+    def _why_no_answer(self, process: _Process, silent: _Silent) -> tuple[str, bool]:
+        if silent.is_timeout:
+            return f"was not over after {self._max_wait_s:g} s", True
+        code, said = process.last_words()
+        if code == -signal.SIGPROF:
+            return f"takes more than {self._seconds:g} s of processor time", True
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"gave no answer: its process ended ({how}){': ' + said if said else ''}", False
+
+
+class _Silent(Exception):
+    """There was no answer."""
+
+    def __init__(self, is_timeout: bool) -> None:
+        super().__init__()
+        self.is_timeout = is_timeout
+
+
+class _Process:
+    """One process. For one thread at a time."""
+
+    def __init__(self, start: bytes) -> None:
+        self._unsent = [(START, start)]
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, module: str) -> None:
+        """
+        Raises:
+            OSError: the system gives no process.
+        """
+        # The process has the modules of this one, wherever they come from, and of its own nothing to do before.
+        folders = [os.path.abspath(folder) for folder in sys.path] + [str(Path(__file__).parents[2])]
+        run = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main()"
+        self._socket, theirs = socket.socketpair()
+        with theirs, bytecode.kept_bytecode():
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-s", "-P", "-c", run, *folders],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env=os.environ | bytecode.environment(),
+                process_group=0,  # Ctrl-C in a terminal is for its parent
+            )
+
+    def ask(self, request: bytes, max_wait_s: float, max_answer: int) -> Answer:
+        """
+        Raises:
+            _Silent: no answer; the process has ended, or is to be.
+        """
+        deadline = time.monotonic() + max_wait_s
+        self._unsent.append((REQUEST, request))
+        try:
+            while self._unsent:
+                self._send(*self._unsent.pop(0), deadline)
+            kind, size = FRAME.unpack(self._receive(FRAME.size, deadline))
+            if size > max_answer:
+                raise ConnectionError
+            return kind, self._receive(size, deadline)
+        except (TimeoutError, ConnectionError) as error:
+            raise _Silent(isinstance(error, TimeoutError)) from None
+
+    def _send(self, kind: bytes, body: bytes, deadline: float) -> None:
+        assert self._socket is not None, "started"
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        self._socket.sendall(FRAME.pack(kind, len(body)) + body)
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        assert self._socket is not None, "started"
+        parts = []
+        while size:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            part = self._socket.recv(min(size, _CHUNK))
+            if not part:
+                raise ConnectionError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def last_words(self) -> tuple[int, str]:
+        """Its exit code, and the last line that it wrote to standard error; waits for its end."""
+        assert self._process is not None and self._process.stderr is not None, "started"
+        code = self._process.wait()
+        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        return code, lines[-1] if lines else ""
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Forgets the process, which then lives on for those who hold it too."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+            self._process.returncode = self._process.returncode or 0  # a fork cannot wait for it
+
+
+def _end_all(processes: set[_Process]) -> None:
+    for process in tuple(processes):
+        process.end()
+
+
+# The processes of this one: a fork has the objects, and not the processes.
+_everyone: weakref.WeakSet[HelperProcesses] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for processes in tuple(_everyone):
+        processes._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

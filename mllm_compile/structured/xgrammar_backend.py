@@ -1,0 +1,243 @@
+"""XGrammar: pushdown automata with token masks computed ahead, in C++.
+
+Nothing in it bounds the work of a mask, so masks are made on a thread that can be left behind: a matcher that takes too
+long is given up, and so is its thread, with its memory; after a few of those the backend takes no more. It ignores
+some of JSON Schema: schemas that use such parts are refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from mllm_compile.runtime.sampling.grammar import MaskWork
+from mllm_compile.structured.form import Form, Refused, subschemas
+from mllm_compile.structured.vocabulary import Vocabulary
+
+_MOST_WHITESPACE = 32  # as with llguidance
+_MOST_MASK_S = 1.0  # of one matcher; most take microseconds
+_MOST_LEFT_BEHIND = 4  # threads that may still run somewhere in C++
+_IGNORED = (
+    "uniqueItems", "contains", "minContains", "maxContains", "not", "if", "allOf", "oneOf", "dependentRequired",
+    "dependentSchemas", "unevaluatedProperties", "unevaluatedItems",
+    # Seen to let quotes and control characters into strings, which is no JSON then.
+    "minLength", "maxLength", "pattern", "patternProperties", "propertyNames",
+)  # fmt: skip
+_ALONE = {"$ref", "anyOf", "enum", "const"}  # what stands beside them is ignored, but for annotations:
+_ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples", "type", "$schema", "$id"}
+_FORMATS = {
+    "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
+    "uri-template", "json-pointer", "relative-json-pointer",
+}  # fmt: skip
+_MOST_SAID = 500
+_TOO_LONG = f"xgrammar took more than {_MOST_MASK_S:g} s to find the tokens that may follow"
+_NO_MORE = (
+    f"{_MOST_LEFT_BEHIND} grammars took too long in xgrammar, which is not asked any more. Restart the engine, or set "
+    "structured_outputs: {backend: llguidance}."
+)
+
+
+def make(vocabulary: Vocabulary, threads: int) -> XgrammarBackend:
+    """The backend of a vocabulary."""
+    return XgrammarBackend(vocabulary, threads)
+
+
+@dataclass(frozen=True, eq=False)
+class XgrammarGrammar:
+    """A compiled form."""
+
+    masks: XgrammarBackend
+    compiled: xgrammar.CompiledGrammar
+
+    def matcher(self) -> xgrammar.GrammarMatcher:
+        """The state of a new answer."""
+        return xgrammar.GrammarMatcher(self.compiled)
+
+
+class XgrammarBackend:
+    """Backend of one vocabulary; see backend.py.
+
+    Args:
+        threads: that compile; masks are made by one, which others could not help in time.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, threads: int) -> None:
+        self.vocabulary = vocabulary
+        info = xgrammar.TokenizerInfo(
+            list(vocabulary.tokens), vocab_size=len(vocabulary.tokens), stop_token_ids=list(vocabulary.eos_token_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+        self._worker: _Worker | None = None
+        self._num_left_behind = 0
+
+    def compile(self, form: Form) -> XgrammarGrammar:
+        """Backend.compile."""
+        try:
+            return XgrammarGrammar(self, self._compiled(form))
+        except (RuntimeError, ValueError, TypeError) as error:  # as it says that something is wrong
+            raise Refused(_said(error)) from None
+
+    def _compiled(self, form: Form) -> xgrammar.CompiledGrammar:
+        if form.whitespace is not None:
+            raise Refused("xgrammar has no whitespace_pattern. Set structured_outputs: {backend: llguidance}.")
+        if form.kind == "json":
+            _refuse_what_is_ignored(json.loads(form.text))
+            if form.is_compact:
+                return self._compiler.compile_json_schema(
+                    form.text, any_whitespace=False, separators=(",", ":"), strict_mode=False
+                )
+            return self._compiler.compile_json_schema(form.text, strict_mode=False, max_whitespace_cnt=_MOST_WHITESPACE)
+        if form.kind == "regex":
+            return self._compiler.compile_regex(form.text)
+        if form.kind == "choice":
+            choices = (json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
+            return self._compiler.compile_grammar(f"root ::= {' | '.join(choices)}")
+        if form.kind == "grammar":
+            is_gbnf = "::=" in form.text
+            return (self._compiler.compile_grammar if is_gbnf else self._compiler.compile_lark)(form.text)
+        return self._compiler.compile_structural_tag(_new_structural_tag(json.loads(form.text)))
+
+    def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> dict[int, str]:
+        """MaskMaker.fill."""
+        faults: dict[int, str] = {}
+        left = list(work)
+        while left:
+            if self._num_left_behind >= _MOST_LEFT_BEHIND:
+                return faults | dict.fromkeys((part.row for part in left), _NO_MORE)
+            if self._worker is None:
+                self._worker = _Worker(masks.shape[1])
+            num_done, new_faults = self._worker.run(left)
+            faults |= new_faults
+            done = left[:num_done]
+            masks[[part.row for part in done]] = self._worker.masks[:num_done]
+            if num_done < len(left):  # the next one takes too long, and the thread with it
+                faults[left[num_done].row] = _TOO_LONG
+                self._worker, self._num_left_behind = None, self._num_left_behind + 1
+            left = left[num_done + 1 :]
+        return faults
+
+
+class _Worker:
+    """A thread that makes masks, until it is left behind.
+
+    Attributes:
+        masks: [n, W] int32, the last masks in the order of the work. Its own: a thread that was left behind may write.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.masks = np.zeros((1, width), np.int32)
+        self._work: queue.SimpleQueue[Sequence[MaskWork]] = queue.SimpleQueue()
+        self._is_over = threading.Event()
+        self._num_done = 0
+        self._faults: dict[int, str] = {}
+        threading.Thread(target=self._serve, args=(self._work,), name="xgrammar masks", daemon=True).start()
+
+    def run(self, work: Sequence[MaskWork]) -> tuple[int, dict[int, str]]:
+        """How many of `work` were done, in their order, and the faults of these; all but where one takes too long."""
+        if len(self.masks) < len(work):
+            self.masks = np.zeros((len(work), self.masks.shape[1]), np.int32)
+        self._num_done, self._faults = 0, {}
+        self._is_over.clear()
+        self._work.put(work)
+        seen = 0
+        while not self._is_over.wait(_MOST_MASK_S):
+            if self._num_done == seen:
+                break
+            seen = self._num_done
+        return self._num_done, self._faults
+
+    def _serve(self, incoming: queue.SimpleQueue[Sequence[MaskWork]]) -> None:
+        while True:
+            work = incoming.get()
+            begun = time.monotonic()
+            for index, part in enumerate(work):
+                fault = self._fill(part, index)
+                now = time.monotonic()
+                if fault is None and now - begun > _MOST_MASK_S:
+                    fault = _TOO_LONG
+                if fault is not None:
+                    self._faults[part.row] = fault
+                self._num_done, begun = index + 1, now
+            self._is_over.set()
+
+    def _fill(self, part: MaskWork, index: int) -> str | None:
+        """Why there is no mask, or None."""
+        try:
+            for token_id in part.token_ids:
+                if not part.matcher.accept_token(token_id):
+                    return "xgrammar does not take a token that it has allowed"
+            part.matcher.fill_next_token_bitmask(self.masks, index)
+        except (RuntimeError, ValueError) as error:
+            return f"xgrammar cannot go on with the grammar: {_said(error)}"
+        return None
+
+
+def _refuse_what_is_ignored(schema: dict[str, Any]) -> None:
+    """
+    Raises:
+        Refused: the schema has a keyword, or keywords together, that XGrammar does not keep to.
+    """
+    for part in subschemas(schema):
+        faults = [key for key in _IGNORED if key in part]
+        lone = sorted(_ALONE & part.keys())
+        if lone and part.keys() - _ANNOTATIONS - {lone[0]}:
+            faults.append(f"{lone[0]} beside {sorted(part.keys() - _ANNOTATIONS - {lone[0]})[0]}")
+        if "enum" in part and "type" in part:
+            faults += [f"a value of enum that is no {part['type']}"] * (not _enum_fits(part))
+        if "format" in part and part["format"] not in _FORMATS:
+            faults.append(f"format {part['format']!r}")
+        if not str(part.get("$ref", "#")).startswith("#"):
+            faults.append("a $ref to another document")
+        if set(part.get("required", ())) - set(part.get("properties", {})):
+            faults.append("required names that properties lacks")
+        if faults:
+            raise Refused(f"xgrammar does not keep to all of the JSON schema: {_cut(faults[0])}")
+
+
+def _enum_fits(part: dict[str, Any]) -> bool:
+    types: dict[str, type | tuple[type, ...]] = {
+        "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "object": dict,
+        "array": list,
+    }  # fmt: skip
+    wanted = types.get(part["type"]) if isinstance(part["type"], str) else None
+    return wanted is not None and isinstance(part["enum"], list) and all(isinstance(v, wanted) for v in part["enum"])
+
+
+def _new_structural_tag(tag: dict[str, Any]) -> str:
+    """A structural tag as JSON text; vLLM's older shape, `structures` and `triggers`, becomes today's."""
+    if "structures" not in tag:
+        return json.dumps(tag)
+    try:
+        tags = [
+            {
+                "type": "tag",
+                "begin": one["begin"],
+                "content": {"type": "json_schema", "json_schema": one["schema"]},
+                "end": one["end"],
+            }
+            for one in tag["structures"]
+        ]
+        form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    except (KeyError, TypeError) as error:
+        raise Refused(
+            f"structural_tag: expected triggers, and structures of begin, schema and end; {error} is missing"
+        ) from None
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def _said(error: Exception) -> str:
+    return _cut(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)))
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]}…"

@@ -1,0 +1,320 @@
+"""Masks of both backends: the same as those of a slow reference that tries every token; forms that are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import regex
+
+from mllm_compile.runtime.sampling.grammar import MaskWork
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+from mllm_compile.structured import xgrammar_backend
+from mllm_compile.structured.backend import make_backend
+from mllm_compile.structured.form import Form, Refused
+from tests.hang_guard import HANG_S
+from tests.structured.draws import allowed_ids, walk
+
+CHOICES = ["yes", "no", "yes, but", "€5", "naïve", "日本", 'a "quoted" \\ text\n', "/slash/"]
+FLAT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "é"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FLAT_PATTERN = rb'\{"a":-?(?:0|[1-9][0-9]*),"b":"(?:x|\xc3\xa9)"\}'
+# A form, and the bytes that have it as a regular expression.
+CASES = {
+    "words": ({"regex": r"(the|then|there) [a-z]+x"}, rb"(the|then|there) [a-z]+x"),
+    "anchors": ({"regex": r"a{2,4}-[0-9]{1,3}"}, rb"a{2,4}-[0-9]{1,3}"),
+    "optional": ({"regex": r"(ab?c*|[^a-z ]){0,3}"}, None),
+    "choice": ({"choice": CHOICES}, b"|".join(regex.escape(text.encode(), special_only=True) for text in CHOICES)),
+    "gbnf": ({"grammar": 'root ::= "for " v " in " v\nv ::= [a-c] | [a-c] v'}, rb"for [a-c]+ in [a-c]+"),
+    "lark": ({"grammar": 'start: "for " V " in " V\nV: /[a-c]+/'}, rb"for [a-c]+ in [a-c]+"),
+    "json": ({"json": FLAT, "disable_any_whitespace": True}, FLAT_PATTERN),
+}
+
+
+def compiled(backend, **form):
+    return backend.compile(Form.of(StructuredOutputsParams(**form)))
+
+
+def reference(pattern: bytes, vocabulary) -> Callable[[bytes], set[int]]:
+    """The tokens that may follow a text, by trying each."""
+    expression = regex.compile(pattern)
+
+    def allowed(text: bytes) -> set[int]:
+        fits = {
+            token_id
+            for token_id, data in enumerate(vocabulary.tokens)
+            if data and expression.fullmatch(text + data, partial=True)
+        }
+        return fits | (set(vocabulary.eos_token_ids) if expression.fullmatch(text) else set())
+
+    return allowed
+
+
+@pytest.mark.parametrize("name", [name for name, (_, pattern) in CASES.items() if pattern is not None])
+def test_a_mask_is_what_trying_every_token_gives(backend, vocabulary, name):
+    form, pattern = CASES[name]
+    grammar, expected = compiled(backend, **form), reference(pattern, vocabulary)
+    texts = set()
+    for seed in range(4):
+        for text, allowed in walk(backend, grammar, random.Random(seed), most_tokens=12):
+            assert allowed == expected(text), text
+            texts.add(text)
+    assert len(texts) > 5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_that_ends_has_the_form(backend, name):
+    form, pattern = CASES[name]
+    grammar = compiled(backend, **form)
+    for seed in range(5):
+        text, allowed = list(walk(backend, grammar, random.Random(seed)))[-1]
+        if set(backend.vocabulary.eos_token_ids) <= allowed and pattern is not None:
+            assert regex.fullmatch(pattern, text)
+
+
+def test_special_tokens_and_rows_without_a_token_are_never_allowed(backend, vocabulary):
+    grammar = compiled(backend, regex=r"(.|\n)*")
+    for _, allowed in walk(backend, grammar, random.Random(1), most_tokens=5):
+        assert not {token_id for token_id, data in enumerate(vocabulary.tokens) if not data} & allowed - set(
+            vocabulary.eos_token_ids
+        )
+        assert set(vocabulary.eos_token_ids) <= allowed
+
+
+def test_a_resumed_matcher_is_where_the_first_was(backend):
+    grammar = compiled(backend, json=FLAT)
+    chance = random.Random(2)
+    matcher, taken = grammar.matcher(), []
+    mask, again = (np.zeros((2, backend.vocabulary.mask_words), np.int32) for _ in range(2))
+    for _ in range(12):
+        assert not backend.fill([MaskWork(matcher, taken[-1:], 1)], mask)
+        assert not backend.fill([MaskWork(grammar.matcher(), taken, 0)], again)
+        assert (mask[1] == again[0]).all()
+        choices = allowed_ids(mask[1]) - set(backend.vocabulary.eos_token_ids)
+        if not choices:
+            break
+        taken.append(chance.choice(sorted(choices)))
+    assert len(taken) > 3
+
+
+def test_a_batch_gives_each_matcher_its_own_mask(backend):
+    grammars = [compiled(backend, **form) for form, _ in CASES.values()]
+    alone = np.zeros((len(grammars), backend.vocabulary.mask_words), np.int32)
+    for row, grammar in enumerate(grammars):
+        assert not backend.fill([MaskWork(grammar.matcher(), [], row)], alone)
+    together = np.zeros_like(alone)
+    rows = list(range(len(grammars)))[::-1]
+    assert not backend.fill([MaskWork(grammars[row].matcher(), [], row) for row in rows], together)
+    assert (alone == together).all()
+
+
+def test_a_token_that_is_not_allowed_is_a_fault_of_its_row_alone(backend, vocabulary):
+    grammar = compiled(backend, regex="[a-c]+")
+    token_of = {data: token_id for token_id, data in enumerate(vocabulary.tokens)}
+    masks = np.zeros((2, vocabulary.mask_words), np.int32)
+    work = [MaskWork(grammar.matcher(), [token_of[b"x"]], 0), MaskWork(grammar.matcher(), [token_of[b"a"]], 1)]
+    faults = backend.fill(work, masks)
+    assert list(faults) == [0]
+    assert token_of[b"b"] in allowed_ids(masks[1])
+
+
+def test_whitespace_in_json_has_an_end(backend, vocabulary):
+    grammar, space = compiled(backend, json=FLAT), vocabulary.tokens.index(b" ")
+    matcher, new = grammar.matcher(), [vocabulary.tokens.index(b"{")]
+    num_spaces = -1
+    for _ in range(100):
+        num_spaces += 1
+        mask = np.zeros((1, vocabulary.mask_words), np.int32)
+        assert not backend.fill([MaskWork(matcher, new, 0)], mask)
+        if space not in allowed_ids(mask[0]):
+            break
+        new = [space]
+    assert num_spaces == 32
+
+
+def test_additional_properties_are_allowed_unless_they_are_disabled(backend, vocabulary):
+    open_schema = {"type": "object", "properties": {"a": {"type": "integer"}, "o": {"properties": {}}}}
+    quote = vocabulary.tokens.index(b'"')
+    begin = [vocabulary.tokens.index(b"{"), quote]
+    z = vocabulary.tokens.index(b"z")
+    for disabled in (False, True):
+        form = {"json": open_schema, "disable_any_whitespace": True, "disable_additional_properties": disabled}
+        mask = np.zeros((1, vocabulary.mask_words), np.int32)
+        assert not backend.fill([MaskWork(compiled(backend, **form).matcher(), begin, 0)], mask)
+        assert (z in allowed_ids(mask[0])) is not disabled
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"regex": "(((("}, "unclosed group|parenthesis is not closed"),
+        ({"regex": r"(?=a)b"}, "look-around|Lookahead"),
+        ({"regex": r"(a)\1"}, "backreferences|Backreference"),
+        ({"grammar": "root ::= other"}, "'other' not found|\"other\" is not defined"),
+        ({"grammar": "nonsense $$"}, "."),
+        ({"json": {"type": "wat"}}, 'Invalid type: wat|Unsupported type "wat"'),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"not": {"type": "string"}}}, "not"),
+        ({"json": {"$ref": "http://example.org/schema"}}, "\\$ref to another document|not present in a registry"),
+        ({"json": {"type": "string", "format": "nonsense"}}, "nonsense"),
+    ],
+)
+def test_a_form_that_is_wrong_or_not_kept_to_is_refused_in_words(backend, form, said):
+    with pytest.raises(Refused, match=said) as refused:
+        compiled(backend, **form)
+    assert len(str(refused.value)) < 600
+    assert "\n" not in str(refused.value)
+
+
+# --- one backend's own ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llguidance(vocabulary):
+    return make_backend("llguidance", vocabulary, threads=2)
+
+
+@pytest.fixture(scope="module")
+def xgrammar(vocabulary):
+    return make_backend("xgrammar", vocabulary, threads=1)
+
+
+def test_llguidance_takes_no_options_in_a_grammar_and_no_structural_tag(llguidance):
+    with pytest.raises(Refused, match=r"Remove the line with %llguidance"):
+        compiled(llguidance, grammar='%llguidance {"no_forcing": false}\nstart: "a"')
+    with pytest.raises(Refused, match=r"llguidance takes no structural_tag here"):
+        compiled(llguidance, structural_tag={"structures": [], "triggers": []})
+
+
+def test_llguidance_takes_a_pattern_of_whitespace(llguidance, vocabulary):
+    grammar = compiled(llguidance, json=FLAT, whitespace_pattern=r"\n{0,2}")
+    mask = np.zeros((1, vocabulary.mask_words), np.int32)
+    llguidance.fill([MaskWork(grammar.matcher(), [vocabulary.tokens.index(b"{")], 0)], mask)
+    following = {vocabulary.tokens[token_id][:1] for token_id in allowed_ids(mask[0])}
+    assert following == {b"\n", b'"'}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "allOf"),
+        ({"oneOf": [{"type": "integer"}]}, "oneOf"),
+        ({"type": "object", "properties": {"x": {"type": "array", "contains": {}}}}, "contains"),
+        ({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer"}}}, r"\$ref beside maximum"),
+        ({"type": "string", "pattern": "a+"}, "pattern"),
+        ({"items": {"type": "string", "maxLength": 3}}, "maxLength"),
+        ({"type": "integer", "enum": [1, "a"]}, "a value of enum that is no integer"),
+        ({"type": "object", "required": ["q"]}, "required names that properties lacks"),
+        ({"anyOf": [{"minimum": 1}], "maximum": 3}, "anyOf beside maximum"),
+    ],
+)
+def test_xgrammar_is_not_asked_for_what_it_would_ignore(xgrammar, schema, said):
+    with pytest.raises(Refused, match=f"xgrammar does not keep to all of the JSON schema: {said}"):
+        compiled(xgrammar, json=schema)
+
+
+def test_a_property_may_have_the_name_of_a_keyword(xgrammar):
+    compiled(xgrammar, json={"type": "object", "properties": {"not": {"type": "integer"}, "allOf": {"type": "string"}}})
+
+
+def test_xgrammar_has_no_pattern_of_whitespace(xgrammar):
+    with pytest.raises(Refused, match=r"no whitespace_pattern\. Set structured_outputs: \{backend: llguidance\}"):
+        compiled(xgrammar, json=FLAT, whitespace_pattern=" ")
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]},
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<f"],
+                "tags": [
+                    {
+                        "type": "tag",
+                        "begin": "<f>",
+                        "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                        "end": "</f>",
+                    }
+                ],
+            },
+        },
+    ],
+)
+def test_a_structural_tag_is_text_with_parts_that_have_a_form(xgrammar, vocabulary, tag):
+    grammar = compiled(xgrammar, structural_tag=tag)
+    token_of = {data: token_id for token_id, data in enumerate(vocabulary.tokens)}
+    taken = [token_of[bytes([byte])] for byte in b"so <f>"]
+    mask = np.zeros((1, vocabulary.mask_words), np.int32)
+    assert not xgrammar.fill([MaskWork(grammar.matcher(), taken, 0)], mask)
+    following = {vocabulary.tokens[token_id][:1] for token_id in allowed_ids(mask[0])}
+    assert following <= {bytes([byte]) for byte in b"-0123456789"}
+
+
+def test_a_structural_tag_without_its_parts_is_refused(xgrammar):
+    with pytest.raises(Refused, match=r"expected triggers, and structures of begin, schema and end; 'end' is missing"):
+        compiled(xgrammar, structural_tag={"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]})
+
+
+class _Matcher:
+    """Takes part in XGrammar's place."""
+
+    def __init__(self, blocks_on=None) -> None:
+        self.blocks_on = blocks_on
+
+    def accept_token(self, token_id):
+        return True
+
+    def fill_next_token_bitmask(self, masks, index):
+        if self.blocks_on is not None:
+            self.blocks_on.wait(HANG_S)
+        masks[index] = 5
+
+
+def test_a_matcher_that_takes_too_long_is_left_behind_and_the_others_get_their_masks(vocabulary, monkeypatch):
+    backend = make_backend("xgrammar", vocabulary, threads=1)
+    monkeypatch.setattr(xgrammar_backend, "_MOST_MASK_S", 0.2)
+    gate = threading.Event()
+    masks = np.zeros((3, vocabulary.mask_words), np.int32)
+    work = [MaskWork(_Matcher(), [1], 2), MaskWork(_Matcher(gate), [1], 0), MaskWork(_Matcher(), [1], 1)]
+    faults = backend.fill(work, masks)
+    assert list(faults) == [0]
+    assert faults[0].startswith("xgrammar took more than")
+    assert (masks[1:] == 5).all()
+    gate.set()  # the thread that was left behind writes now, but to a memory of its own
+    assert not backend.fill([MaskWork(_Matcher(), [1], 0)], masks)
+    assert (masks[0] == 5).all()
+
+
+def test_after_a_few_that_took_too_long_xgrammar_is_asked_no_more(vocabulary, monkeypatch):
+    backend = make_backend("xgrammar", vocabulary, threads=1)
+    monkeypatch.setattr(xgrammar_backend, "_MOST_MASK_S", 0.05)
+    gate = threading.Event()
+    masks = np.zeros((6, vocabulary.mask_words), np.int32)
+    faults = backend.fill([MaskWork(_Matcher(gate), [], row) for row in range(6)], masks)
+    assert sorted(faults) == list(range(6))
+    assert "is not asked any more. Restart the engine" in faults[5]
+    gate.set()
+
+
+def test_forms_of_json_become_schemas():
+    assert Form.of(StructuredOutputsParams(json_object=True)) == Form("json", '{"type":"object"}')
+    schema = {"properties": {"additionalProperties": {"properties": {}}, "b": {"additionalProperties": {}}}}
+    form = Form.of(StructuredOutputsParams(json=schema, disable_additional_properties=True))
+    assert json.loads(form.text) == {
+        "properties": {
+            "additionalProperties": {"properties": {}, "additionalProperties": False},
+            "b": {"additionalProperties": {}},
+        },
+        "additionalProperties": False,
+    }
