@@ -50,6 +50,7 @@ def server() -> Iterator[Server]:
         ({"suffix": "x"}, "suffix", "not filled in"),
         ({"use_beam_search": True}, "use_beam_search", "no beam search"),
         ({"response_format": {"type": "json_object"}}, "response_format", "grammar"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "grammar"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "grammar"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds", "token ids"),
     ],

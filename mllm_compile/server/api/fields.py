@@ -15,6 +15,7 @@ import msgspec
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.structured.request_dicts import FIELDS as FORM_FIELDS
 
 MOST_COMPLETIONS = 4096  # of one request, over all its prompts
 _MOST_LOGPROBS = 20
@@ -36,12 +37,7 @@ _REFUSED: Refused = {
     "tool_choice": (("none", "auto"), NO_TOOLS),
     "functions": (([],), NO_TOOLS),
     "function_call": (("none", "auto"), NO_TOOLS),
-    "response_format": (({"type": "text"},), NO_GRAMMAR),
-    "structured_outputs": (({},), NO_GRAMMAR),
-    "guided_json": ((), NO_GRAMMAR),
-    "guided_regex": ((), NO_GRAMMAR),
-    "guided_choice": ((), NO_GRAMMAR),
-    "guided_grammar": ((), NO_GRAMMAR),
+    **dict.fromkeys(FORM_FIELDS, (({"type": "text"}, {}), NO_GRAMMAR)),
     "include_reasoning": ((True,), NO_PARSER),
     "thinking_token_budget": ((), NO_PARSER),
     "chat_template": ((), _TEMPLATE),
