@@ -10,9 +10,9 @@ import pytest
 
 from tests.model.logits_server import LogitsServer, ServingError
 from tests.model.models_page import architectures_of, differences, render_models_page, rows_of, versions_of
-from tests.model.served_logits import TOLERANCE
+from tests.model.served_logits import TOLERANCE, compare_served_logits
 from tests.model.survey import Outcome, Trier, every_job, job, survey
-from tests.model.tiny_configs import causal_lm_types
+from tests.model.tiny_configs import causal_lm_types, save_tiny_model, tiny_config
 from tests.sample import how_to_repeat, sample_of
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,15 @@ def test_the_page_is_right_about_a_sample(trier, versions_of_the_page, one):
 @pytest.mark.parametrize("one", sample_of(SERVED_BY_INDUCTOR, 1))
 def test_the_page_is_right_about_one_that_inductor_compiles(trier, versions_of_the_page, one):
     assert_page_says([trier.attempt(one)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_experts_through_inductor_are_served_by_a_process_that_only_starts(tmp_path, dtype):
+    save_tiny_model(tiny_config("qwen3_moe"), tmp_path / "model")
+    with closing(LogitsServer()) as server:
+        found = compare_served_logits(tmp_path / "model", tmp_path, tmp_path / "cache", server, dtype, "inductor")
+    assert found.error <= found.limit
 
 
 @pytest.mark.slow
