@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from mllm_compile.passes.match.nodes import call, is_symbolic, recompute_value
 
@@ -68,7 +69,7 @@ def writes_in_place(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "aten" and target._schema.is_mutable
     is_named_so = _has_mark(getattr(target, "__name__", "")) and getattr(target, "__module__", "") != "_operator"
-    return is_named_so or node.kwargs.get("out") is not None or _is_told_in_place(node)
+    return is_named_so or node.kwargs.get("out") is not None or _is_told_in_place(node) or _scales_its_table(node)
 
 
 def written_tensor(node: fx.Node) -> fx.Node:
@@ -78,6 +79,8 @@ def written_tensor(node: fx.Node) -> fx.Node:
         InPlaceError: it is not one tensor.
     """
     out = node.kwargs.get("out")
+    if _scales_its_table(node):
+        out = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
     target = out if out is not None else node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(target, fx.Node) or not isinstance(_val(target), torch.Tensor):
         raise InPlaceError(f"{_shown(node)} writes into something that is not one tensor")
@@ -394,6 +397,13 @@ def _is_dropout_of_nothing(node: fx.Node) -> bool:
 
 def _is_of(module: Any, function: Callable[..., Any]) -> bool:
     return getattr(module, function.__name__, None) is function
+
+
+def _scales_its_table(node: fx.Node) -> bool:
+    """True for an embedding that shortens the rows that it looks up, in its table: `max_norm`."""
+    if node.target not in (functional.embedding, functional.embedding_bag):
+        return False
+    return (node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")) is not None
 
 
 def _is_told_in_place(node: fx.Node) -> bool:

@@ -300,9 +300,17 @@ def into_listed_places(builder, x):
     return x
 
 
+def into_the_table_of_an_embedding(builder, x):
+    table = builder.weight("w", 11, HIDDEN)
+    rows = builder.graph.call_function(functional.embedding, (builder.token_ids, table), {"max_norm": 1.0})
+    rows.meta["val"] = x.meta["val"]
+    return rows
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
+        (into_the_table_of_an_embedding, r"embedding.*writes into l_self_modules_w_"),
         (into_bits_of_another_type, r"add_ .*the bits of clone as another type"),
         (into_one_of_several_that_a_call_gives_views_of, r"mul_ .*which others have as well"),
         (of_the_order_alone, r"t_ .*has no operation that computes the same anew"),
