@@ -45,6 +45,7 @@ class PassTarget:
         compiles_pieces: Inductor compiles them; if not, they run as traced, without kernels of ours.
         compiles_cuda: CUDA C++ for Hopper can be compiled here, and runs on the device.
         hopper_decode: compile.hopper_decode.
+        counts_experts: runtime.expert_stats.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
     """
 
@@ -54,6 +55,7 @@ class PassTarget:
     hopper_decode: bool
     dtype: str
     kv_cache_dtype: str
+    counts_experts: bool = False
 
 
 class GraphPass:

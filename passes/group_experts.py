@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import CACHE_INPUT, SMALL_FORMS, GraphPass, PassResult
+from mllm_compile.passes.base import SMALL_FORMS, GraphPass, PassResult
 from mllm_compile.passes.forms import copy_of
 from mllm_compile.passes.match.linear import match_silu_mul
-from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, input_node, is_op, replace_by_op
+from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, is_op, replace_by_op
+from mllm_compile.passes.token_slots import give_slots, slots_in
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import (
     FORM_TOKENS,
@@ -21,9 +22,6 @@ from mllm_compile.runtime.ops.experts.shapes import (
     most_blocks,
     rows_of_block,
 )
-
-_INPUT = "slots"  # of the program; in graphs and pieces it is called
-_SLOTS = "token_slots"
 
 
 class GroupExperts(GraphPass):
@@ -62,7 +60,7 @@ class GroupExperts(GraphPass):
             piece: Any = gm.get_submodule(name)
             if any(_expert_linears(piece.graph)):
                 _add_forms(gm, name)
-                _give_slots(gm, name)
+                give_slots(gm, name)
                 matches += sum(_group(form, most) for form, most in _with_forms(gm, name))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
@@ -88,35 +86,10 @@ def _with_forms(gm: fx.GraphModule, name: str) -> Iterator[tuple[Any, int | None
         yield gm.get_submodule(form), size
 
 
-def _give_slots(gm: fx.GraphModule, name: str) -> None:
-    """Gives the piece, its forms and its callers the slots, ahead of what a piece that writes the cache has last."""
-    slots = _slots_of(gm)
-    calls: list[Any] = list(gm.graph.find_nodes(op="call_module", target=name))
-    at = next((index for index, arg in enumerate(calls[0].args) if CACHE_INPUT in arg.meta), len(calls[0].args))
-    for call in calls:
-        call.args = (*call.args[:at], slots, *call.args[at:])
-    for form, _ in _with_forms(gm, name):
-        with form.graph.inserting_after(form.graph.find_nodes(op="placeholder")[at - 1]):
-            form.graph.placeholder(_SLOTS).meta["val"] = slots.meta["val"]
-
-
-def _slots_of(gm: fx.GraphModule) -> fx.Node:
-    """The batch input with each token's slot; adds it to the graph if it has none."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for node in placeholders:
-        if node.meta.get("input_name") == _INPUT and CACHE_INPUT not in node.meta:
-            return node
-    with gm.graph.inserting_before(placeholders[-1].next):
-        slots = gm.graph.placeholder(_SLOTS)
-    slots.meta["input_name"] = _INPUT
-    slots.meta["val"] = input_node(gm, "input_ids").meta["val"]
-    return slots
-
-
 def _group(piece: fx.GraphModule, most_tokens: int | None) -> int:
     """Groups the linears of one piece or form; returns how many there were."""
     graph = piece.graph
-    slots = next(node for node in graph.find_nodes(op="placeholder") if node.target == _SLOTS)
+    slots = slots_in(graph)
     orders: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node | None]] = {}
     linears: list[Any] = list(_expert_linears(graph))
     for node in linears:

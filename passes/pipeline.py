@@ -18,6 +18,7 @@ from torch import fx
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
+from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
@@ -49,6 +50,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     SplitAtAttention,
     DeduplicatePieces,  # equal stretches share one module
     ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
+    CountExperts,  # for runtime.expert_stats, how often each expert is chosen
     FuseSingleToken,  # a further form of each piece, for steps of one token
     StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
     FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears

@@ -44,5 +44,6 @@ class RuntimeSection:
     max_num_batched_tokens: int
     enable_prefix_cache: bool
     deterministic: bool
+    expert_stats: bool
     skip_compiled: bool
     seed: int

@@ -9,7 +9,7 @@ import logging
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,19 @@ class ForwardContext:
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     batch_descriptor: BatchDescriptor | None = None
     skip_compiled: bool = False  # call the eager model
+    # Names of the layers of experts, and whose turn it is; handed out in order, so that none stands in a graph.
+    all_moe_layers: Sequence[str] | None = None
+    moe_layer_index: int = 0
+    expert_counts: Mapping[str, torch.Tensor] | None = None  # layer of experts → [E] int64, how often each was chosen
     additional_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def next_moe_counts(self) -> torch.Tensor | None:
+        """The counts of the layer of experts whose turn it is, which is then the next one's; None: nobody counts."""
+        if self.all_moe_layers is None or self.expert_counts is None:
+            return None
+        name = self.all_moe_layers[self.moe_layer_index]
+        self.moe_layer_index += 1
+        return self.expert_counts[name]
 
     def __post_init__(self) -> None:
         if not self.cudagraph_runtime_mode.is_runtime_mode:
@@ -135,12 +147,14 @@ def set_forward_context(
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     batch_descriptor: BatchDescriptor | None = None,
     skip_compiled: bool = False,
+    expert_counts: Mapping[str, torch.Tensor] | None = None,
     additional_kwargs: dict[str, Any] | None = None,
     forward_times: ForwardTimes | None = None,
 ) -> Iterator[ForwardContext]:
     """Run the body as one batch.
 
     Args:
+        expert_counts: counts of each layer of experts, in the order of the layers; None: nobody counts.
         num_tokens: padded token count; with graphs on and no descriptor given, it makes the descriptor.
         forward_times: where to keep this forward's time, when it is to be kept.
 
@@ -156,6 +170,8 @@ def set_forward_context(
         cudagraph_runtime_mode=cudagraph_runtime_mode,
         batch_descriptor=batch_descriptor,
         skip_compiled=skip_compiled,
+        all_moe_layers=None if expert_counts is None else tuple(expert_counts),
+        expert_counts=expert_counts,
         additional_kwargs=additional_kwargs or {},
     )
     with override_forward_context(context):

@@ -53,6 +53,8 @@ class ModelRunner:
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
         forward_pass_id: forwards so far.
         row_state: a StepRunner's, and captured decodes'.
+        expert_counts: layer of experts → [E] int64, how often each expert was chosen; None unless config.runtime
+            asks for it.
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
@@ -116,6 +118,12 @@ class ModelRunner:
         self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
         interval_s = self.config.forward_times_interval_s
         self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
+        self.expert_counts: dict[str, torch.Tensor] | None = None
+        if self.config.runtime.expert_stats:
+            self.expert_counts = {
+                name: torch.zeros(count, dtype=torch.int64, device=self.device)
+                for name, count in model.num_experts.items()
+            }
 
     def init_memory_pool(self) -> None:
         """Allocate the table of slots and as many KV pages as fit; config.num_pages overrules the measurement."""
@@ -189,6 +197,10 @@ class ModelRunner:
         """Tokens that a query of the windowed layers sees, itself included; None: no layer has a window."""
         windows = {layer.params.window_left + 1 for layer in self.layers.values() if layer.params.window_left >= 0}
         return max(windows, default=None)
+
+    def experts_chosen(self) -> dict[str, list[int]]:
+        """How often each expert of each layer was chosen since the start. Waits for the device."""
+        return {name: counts.tolist() for name, counts in (self.expert_counts or {}).items()}
 
     # Batches ----------------------------------------------------------------------------------------------------------
 
@@ -396,6 +408,7 @@ class ModelRunner:
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
             skip_compiled=self.config.runtime.skip_compiled,
+            expert_counts=self.expert_counts,
             # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         )

@@ -175,6 +175,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         hopper_decode=config.compile.hopper_decode,
         dtype=config.model.dtype,
         kv_cache_dtype=config.runtime.kv_cache_dtype,
+        counts_experts=config.runtime.expert_stats,
     )
 
 

@@ -43,24 +43,30 @@ def build_program(graph: fx.GraphModule) -> Program:
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]
     weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
+    chosen, counted = _experts(graph)
     return Program(
         tuple(steps),
         layers,
         weights,
         _value_name(logits),
         _small_forms(graph),
-        chosen_experts=_chosen_experts(graph),
+        chosen_experts=chosen,
+        counted_experts=counted,
     )
 
 
-def _chosen_experts(graph: fx.GraphModule) -> dict[str, int]:
-    """How many experts a token chooses of those in a weight, for each weight of experts."""
+def _experts(graph: fx.GraphModule) -> tuple[dict[str, int], tuple[str, ...]]:
+    """How many experts a token chooses of those in a weight, for each weight of experts; and the first weight behind
+    each counter, in order."""
     chosen: dict[str, int] = {}
+    counted: list[str] = []
     for call in graph.graph.find_nodes(op="call_module"):
         piece: Any = graph.get_submodule(str(call.target))
         given: dict[Any, Any] = dict(zip(piece.graph.find_nodes(op="placeholder"), call.args, strict=True))
+        is_counted = False
         for node in piece.graph.nodes:
             operands: Any = node.args
+            is_counted = is_counted or is_op(node, "count_experts")
             if is_op(node, "expert_linear"):
                 weight, num_chosen = operands[2], int(operands[1].meta["val"].shape[1])
             elif is_op(node, "grouped_linear"):
@@ -68,8 +74,12 @@ def _chosen_experts(graph: fx.GraphModule) -> dict[str, int]:
             else:
                 continue
             if is_weight(given.get(weight)):
-                chosen[given[weight].meta["weight_name"]] = num_chosen
-    return chosen
+                name = given[weight].meta["weight_name"]
+                chosen[name] = num_chosen
+                if is_counted:
+                    counted.append(name)
+                is_counted = False
+    return chosen, tuple(counted)
 
 
 def _attention_step(node: fx.Node) -> AttentionStep:

@@ -159,6 +159,10 @@ class RuntimeConfig(Section):
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
     preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""
 
+    expert_stats: bool = False
+    """Count how often each expert of a mixture is chosen, for `Engine.stats().experts`. Compiles a program of its own,
+    whose steps take somewhat longer."""
+
     skip_compiled: bool = False
     """Run Transformers' own model in place of the compiled one, to find which of them gives a wrong answer."""
 

@@ -105,6 +105,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         folder=compiled.folder,
         tokenizer_files=_tokenizer_files(compiled),
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
+        experts_chosen=runner.experts_chosen,
     )
 
 

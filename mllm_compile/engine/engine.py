@@ -131,6 +131,7 @@ class Engine:
             shutdown=parts.shutdown,
             prepare_thread=parts.prepare_thread,
             forward_times=parts.forward_times,
+            experts_chosen=parts.experts_chosen,
             log_interval_s=log_interval_s,
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.

@@ -26,7 +26,7 @@ from typing import Generic, Protocol, TypeVar
 from mllm_compile.engine import end_errors
 from mllm_compile.engine.outputs import FinishReason
 from mllm_compile.engine.sequences import Sequence, StepSink, Submission
-from mllm_compile.engine.stats import EngineStats, ForwardTimesSource, StatsRecorder
+from mllm_compile.engine.stats import EngineStats, ExpertsSource, ForwardTimesSource, StatsRecorder
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.request import Request
@@ -102,6 +102,7 @@ class EngineCore:
         shutdown: gives the device's memory back; called once, by `close`, after the last step.
         prepare_thread: called first on the engine's thread.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
+        experts_chosen: gives each layer's counts by expert, likewise.
         log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
     """
 
@@ -114,6 +115,7 @@ class EngineCore:
         shutdown: Callable[[], None] = _nothing,
         prepare_thread: Callable[[], None] = _nothing,
         forward_times: ForwardTimesSource = tuple,
+        experts_chosen: ExpertsSource = dict,
         log_interval_s: float = 10.0,
     ) -> None:
         self._scheduler = scheduler
@@ -122,7 +124,7 @@ class EngineCore:
         self._shutdown = shutdown
         self._log_interval_s = log_interval_s
         self._next_log = time.monotonic() + log_interval_s
-        self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1, forward_times)
+        self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1, forward_times, experts_chosen)
 
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error

@@ -9,7 +9,7 @@ from pathlib import Path
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
 from mllm_compile.engine.requests import GrammarSource, PromptTokenizer
-from mllm_compile.engine.stats import ForwardTimesSource
+from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
@@ -32,6 +32,7 @@ class EngineParts:
         folder: the runtime's; None: they come from nowhere on disk.
         tokenizer_files: the files that the tokenizer was read from, by name; for a process that needs another one.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
+        experts_chosen: gives each layer's counts by expert, likewise.
     """
 
     scheduler: Scheduler
@@ -48,3 +49,4 @@ class EngineParts:
     folder: Path | None = None
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     forward_times: ForwardTimesSource = tuple
+    experts_chosen: ExpertsSource = dict

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 ForwardTimesSource = Callable[[], Iterable[tuple[int, int, float]]]
+ExpertsSource = Callable[[], Mapping[str, Sequence[int]]]
 
 _BUCKETS_A_DECADE = 5
 _RATE_WINDOW_S = 10.0
@@ -112,6 +113,25 @@ class ForwardTime:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How often a layer's experts were chosen since the start; a token chooses several.
+
+    Attributes:
+        layer: its name in the model.
+        counts: by expert.
+    """
+
+    layer: str
+    counts: tuple[int, ...]
+
+    @property
+    def skew(self) -> float | None:
+        """The most chosen expert's count over the mean: 1 is even, the number of experts is all to one."""
+        total = sum(self.counts)
+        return max(self.counts) * len(self.counts) / total if total else None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of `Engine.stats()`.
 
@@ -135,6 +155,7 @@ class EngineStats:
         time_to_first_token: seconds from arrival to the first token.
         time_between_tokens: seconds from one token of a request to its next.
         forward_times: times by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
+        experts: the load of each layer of experts, in order; empty unless runtime.expert_stats.
     """
 
     running: int
@@ -156,6 +177,7 @@ class EngineStats:
     time_to_first_token: HistogramSnapshot
     time_between_tokens: HistogramSnapshot
     forward_times: tuple[ForwardTime, ...] = ()
+    experts: tuple[ExpertLoad, ...] = ()
 
     @property
     def kv_usage(self) -> float:
@@ -195,11 +217,15 @@ class StatsRecorder:
     Args:
         num_rows: rows that a step's `rows` point into.
         forward_times: gives (num_tokens, count, median in ms) rows.
+        experts_chosen: gives each layer's counts by expert.
     """
 
-    def __init__(self, num_rows: int, forward_times: ForwardTimesSource = tuple) -> None:
+    def __init__(
+        self, num_rows: int, forward_times: ForwardTimesSource = tuple, experts_chosen: ExpertsSource = dict
+    ) -> None:
         now = time.monotonic()
         self._forward_times = forward_times
+        self._experts_chosen = experts_chosen
         self._last_token_time = np.zeros(num_rows, dtype=np.float64)  # by row
         self._first_token = Histogram(1e-3, 1e3)
         self._between_tokens = Histogram(1e-4, 1e2)
@@ -265,4 +291,5 @@ class StatsRecorder:
             time_to_first_token=self._first_token.snapshot(),
             time_between_tokens=self._between_tokens.snapshot(),
             forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),
+            experts=tuple(ExpertLoad(layer, tuple(counts)) for layer, counts in self._experts_chosen().items()),
         )

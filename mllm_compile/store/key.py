@@ -103,6 +103,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "weights": weights.fingerprint(),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
+        "expert stats": "on" if config.runtime.expert_stats else "off",
         "attention": _attention(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }

@@ -61,6 +61,9 @@ class ArtifactSource:
             decoders=linked.decoders,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
+            num_experts={
+                name.rpartition(".")[0]: executor.weights[name].shape[0] for name in artifact.program.counted_experts
+            },
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,

@@ -25,6 +25,7 @@ OPS = {
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
     "choose_experts": "experts.choose",
+    "count_experts": "experts.count",
     "draw_tokens": "draw",
     "end_decode": "decode_loop",
     "expert_linear": "experts.linear",

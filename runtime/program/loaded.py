@@ -49,6 +49,7 @@ class LoadedModel:
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
+    num_experts: Mapping[str, int] = field(default_factory=dict)  # layer of experts, in order → how many it has
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int

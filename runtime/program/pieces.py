@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch.torch_version import TorchVersion
 
-import mllm_compile.runtime.ops.experts.linear  # noqa: F401 - packages call it by name
+import mllm_compile.runtime.ops.experts.count
+import mllm_compile.runtime.ops.experts.linear  # noqa: F401 - packages call them by name
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.program.unpacked import Unpacked, check_room
 

@@ -167,6 +167,7 @@ class Program:
     decode_loop: DecodeLoopForms | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
     chosen_experts: Mapping[str, int] = field(default_factory=dict)  # weight [E, …] of experts → those a token chooses
+    counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
@@ -208,6 +209,7 @@ class Program:
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
             "chosen_experts": dict(self.chosen_experts),
+            "counted_experts": list(self.counted_experts),
         }
 
     @classmethod
@@ -230,6 +232,7 @@ class Program:
                     for name, members in data["kernels"].items()
                 },
                 chosen_experts=from_json(dict[str, int], data["chosen_experts"]),
+                counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(

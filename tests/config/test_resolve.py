@@ -160,7 +160,13 @@ def test_the_runner_is_told_every_key_of_its_sections(asked, section, derived):
 
 
 def test_a_key_without_auto_becomes_what_was_asked_for():
-    keys = {"mem_fraction_static": 0.5, "enable_prefix_cache": False, "skip_compiled": True, "seed": 7}
+    keys = {
+        "mem_fraction_static": 0.5,
+        "enable_prefix_cache": False,
+        "expert_stats": True,
+        "skip_compiled": True,
+        "seed": 7,
+    }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
     assert without_auto == {*keys, "deterministic"}
     runtime = resolved(runtime=keys).runtime

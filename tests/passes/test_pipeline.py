@@ -30,7 +30,7 @@ from mllm_compile.runtime.ops import FAMILIES, OPS
 from tests.passes.support.graph_builder import model_of_layers, run
 
 # Files of passes/ that are no pass.
-OTHERS = {"__init__", "base", "forms", "pipeline", "verify"}
+OTHERS = {"__init__", "base", "forms", "pipeline", "token_slots", "verify"}
 
 
 def snake_case(name: str) -> str:
@@ -168,7 +168,7 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
         run_passes(fx.GraphModule({}, fx.Graph()))
 
 
-HOPPER = PassTarget("cuda", True, True, True, "bfloat16", "bfloat16")
+HOPPER = PassTarget("cuda", True, True, True, "bfloat16", "bfloat16", counts_experts=True)
 KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
 # Those whose kernels are CUDA C++: the ops of kernel families, and decode attention that rotates.
 HOPPER_PASSES = {
@@ -191,6 +191,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
         ({"compiles_cuda": False}, HOPPER_PASSES, "NVRTC"),
         ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, {"fuse_rope_cache"}, "float8_e4m3fn KV cache"),
+        ({"counts_experts": False}, {"count_experts"}, "runtime.expert_stats"),
     ],
 )
 def test_a_pass_says_where_it_is_of_no_use(changes, left_out, why):

@@ -1,0 +1,63 @@
+"""Puts a counter behind each layer's choice of experts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import called_pieces, is_op
+from mllm_compile.passes.token_slots import give_slots, slots_in
+from mllm_compile.runtime.ops import op
+
+
+class CountExperts(GraphPass):
+    """Counts the tokens of each expert, for `Engine.stats().experts`.
+
+    Why: which experts are chosen, and how unevenly, is known on the device alone.
+
+    Before::
+
+        h = mllm.expert_linear(x, ids, gate_up, …); …; y = mllm.expert_linear(a, ids, down, …)
+
+    After::
+
+        counted = mllm.count_experts(ids, slots)
+        h = mllm.expert_linear(x, counted, gate_up, …); …; y = mllm.expert_linear(a, counted, down, …)
+
+    Requires: deduplicated pieces, before forms are made of them. Left out unless `runtime.expert_stats` is set.
+    Preserves: every number.
+    """
+
+    name: ClassVar[str] = "count_experts"
+    is_required: ClassVar[bool] = True  # a config asks for it by a key of its own
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.counts_experts else "runtime.expert_stats is not set"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        matches = 0
+        for name in called_pieces(gm):
+            piece: Any = gm.get_submodule(name)
+            linears: list[Any] = [node for node in piece.graph.nodes if is_op(node, "expert_linear")]
+            chosen = dict.fromkeys(node.args[1] for node in linears)
+            uncounted = [ids for ids in chosen if not is_op(ids, "count_experts")]
+            if uncounted:
+                give_slots(gm, name)
+            for ids in uncounted:
+                _count(piece.graph, ids)
+            matches += len(uncounted)
+            piece.recompile()
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _count(graph: fx.Graph, ids: fx.Node) -> None:
+    readers = [node for node in ids.users if is_op(node, "expert_linear")]
+    with graph.inserting_before(min(readers)):
+        counted = graph.call_function(op("count_experts"), (ids, slots_in(graph)))
+    counted.meta.update(ids.meta)
+    for node in readers:
+        node.replace_input_with(ids, counted)
