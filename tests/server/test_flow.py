@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import asyncio
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,7 +82,7 @@ class Engine:
         job.add(PromptRun(self.dispatcher.next_key(), [1], None, False), params, tokenizer or ByteTokenizer())
         self.dispatcher.start(job, params, 0, None)
         key = job.prompts[0].key
-        self.step({}, StepRest(admitted=[Admitted(key, 0, row, 0, time.monotonic())]))
+        self.step({}, StepRest(admitted=[Admitted(key, 0, row, 0, 0.0)]))
         return job
 
     def step(self, tokens: dict[int, str], rest: StepRest | None = None) -> None:
