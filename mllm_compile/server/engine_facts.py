@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mllm_compile.engine.requests import RequestBuilder
-from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.server.wire.messages import Hello
+from mllm_compile.server.wire.messages import Hello, params_of_wire
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -23,7 +22,7 @@ class EngineFacts:
     def __init__(self, hello: Hello, tokenizer: Tokenizer | None) -> None:
         self.hello = hello
         self.tokenizer = tokenizer
-        self.defaults = SamplingParams(**hello.default_params)
+        self.defaults = params_of_wire(hello.default_params)
         self.builder = RequestBuilder(
             tokenizer=tokenizer,
             vocab_size=hello.vocab_size,

@@ -218,6 +218,7 @@ class Front:
             is_stream=bool(request.fields.stream),
             stream_interval=request.fields.stream_interval or 1,
             headers=[(b"x-request-id", name.encode()), *headers],
+            form_field=request.fields.form_field,
             cancel=self.dispatcher.cancel,
             on_over=lambda job: request_over(job, self.metrics, client),
         )

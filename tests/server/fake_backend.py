@@ -14,9 +14,10 @@ import numpy as np
 
 import mllm_compile.model
 from mllm_compile.engine.engine import Engine
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.server.backend.process import EngineServer
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.fakes import FakeStepRunner, fake_engine
@@ -39,6 +40,20 @@ _TEXT = TOKENIZER.encode("Return a new list containing the items of the mapping 
 def same_text(token_ids: list[int]) -> int:
     """The next token of a text that begins again and again."""
     return _TEXT[len(token_ids) % len(_TEXT)]
+
+
+class FakeGrammars:
+    """Takes every form, which its runner heeds not; one with `refused` in it excepted.
+
+    A form with `slow` in it is compiled while a file is there, which a test makes.
+    """
+
+    def compile(self, params: StructuredOutputsParams) -> Any:
+        while "slow" in params.text and os.path.exists(os.environ["MLLM_FAKE_SLOW_FORM"]):
+            time.sleep(0.01)
+        if "refused" in params.text:
+            raise RequestError(f"structured_outputs: {params.kind} is refused: it says so.")
+        return object()
 
 
 class Runner(FakeStepRunner):
@@ -71,6 +86,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     return fake_engine(
         runner,
         tokenizer=TOKENIZER,
+        grammars=FakeGrammars(),
         vocab_size=VOCAB,
         eos_token_ids=frozenset({EOS}),
         tokenizer_files={path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")},

@@ -65,7 +65,7 @@ def test_a_streamed_response_has_the_events_in_order_and_the_same_text(client):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "json"}}}, "text.format"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": 3}, "input"),

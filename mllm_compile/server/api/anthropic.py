@@ -21,10 +21,20 @@ _REFUSED: Refused = {
     "thinking": (({"type": "disabled"},), NO_PARSER),
     "mcp_servers": (([],), "this server reaches nothing outside"),
     "container": ((), "code is not run"),
-    "output_config": (({},), "outputs are not held to a format"),
+    "output_format": ((), "it has become output_config: {format: …}"),
 }
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    format: Any = None
+
+
+class _MessagesChat(ChatFields, kw_only=True):
+    form_name = "output_config.format"
 
 
 class MessagesFields(msgspec.Struct, kw_only=True):
@@ -39,6 +49,7 @@ class MessagesFields(msgspec.Struct, kw_only=True):
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
+    output_config: OutputConfig | None = None
     # Taken, and without a meaning here.
     metadata: Any = None
     service_tier: Any = None
@@ -60,7 +71,7 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
     system = [] if given.system is None else [{"role": "system", "content": _text(given.system, "system")}]
     messages = [{**message, "content": _text(message.get("content"), "messages")} for message in given.messages]
     goes_on = bool(messages) and messages[-1].get("role") == "assistant"
-    fields = ChatFields(
+    fields = _MessagesChat(
         model=given.model,
         messages=[*system, *messages],
         continue_final_message=goes_on,
@@ -70,6 +81,7 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
         temperature=given.temperature,
         top_p=given.top_p,
         top_k=given.top_k,
+        response_format=None if given.output_config is None else given.output_config.format,
     )
     return fields, ignored
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,8 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
             one["prompt"] = prompt.text
         given.append(one)
     try:
-        submissions = facts.builder.build(given, params)
+        # Forms are compiled by the engine's process.
+        submissions = facts.builder.build(given, dataclasses.replace(params, structured_outputs=None))
     except MllmError as error:
         raise of_error(error, None) from None
     most = facts.hello.max_model_len

@@ -63,6 +63,7 @@ class Job:
         headers: further ones of the response.
         cancel: tells the engine that these prompts are not wanted any more.
         on_over: called once, at the end.
+        form_field: the field that asks for a form of the answer.
 
     Attributes:
         scheduled_s, first_token_s, last_token_s: time.monotonic() of the first prompt to get there.
@@ -81,10 +82,12 @@ class Job:
         headers: Headers,
         cancel: Callable[[Job, list[PromptRun]], None],
         on_over: Callable[[Job], None],
+        form_field: str | None = None,
     ) -> None:
         self.name = name
         self.format = format
         self.is_stream = is_stream
+        self.form_field = form_field
         self.writer = Writer(send, self._free)
         self.prompts: list[PromptRun] = []
         self.choices: list[Choice] = []
