@@ -124,7 +124,7 @@ def test_a_message_ends_at_a_stop_sequence_and_goes_on_from_a_last_message_of_th
     ("fields", "says"),
     [
         ({"max_tokens": None}, "max_tokens: expected an integer"),
-        ({"tools": [{"name": "f"}]}, "tools: tool calls are not served"),
+        ({"tools": [{"name": "f"}]}, "tools: it is served by /v1/chat/completions alone"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: "),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is served"),
         ({"messages": []}, "no messages"),

@@ -9,16 +9,16 @@ import msgspec
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import encode
 from mllm_compile.server.api.errors import ApiError, bad_request
-from mllm_compile.server.api.fields import NO_PARSER, NO_TOOLS, ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.fields import CHATS_ALONE, ChatFields, Refused, params_of, read_fields
 from mllm_compile.server.api.interfaces import Plan
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
 
 _REFUSED: Refused = {
-    "tools": (([],), NO_TOOLS),
-    "tool_choice": (({"type": "none"}, {"type": "auto"}), NO_TOOLS),
-    "thinking": (({"type": "disabled"},), NO_PARSER),
+    "tools": (([],), CHATS_ALONE),
+    "tool_choice": (({"type": "none"}, {"type": "auto"}), CHATS_ALONE),
+    "thinking": (({"type": "disabled"},), CHATS_ALONE),
     "mcp_servers": (([],), "this server reaches nothing outside"),
     "container": ((), "code is not run"),
     "output_format": ((), "it has become output_config: {format: …}"),
@@ -112,7 +112,8 @@ class MessagesRequest:
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)
-        return Plan(prompts.chat_prompts(facts, self.fields, params), params, MessagesAnswers)
+        found = prompts.chat_prompts(facts, self.fields, params, prompts.chat_text(facts, self.fields))
+        return Plan(found, params, MessagesAnswers)
 
 
 class MessagesAnswers:

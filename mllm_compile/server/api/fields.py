@@ -28,17 +28,13 @@ _SAMPLING = (
     "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
-NO_PARSER = "this server does not parse it out of the model's text"
-NO_TOOLS = "tool calls are not served. Describe the functions in a message, and read the model's text"
+CHATS_ALONE = "it is served by /v1/chat/completions alone. Ask there"
 _TEMPLATE = "a template is code, and is not taken from a request. Serve a model folder that has it"
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # name → values that ask for nothing, reason
 _REFUSED: Refused = {
-    "tools": (([],), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS),
-    "functions": (([],), NO_TOOLS),
-    "function_call": (("none", "auto"), NO_TOOLS),
-    "include_reasoning": ((True,), NO_PARSER),
-    "thinking_token_budget": ((), NO_PARSER),
+    "functions": (([],), "it has become tools. Use that"),
+    "function_call": (("none", "auto"), "it has become tool_choice. Use that"),
+    "thinking_token_budget": ((), "reasoning is not cut. Use max_tokens"),
     "chat_template": ((), _TEMPLATE),
     "use_beam_search": ((False,), "there is no beam search. Use n with a temperature"),
     "length_penalty": ((1, 1.0), "it is for beam search, which there is not"),
@@ -111,7 +107,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None  # of chats
 
     subject: ClassVar[str]  # the field with the prompt
     form_name: ClassVar[str | None] = None  # of the form, where a client has given it another name than those above
@@ -158,6 +154,9 @@ class ChatFields(GenerateFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    include_reasoning: bool | None = None
 
     subject: ClassVar[str] = "messages"
 

@@ -9,7 +9,7 @@ import msgspec
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import encode
 from mllm_compile.server.api.errors import ApiError, bad_request, openai_refusal
-from mllm_compile.server.api.fields import NO_TOOLS, ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.fields import CHATS_ALONE, ChatFields, Refused, params_of, read_fields
 from mllm_compile.server.api.interfaces import Plan
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
@@ -17,15 +17,15 @@ from mllm_compile.server.flow.job import Job
 
 _STATE = "nothing is stored between requests. Send the whole conversation as input"
 _REFUSED: Refused = {
-    "tools": (([],), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS),
+    "tools": (([],), CHATS_ALONE),
+    "tool_choice": (("none", "auto"), CHATS_ALONE),
     "previous_response_id": ((), _STATE),
     "conversation": ((), _STATE),
     "background": ((False,), _STATE),
     "prompt": ((), "there are no stored prompts"),
     "include": (([],), "there is nothing else that an answer could include"),
     "truncation": (("disabled",), "an input is not shortened"),
-    "max_tool_calls": ((), NO_TOOLS),
+    "max_tool_calls": ((), CHATS_ALONE),
 }
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -92,7 +92,7 @@ class ResponsesRequest:
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)
-        found = prompts.chat_prompts(facts, self.fields, params)
+        found = prompts.chat_prompts(facts, self.fields, params, prompts.chat_text(facts, self.fields))
         said = {
             "instructions": self._given.instructions,
             "max_output_tokens": self._given.max_output_tokens,

@@ -16,6 +16,7 @@ from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.writer import Headers, Send, Writer
 from mllm_compile.server.wire.messages import Admitted
+from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.detokenizer import Decoder
 
 logger = logging.getLogger("mllm_compile.server")
@@ -109,10 +110,16 @@ class Job:
         self._on_over = on_over
         self._num_open = 0
 
-    def add(self, prompt: PromptRun, params: SamplingParams, decoder: Decoder | None) -> None:
-        """Adds a prompt with its completions; before any news."""
+    def add(
+        self,
+        prompt: PromptRun,
+        params: SamplingParams,
+        decoder: Decoder | None,
+        make_parser: Callable[[], CallParser] | None = None,
+    ) -> None:
+        """Adds a prompt with its completions, each read by a parser of its own if there are any; before any news."""
         for _ in range(params.n):
-            choice = Choice(prompt, len(self.choices), params, decoder)
+            choice = Choice(prompt, len(self.choices), params, decoder, make_parser and make_parser())
             prompt.choices.append(choice)
             self.choices.append(choice)
         self._num_open += params.n
