@@ -28,7 +28,7 @@ def banner_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
         f"  memory    {hello.kv_tokens:,} KV tokens: {whole:,} requests of {hello.max_model_len:,}",
         f"  limits    {hello.max_running_requests} running, {front.admission.most} waiting, "
         f"prompt and answer {hello.max_model_len:,} tokens",
-        f"  template  {'chat' if has_chat else 'no chat template: completions only'}; tool calls are not parsed",
+        f"  template  {'chat' if has_chat else 'no chat template: completions only'}; {facts.syntax.described()}",
         f"  ready     {url}/v1  in {hello.seconds:.1f} s ({stages})",
         f"  try       curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{data}'",
     ]

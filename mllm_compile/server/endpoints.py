@@ -136,7 +136,7 @@ def _tokenize(front: Front) -> Answer:
 
         def encode() -> list[int]:
             if isinstance(fields, TokenizeChatFields):
-                return tokenizer.encode(chat_text(tokenizer, fields), fields.add_special_tokens is True)
+                return tokenizer.encode(chat_text(facts, fields), fields.add_special_tokens is True)
             return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
         tokens: list[int] = await front.in_thread(encode)
@@ -155,7 +155,7 @@ def _count_tokens(front: Front) -> Answer:
         fields, _ = anthropic.read_chat(body)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
-        text = await front.in_thread(chat_text, tokenizer, fields)
+        text = await front.in_thread(chat_text, facts, fields)
         return {"input_tokens": len(await front.in_thread(tokenizer.encode, text, False))}
 
     return _json(front, count, anthropic.refusal)

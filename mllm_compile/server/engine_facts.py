@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from mllm_compile.engine.requests import RequestBuilder
-from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.server.wire.messages import Hello
+from mllm_compile.errors import MllmError
+from mllm_compile.server.wire.messages import Hello, params_of_wire
+from mllm_compile.text.calls.derive import derive
+from mllm_compile.text.calls.syntax import ChatSyntax
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("mllm_compile.server")
 
 
 class EngineFacts:
@@ -16,14 +21,18 @@ class EngineFacts:
     Attributes:
         hello: as the engine told them.
         tokenizer: None: prompts are token ids, answers too.
+        syntax: how the model writes tool calls and reasoning.
+        special_tokens: the tokenizer's, by their use to the syntax.
         defaults: sampling parameters of a request that says none.
         builder: checks prompts as the engine does.
     """
 
-    def __init__(self, hello: Hello, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax) -> None:
         self.hello = hello
         self.tokenizer = tokenizer
-        self.defaults = SamplingParams(**hello.default_params)
+        self.syntax = syntax
+        self.special_tokens = syntax.special_tokens(_special_texts(tokenizer))
+        self.defaults = params_of_wire(hello.default_params)
         self.builder = RequestBuilder(
             tokenizer=tokenizer,
             vocab_size=hello.vocab_size,
@@ -40,5 +49,23 @@ class EngineFacts:
         """
         files, hello.tokenizer_files = hello.tokenizer_files, {}
         if earlier is not None and hello.fingerprint and earlier.hello.fingerprint == hello.fingerprint:
-            return cls(hello, earlier.tokenizer)
-        return cls(hello, load_tokenizer(Path("tokenizer"), files.get))
+            return cls(hello, earlier.tokenizer, earlier.syntax)
+        tokenizer = load_tokenizer(Path("tokenizer"), files.get)
+        return cls(hello, tokenizer, _syntax(tokenizer))
+
+
+def _syntax(tokenizer: Tokenizer | None) -> ChatSyntax:
+    if tokenizer is None or not tokenizer.has_chat_template:
+        return ChatSyntax(why_not="no chat template")
+    try:
+        return derive(tokenizer.apply_chat_template, tokenizer.source_for_tools)
+    except MllmError as error:
+        logger.warning("tool calls and reasoning stay in the text: %s", error)
+        return ChatSyntax(why_not=str(error))
+
+
+def _special_texts(tokenizer: Tokenizer | None) -> list[str]:
+    if tokenizer is None:
+        return []
+    texts = map(tokenizer.id_to_token, tokenizer.special_token_ids)
+    return [text for text in texts if text is not None]

@@ -218,12 +218,13 @@ class Front:
             is_stream=bool(request.fields.stream),
             stream_interval=request.fields.stream_interval or 1,
             headers=[(b"x-request-id", name.encode()), *headers],
+            form_field=request.fields.form_field or "tools",  # whose form is no field's
             cancel=self.dispatcher.cancel,
             on_over=lambda job: request_over(job, self.metrics, client),
         )
         for prompt in plan.prompts:
             run = PromptRun(self.dispatcher.next_key(), prompt.token_ids, prompt.text, plan.is_only_echoed)
-            job.add(run, plan.params, facts.tokenizer)
+            job.add(run, plan.params, facts.tokenizer, plan.make_parser)
         return job
 
     async def sweep(self) -> None:

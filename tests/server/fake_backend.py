@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 
 import mllm_compile.model
 from mllm_compile.engine.engine import Engine
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.server.backend.process import EngineServer
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.fakes import FakeStepRunner, fake_engine
+from tests.text.calls import templates
 
 TINY = Path(mllm_compile.model.__file__).parent / "tiny"
 TOKENIZER = load_tokenizer(TINY)
@@ -39,6 +42,34 @@ _TEXT = TOKENIZER.encode("Return a new list containing the items of the mapping 
 def same_text(token_ids: list[int]) -> int:
     """The next token of a text that begins again and again."""
     return _TEXT[len(token_ids) % len(_TEXT)]
+
+
+def said_text(header: str, token_ids: list[int]) -> int:
+    """The next token of the text that the last message asks for between `SAY ` and ` END`, then the end.
+
+    Args:
+        header: the end of the prompt.
+    """
+    text = TOKENIZER.decode(token_ids, skip_special_tokens=False)
+    said, _, behind = text.rpartition("SAY ")[2].partition(" END")
+    prompt = text[: len(text) - len(behind)] + behind[: behind.index(header) + len(header)]
+    done = len(token_ids) - len(TOKENIZER.encode(prompt, add_special_tokens=False))
+    told = TOKENIZER.encode(said, add_special_tokens=False)
+    return told[done] if done < len(told) else EOS
+
+
+class FakeGrammars:
+    """Takes every form, which its runner heeds not; one with `refused` in it excepted.
+
+    A form with `slow` in it is compiled while a file is there, which a test makes.
+    """
+
+    def compile(self, params: StructuredOutputsParams) -> Any:
+        while "slow" in params.text and os.path.exists(os.environ["MLLM_FAKE_SLOW_FORM"]):
+            time.sleep(0.01)
+        if "refused" in params.text:
+            raise RequestError(f"structured_outputs: {params.kind} is refused: it says so.")
+        return object()
 
 
 class Runner(FakeStepRunner):
@@ -66,14 +97,19 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         raise ConfigError("the fake engine does not start")
     time.sleep(settings.get("start_s", 0.0))
     next_token = same_text if settings.get("quick") else drawn_token
+    files = {path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")}
+    if "template" in settings:
+        files["chat_template.jinja"] = getattr(templates, settings["template"]).encode()
+        next_token = partial(said_text, settings.get("header", "<|im_start|>assistant\n"))
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
     limits = {"max_running_requests": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "num_pages": 2049}
     return fake_engine(
         runner,
         tokenizer=TOKENIZER,
+        grammars=FakeGrammars(),
         vocab_size=VOCAB,
         eos_token_ids=frozenset({EOS}),
-        tokenizer_files={path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")},
+        tokenizer_files=files,
         **(limits | settings.get("limits", {})),
     )
 

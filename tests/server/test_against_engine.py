@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from mllm_compile import Engine, SamplingParams
-from tests.server.harness import Server, running
-from tests.tiny_model import tiny_config
 
 PROMPTS = ["Return a new list containing", 'The "for" statement is used to iterate over', "é ☕"]
 
 
 @pytest.fixture(scope="module")
-def config(eager_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny_config(eager_cache, compile={"backend": "eager"})
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(config: Path) -> Iterator[Engine]:
-    with Engine(str(config)) as engine:
+def engine(tiny_yaml: Path) -> Iterator[Engine]:
+    with Engine(str(tiny_yaml)) as engine:
         yield engine
-
-
-@pytest.fixture(scope="module")
-def server(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    command = [sys.executable, "-m", "mllm_compile", "serve", str(config), "--port", "0"]
-    with running(command, tmp_path_factory.mktemp("log") / "log") as server:
-        yield server
 
 
 def in_process(engine: Engine, prompt: Any, **fields: Any) -> Any:
@@ -60,28 +41,28 @@ def in_process(engine: Engine, prompt: Any, **fields: Any) -> Any:
         },
     ],
 )
-def test_a_served_text_is_the_engines_own(server, engine, fields):
+def test_a_served_text_is_the_engines_own(tiny_server, engine, fields):
     for prompt in PROMPTS:
         expected = in_process(engine, prompt, **fields)[0]
-        choices = server.post("/v1/completions", {"prompt": prompt, **fields}).json["choices"]
+        choices = tiny_server.post("/v1/completions", {"prompt": prompt, **fields}).json["choices"]
         assert [choice["text"] for choice in choices] == [output.text for output in expected.outputs]
         assert [choice["finish_reason"] for choice in choices] == [output.finish_reason for output in expected.outputs]
         assert [choice["stop_reason"] for choice in choices] == [output.stop_reason for output in expected.outputs]
 
 
-def test_a_served_chat_is_the_engines_own(server, engine):
+def test_a_served_chat_is_the_engines_own(tiny_server, engine):
     messages = [{"role": "user", "content": "What does shutil.copytree do?"}]
     expected = engine.chat(messages, SamplingParams(temperature=0, max_tokens=16))[0]
-    told = server.post("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 16}).json
+    told = tiny_server.post("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 16}).json
     assert told["choices"][0]["message"]["content"] == expected.text
     assert told["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
 
 
-def test_loglikelihoods_as_an_evaluation_asks_for_them_are_the_engines_own(server, engine):
+def test_loglikelihoods_as_an_evaluation_asks_for_them_are_the_engines_own(tiny_server, engine):
     """A list of lists of ids, echoed with their log-probabilities and one token: lm_eval's local-completions."""
     ids = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
     body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
-    choices = server.post("/v1/completions", body).json["choices"]
+    choices = tiny_server.post("/v1/completions", body).json["choices"]
     expected = in_process(engine, ids, max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1)
     for choice, output in zip(choices, expected, strict=True):
         told = choice["logprobs"]["token_logprobs"]
@@ -96,14 +77,14 @@ def test_loglikelihoods_as_an_evaluation_asks_for_them_are_the_engines_own(serve
         assert max(last.values()) == told[-1], "the token that was chosen greedily is the likeliest"
 
 
-def test_the_models_own_defaults_hold_for_fields_that_are_absent(server, engine):
-    told = server.post("/v1/completions", {"prompt": PROMPTS[0], "seed": 5, "max_tokens": 12}).json
+def test_the_models_own_defaults_hold_for_fields_that_are_absent(tiny_server, engine):
+    told = tiny_server.post("/v1/completions", {"prompt": PROMPTS[0], "seed": 5, "max_tokens": 12}).json
     expected = in_process(engine, PROMPTS[0], seed=5, max_tokens=12)[0]
     assert told["choices"][0]["text"] == expected.text
 
 
-def test_the_banner_names_what_was_decided(server):
-    assert "KV tokens" in server.said
-    assert f"ready     {server.url}/v1" in server.said
-    assert "8 running, 32 waiting" in server.said
-    assert server.get("/v1/models").json["data"][0]["id"] == "tiny"
+def test_the_banner_names_what_was_decided(tiny_server):
+    assert "KV tokens" in tiny_server.said
+    assert f"ready     {tiny_server.url}/v1" in tiny_server.said
+    assert "8 running, 32 waiting" in tiny_server.said
+    assert tiny_server.get("/v1/models").json["data"][0]["id"] == "tiny"

@@ -65,7 +65,7 @@ def test_a_streamed_response_has_the_events_in_order_and_the_same_text(client):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "json"}}}, "text.format"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": 3}, "input"),
@@ -124,7 +124,7 @@ def test_a_message_ends_at_a_stop_sequence_and_goes_on_from_a_last_message_of_th
     ("fields", "says"),
     [
         ({"max_tokens": None}, "max_tokens: expected an integer"),
-        ({"tools": [{"name": "f"}]}, "tools: tool calls are not served"),
+        ({"tools": [{"name": "f"}]}, "tools: it is served by /v1/chat/completions alone"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: "),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is served"),
         ({"messages": []}, "no messages"),

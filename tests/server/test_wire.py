@@ -9,6 +9,7 @@ import pytest
 
 from mllm_compile.errors import DeviceMemoryError
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.messages import Abort, Admitted, Pulse, Scores, StepRest, Submit
 
@@ -59,9 +60,11 @@ def test_what_is_no_message_is_refused():
             temperature=0.5, n=3, top_k=4, logit_bias={5: 1.0, "6": -2}, stop=["a", "b"], seed=2**62, max_tokens=None,
             bad_words=["x"], allowed_token_ids=[4, 3], stop_token_ids=[9], logprobs=3, min_tokens=2, ignore_eos=True,
         ),
+        SamplingParams(structured_outputs=StructuredOutputsParams(json={"const": "é"}, whitespace_pattern=" ?")),
+        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"])),
     ],
 )  # fmt: skip
 def test_parameters_are_the_same_at_the_other_end(params):
     sent = Submit(1, "r", b"", messages.params_to_wire(params), 0, None)
     command = messages.decode_command(messages.encode_command(sent))
-    assert SamplingParams(**command.params) == params
+    assert messages.params_of_wire(command.params) == params

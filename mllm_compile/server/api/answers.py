@@ -85,12 +85,15 @@ class OpenAIAnswers:
         entry = {"index": choice.index, **self._news(choice)}
         entry |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self._gives_ids:
-            entry["token_ids"] = list(choice.token_ids)
-            if not choice.has_begun:
-                entry["prompt_token_ids"] = choice.prompt.token_ids
+            entry |= self._ids(choice)
         extra = {"usage": usage_of(job)} if self._usage_in_each else {}
         choice.sent()
         return event(self._chunk_head | {"choices": [entry]} | extra)
+
+    def _ids(self, choice: Choice) -> dict[str, Any]:
+        """The token ids of a chunk; the first has the prompt's too."""
+        prompt = {} if choice.has_begun else {"prompt_token_ids": choice.prompt.token_ids}
+        return {"token_ids": list(choice.token_ids)} | prompt
 
     def _has_more(self, choice: Choice) -> bool:
         """True if a chunk has more than the text."""

@@ -9,22 +9,32 @@ import msgspec
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import encode
 from mllm_compile.server.api.errors import ApiError, bad_request
-from mllm_compile.server.api.fields import NO_PARSER, NO_TOOLS, ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.fields import CHATS_ALONE, ChatFields, Refused, params_of, read_fields
 from mllm_compile.server.api.interfaces import Plan
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
 
 _REFUSED: Refused = {
-    "tools": (([],), NO_TOOLS),
-    "tool_choice": (({"type": "none"}, {"type": "auto"}), NO_TOOLS),
-    "thinking": (({"type": "disabled"},), NO_PARSER),
+    "tools": (([],), CHATS_ALONE),
+    "tool_choice": (({"type": "none"}, {"type": "auto"}), CHATS_ALONE),
+    "thinking": (({"type": "disabled"},), CHATS_ALONE),
     "mcp_servers": (([],), "this server reaches nothing outside"),
     "container": ((), "code is not run"),
-    "output_config": (({},), "outputs are not held to a format"),
+    "output_format": ((), "it has become output_config: {format: …}"),
 }
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    format: Any = None
+
+
+class _MessagesChat(ChatFields, kw_only=True):
+    form_name = "output_config.format"
 
 
 class MessagesFields(msgspec.Struct, kw_only=True):
@@ -39,6 +49,7 @@ class MessagesFields(msgspec.Struct, kw_only=True):
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
+    output_config: OutputConfig | None = None
     # Taken, and without a meaning here.
     metadata: Any = None
     service_tier: Any = None
@@ -60,7 +71,7 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
     system = [] if given.system is None else [{"role": "system", "content": _text(given.system, "system")}]
     messages = [{**message, "content": _text(message.get("content"), "messages")} for message in given.messages]
     goes_on = bool(messages) and messages[-1].get("role") == "assistant"
-    fields = ChatFields(
+    fields = _MessagesChat(
         model=given.model,
         messages=[*system, *messages],
         continue_final_message=goes_on,
@@ -70,6 +81,7 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
         temperature=given.temperature,
         top_p=given.top_p,
         top_k=given.top_k,
+        response_format=None if given.output_config is None else given.output_config.format,
     )
     return fields, ignored
 
@@ -100,7 +112,8 @@ class MessagesRequest:
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)
-        return Plan(prompts.chat_prompts(facts, self.fields, params), params, MessagesAnswers)
+        found = prompts.chat_prompts(facts, self.fields, params, prompts.chat_text(facts, self.fields))
+        return Plan(found, params, MessagesAnswers)
 
 
 class MessagesAnswers:

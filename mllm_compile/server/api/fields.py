@@ -16,6 +16,7 @@ from mllm_compile.errors import RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError, bad_request, of_error
 from mllm_compile.structured.request_dicts import FIELDS as FORM_FIELDS
+from mllm_compile.structured.request_dicts import structured_outputs_of
 
 MOST_COMPLETIONS = 4096  # of one request, over all its prompts
 _MOST_LOGPROBS = 20
@@ -27,19 +28,13 @@ _SAMPLING = (
     "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
-NO_PARSER = "this server does not parse it out of the model's text"
-NO_TOOLS = "tool calls are not served. Describe the functions in a message, and read the model's text"
-NO_GRAMMAR = "outputs are not held to a grammar. Ask for the format in a message, and check the text"
+CHATS_ALONE = "it is served by /v1/chat/completions alone. Ask there"
 _TEMPLATE = "a template is code, and is not taken from a request. Serve a model folder that has it"
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # name → values that ask for nothing, reason
 _REFUSED: Refused = {
-    "tools": (([],), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS),
-    "functions": (([],), NO_TOOLS),
-    "function_call": (("none", "auto"), NO_TOOLS),
-    **dict.fromkeys(FORM_FIELDS, (({"type": "text"}, {}), NO_GRAMMAR)),
-    "include_reasoning": ((True,), NO_PARSER),
-    "thinking_token_budget": ((), NO_PARSER),
+    "functions": (([],), "it has become tools. Use that"),
+    "function_call": (("none", "auto"), "it has become tool_choice. Use that"),
+    "thinking_token_budget": ((), "reasoning is not cut. Use max_tokens"),
     "chat_template": ((), _TEMPLATE),
     "use_beam_search": ((False,), "there is no beam search. Use n with a temperature"),
     "length_penalty": ((1, 1.0), "it is for beam search, which there is not"),
@@ -95,6 +90,16 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    # The form of the answer, under one of these names; structured/request_dicts.py reads them.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
     # Taken, and without a meaning here.
     user: Any = None
     metadata: Any = None
@@ -102,9 +107,16 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None  # of chats
 
     subject: ClassVar[str]  # the field with the prompt
+    form_name: ClassVar[str | None] = None  # of the form, where a client has given it another name than those above
+
+    @property
+    def form_field(self) -> str | None:
+        """The name under which a client says the form of the answer; None: it does not."""
+        asked = next((name for name in FORM_FIELDS if getattr(self, name) is not None), None)
+        return asked and (self.form_name or asked)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -142,6 +154,9 @@ class ChatFields(GenerateFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    include_reasoning: bool | None = None
 
     subject: ClassVar[str] = "messages"
 
@@ -221,6 +236,12 @@ def params_of(fields: GenerateFields, defaults: SamplingParams) -> SamplingParam
         changes["seed"] = fields.seed % 2**63
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise bad_request("best_of: expected the number of answers, n; answers are not chosen among. Use n")
+    try:
+        form = structured_outputs_of({name: getattr(fields, name) for name in FORM_FIELDS})
+    except RequestError as error:
+        raise ApiError(400, str(error), param=fields.form_field) from None
+    if form is not None:
+        changes["structured_outputs"] = form
     try:
         return dataclasses.replace(defaults, **changes)
     except RequestError as error:

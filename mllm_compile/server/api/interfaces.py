@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import ChatAnswers, CompletionAnswers
+from mllm_compile.server.api.calls import AnswerReading, ReadChatAnswers
 from mllm_compile.server.api.errors import bad_request, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, CompletionFields, GenerateFields, params_of, read_fields
 from mllm_compile.server.api.logprobs import TokenTexts
@@ -16,6 +17,7 @@ from mllm_compile.server.api.prompts import Prompt
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.job import Format
+from mllm_compile.text.calls.parser import CallParser
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,12 +27,14 @@ class Plan:
     Attributes:
         format: makes the answer's format, from its id, time, model and fingerprint.
         is_only_echoed: nothing is to be generated.
+        make_parser: of the parser that reads an answer; None: it is its text.
     """
 
     prompts: list[Prompt]
     params: SamplingParams
     format: Callable[[dict[str, Any]], Format]
     is_only_echoed: bool = False
+    make_parser: Callable[[], CallParser] | None = None
 
 
 class Request(Protocol):
@@ -103,8 +107,19 @@ class ChatRequest:
     def plan(self, facts: EngineFacts) -> Plan:
         fields = self.fields
         params = params_of(fields, facts.defaults)
-        found = prompts.chat_prompts(facts, fields, params)
-        return Plan(found, params, lambda head: ChatAnswers(head, **_options(fields, facts, params)))
+        text = prompts.chat_text(facts, fields)
+        reading = AnswerReading(facts, fields, text, params)
+        found = prompts.chat_prompts(facts, fields, reading.params, text)
+        options = _options(fields, facts, params)
+        if not reading.is_needed:
+            return Plan(found, params, lambda head: ChatAnswers(head, **options))
+        shows_reasoning = fields.include_reasoning is not False
+        return Plan(
+            found,
+            reading.params,
+            lambda head: ReadChatAnswers(head, shows_reasoning, **options),
+            make_parser=reading.parser,
+        )
 
 
 def _check_stream(fields: GenerateFields) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from mllm_compile.server.api.fields import (
     options_of_template,
 )
 from mllm_compile.server.engine_facts import EngineFacts
+from mllm_compile.text.calls.messages import for_template
+from mllm_compile.text.calls.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from mllm_compile.text.tokenizer import Tokenizer
 
 
@@ -65,19 +68,18 @@ def completion_prompts(
     return _checked(facts, fields, prompts, params)
 
 
-def chat_prompts(facts: EngineFacts, fields: ChatFields, params: SamplingParams) -> list[Prompt]:
-    """Token ids of a chat, through the model's template.
+def chat_prompts(facts: EngineFacts, fields: ChatFields, params: SamplingParams, text: str) -> list[Prompt]:
+    """Token ids of a chat, whose `text` is that of `chat_text`.
 
     Raises:
-        ApiError: the template refuses it, or the prompt is refused.
+        ApiError, RequestError: the prompt is refused.
     """
-    tokenizer = _tokenizer(facts)
-    token_ids = tokenizer.encode(chat_text(tokenizer, fields), fields.add_special_tokens is True)
+    token_ids = _tokenizer(facts).encode(text, fields.add_special_tokens is True)
     return _checked(facts, fields, [Prompt(_truncated(token_ids, fields))], params)
 
 
-def chat_text(tokenizer: Tokenizer, fields: ChatFields) -> str:
-    """The prompt's text of a chat.
+def chat_text(facts: EngineFacts, fields: ChatFields) -> str:
+    """The prompt's text of a chat, through the model's template.
 
     Raises:
         ApiError, RequestError: the messages or their options are refused.
@@ -85,12 +87,25 @@ def chat_text(tokenizer: Tokenizer, fields: ChatFields) -> str:
     goes_on = bool(fields.continue_final_message)
     if goes_on and fields.add_generation_prompt:
         raise bad_request("continue_final_message: expected it without add_generation_prompt; the answer goes on")
-    text = tokenizer.apply_chat_template(
-        fields.messages,
+    tools, _ = tools_of(fields.tools, fields.tool_choice)
+    text = _tokenizer(facts).apply_chat_template(
+        for_template(fields.messages, facts.syntax),
+        tools=[tool.definition for tool in tools] or None,
         add_generation_prompt=fields.add_generation_prompt is not False and not goes_on,
         **options_of_template(fields),
     )
     return _until_end_of(fields.messages, text) if goes_on else text
+
+
+def tools_of(tools: Any, choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model is offered, and how it may choose; with `none` there are none.
+
+    Raises:
+        RequestError: they are none.
+    """
+    offered = read_tools(tools)
+    how = read_tool_choice(choice, offered)
+    return (() if how.mode == "none" else offered), how
 
 
 def _until_end_of(messages: list[dict[str, Any]], text: str) -> str:
@@ -134,7 +149,8 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
             one["prompt"] = prompt.text
         given.append(one)
     try:
-        submissions = facts.builder.build(given, params)
+        # Forms are compiled by the engine's process.
+        submissions = facts.builder.build(given, dataclasses.replace(params, structured_outputs=None))
     except MllmError as error:
         raise of_error(error, None) from None
     most = facts.hello.max_model_len

@@ -9,7 +9,7 @@ import msgspec
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import encode
 from mllm_compile.server.api.errors import ApiError, bad_request, openai_refusal
-from mllm_compile.server.api.fields import NO_GRAMMAR, NO_TOOLS, ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.fields import CHATS_ALONE, ChatFields, Refused, params_of, read_fields
 from mllm_compile.server.api.interfaces import Plan
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import Choice
@@ -17,16 +17,15 @@ from mllm_compile.server.flow.job import Job
 
 _STATE = "nothing is stored between requests. Send the whole conversation as input"
 _REFUSED: Refused = {
-    "tools": (([],), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS),
-    "text": (({}, {"format": {"type": "text"}}), NO_GRAMMAR),
+    "tools": (([],), CHATS_ALONE),
+    "tool_choice": (("none", "auto"), CHATS_ALONE),
     "previous_response_id": ((), _STATE),
     "conversation": ((), _STATE),
     "background": ((False,), _STATE),
     "prompt": ((), "there are no stored prompts"),
     "include": (([],), "there is nothing else that an answer could include"),
     "truncation": (("disabled",), "an input is not shortened"),
-    "max_tool_calls": ((), NO_TOOLS),
+    "max_tool_calls": ((), CHATS_ALONE),
 }
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -35,6 +34,16 @@ class ReasoningFields(msgspec.Struct):
     """How much a model should think, where its template knows of it."""
 
     effort: str | None = None
+
+
+class TextFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the text."""
+
+    format: Any = None
+
+
+class _ResponseChat(ChatFields, kw_only=True):
+    form_name = "text.format"
 
 
 class ResponseFields(msgspec.Struct, kw_only=True):
@@ -48,6 +57,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     temperature: Any = None
     top_p: Any = None
     reasoning: ReasoningFields | None = None
+    text: TextFields | None = None
     # Taken, and without a meaning here: `store` too, as answers say store: false.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -69,7 +79,7 @@ class ResponsesRequest:
         self._given, self.ignored = read_fields(ResponseFields, body, _REFUSED)
         given = self._given
         system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
-        self.fields = ChatFields(
+        self.fields = _ResponseChat(
             model=given.model,
             messages=[*system, *_messages(given.input)],
             max_tokens=given.max_output_tokens,
@@ -77,16 +87,18 @@ class ResponsesRequest:
             temperature=given.temperature,
             top_p=given.top_p,
             reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
+            response_format=None if given.text is None else given.text.format,
         )
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)
-        found = prompts.chat_prompts(facts, self.fields, params)
+        found = prompts.chat_prompts(facts, self.fields, params, prompts.chat_text(facts, self.fields))
         said = {
             "instructions": self._given.instructions,
             "max_output_tokens": self._given.max_output_tokens,
             "metadata": self._given.metadata or {},
             "temperature": params.temperature,
+            "text": {"format": self.fields.response_format or {"type": "text"}},
             "top_p": params.top_p,
         }
         return Plan(found, params, lambda head: ResponsesAnswers(head, said))
@@ -129,7 +141,6 @@ class ResponsesAnswers:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "truncation": "disabled",

@@ -1,8 +1,9 @@
 """The engine's process: makes the engine, takes the front's commands, and says once in a while that it is alive.
 
-The main thread waits for commands; the engine's own thread sends the news of each step (step_news.py); the pulse's
-thread asks the engine for its figures, which it answers between two steps: a front that gets no pulse knows that a step
-is stuck. Each thread has a socket of its own.
+The main thread waits for commands, and hands on those whose answer has a form (form_queue.py); the engine's own thread
+sends the news of each step (step_news.py); the pulse's thread asks the engine for its figures, which it answers between
+two steps: a front that gets no pulse knows that a step is stuck. Each of these has a socket of its own; the threads of
+the form queue share the main thread's.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter, Stage, reporter_for
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.backend.form_queue import FormQueue
 from mllm_compile.server.backend.step_news import StepNews
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.messages import Abort, Close, Failed, Hello, Pulse, Submit
 
 if TYPE_CHECKING:
     from mllm_compile.engine.engine import Engine
+    from mllm_compile.engine.sequences import Submission
 
 PULSE_S = 0.5
 EXIT_MISTAKE = 2
@@ -77,6 +79,7 @@ class EngineServer:
         self._commands = self._context.socket(zmq.PULL)
         self._commands.connect(commands)
         self._out = self._sender()
+        self._sending = threading.Lock()  # of `_out`
         self._is_over = threading.Event()
 
     def _sender(self) -> zmq.Socket[bytes]:
@@ -102,7 +105,12 @@ class EngineServer:
             gc.freeze()
             pulse = threading.Thread(target=self._pulse, args=(engine,), name="mllm-pulse", daemon=True)
             pulse.start()
-            self._take_commands(engine, news)
+            forms = FormQueue(
+                lambda command: _submission(engine, command),
+                lambda command, built: self._submit(engine, news, command, built),
+            )
+            self._take_commands(engine, news, forms)
+            forms.close()
             self._is_over.set()
             dead = engine.core.end_error
             if dead is not None:
@@ -116,44 +124,59 @@ class EngineServer:
         return code
 
     def _tell(self, tiding: messages.Tiding) -> None:
-        self._out.send(messages.encode_tiding(tiding))
+        self._send(messages.encode_tiding(tiding))
+
+    def _send(self, frame: bytes) -> None:
+        with self._sending:
+            self._out.send(frame)
 
     def _pulse(self, engine: Engine) -> None:
         socket = self._sender()
         while not self._is_over.wait(PULSE_S):
             socket.send(messages.encode_tiding(Pulse(dataclasses.asdict(engine.stats()))))
 
-    def _take_commands(self, engine: Engine, news: StepNews) -> None:
+    def _take_commands(self, engine: Engine, news: StepNews, forms: FormQueue) -> None:
         while engine.is_alive:
             if not self._commands.poll(int(PULSE_S * 1000)):
                 continue
             command = messages.decode_command(self._commands.recv())
             if isinstance(command, Submit):
-                self._submit(engine, news, command)
+                self._begin(engine, news, forms, command)
             elif isinstance(command, Abort):
-                submission = news.submission_of(command.key)
+                submission = None if forms.drop(command.key) else news.submission_of(command.key)
                 if submission is not None:
                     engine.core.withdraw([submission])
             elif isinstance(command, Close):
                 return
 
-    def _submit(self, engine: Engine, news: StepNews, command: Submit) -> None:
-        prompt: dict[str, Any] = {"prompt_token_ids": np.frombuffer(command.prompt, np.int32).tolist()}
-        if command.cache_salt is not None:
-            prompt["cache_salt"] = command.cache_salt
+    def _begin(self, engine: Engine, news: StepNews, forms: FormQueue, command: Submit) -> None:
         try:
-            submission = engine.builder.build_one(
-                prompt, SamplingParams(**command.params), request_id=command.request_id, priority=command.priority
-            )
+            if "structured_outputs" in command.params:
+                forms.add(command)
+                return
+            built: Submission | MllmError = _submission(engine, command)
         except MllmError as error:
-            self._refuse(command.key, error)
-            return
-        news.take(command.key, submission)
-        with suppress(EngineDeadError):  # all are told by Failed
-            engine.core.submit([submission])
+            built = error
+        self._submit(engine, news, command, built)
 
-    def _refuse(self, key: int, error: MllmError) -> None:
-        self._out.send(messages.encode_step(b"", b"", messages.StepRest(ended=[messages.end_of(key, [], error)])))
+    def _submit(self, engine: Engine, news: StepNews, command: Submit, built: Submission | MllmError) -> None:
+        """Hands a submission to the engine, or tells why there is none."""
+        if isinstance(built, MllmError):
+            self._send(
+                messages.encode_step(b"", b"", messages.StepRest(ended=[messages.end_of(command.key, [], built)]))
+            )
+            return
+        news.take(command.key, built)
+        with suppress(EngineDeadError):  # all are told by Failed
+            engine.core.submit([built])
+
+
+def _submission(engine: Engine, command: Submit) -> Submission:
+    prompt: dict[str, Any] = {"prompt_token_ids": np.frombuffer(command.prompt, np.int32).tolist()}
+    if command.cache_salt is not None:
+        prompt["cache_salt"] = command.cache_salt
+    params = messages.params_of_wire(command.params)
+    return engine.builder.build_one(prompt, params, request_id=command.request_id, priority=command.priority)
 
 
 def _hello(engine: Engine, timeline: Timeline) -> Hello:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StepNews:
-    """Notes and sends; `take` is for the thread that submits, the rest for the engine's.
+    """Notes and sends; `take` is for the threads that submit, the rest for the engine's.
 
     Args:
         send: sends a frame without waiting.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.wire.messages import Scores, StopReason
+from mllm_compile.text.calls.events import End, Event
+from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.detokenizer import Decoder, Detokenizer
 from mllm_compile.text.stop_strings import StopMatcher
 
@@ -41,7 +43,8 @@ class Choice:
         text, token_ids, scores: what is not sent yet; of an answer that is sent whole, all of it.
         num_tokens: all so far.
         offset: characters of the tokens whose log-probabilities were sent.
-        finish_reason: None while it runs; "stop", "length", "abort" or "error".
+        events: what `parser` has made of the text, as far as it is not sent.
+        finish_reason: None while it runs; "stop", "length", "abort" or "error", by a parser also "tool_calls".
         was_admitted: it has had a row.
         has_begun: something of it was sent.
     """
@@ -51,7 +54,9 @@ class Choice:
         "_ending",
         "_matcher",
         "_min_tokens",
+        "_parser",
         "_shows_end",
+        "events",
         "finish_reason",
         "has_begun",
         "index",
@@ -65,10 +70,18 @@ class Choice:
         "was_admitted",
     )
 
-    def __init__(self, prompt: PromptRun, index: int, params: SamplingParams, decoder: Decoder | None) -> None:
+    def __init__(
+        self,
+        prompt: PromptRun,
+        index: int,
+        params: SamplingParams,
+        decoder: Decoder | None,
+        parser: CallParser | None = None,
+    ) -> None:
         self.prompt = prompt
         self.index = index
         self.text = ""
+        self.events: list[Event] = []
         self.token_ids: list[int] = []
         self.scores: list[Scores] = []
         self.num_tokens = 0
@@ -77,6 +90,7 @@ class Choice:
         self.stop_reason: StopReason = None
         self.was_admitted = False
         self.has_begun = False
+        self._parser = parser
         self._min_tokens = params.min_tokens
         self._shows_end = params.include_stop_str_in_output
         self._ending: tuple[str, StopReason] | None = None
@@ -114,26 +128,45 @@ class Choice:
         text = self._detokenizer.push((token_id,))
         if text:
             self._add(text)
+            self._end_parser()
 
     def _add(self, text: str) -> None:
         if self._matcher is not None and self.num_tokens >= self._min_tokens:
             text, matched = self._matcher.push(text)
             if matched is not None:
                 self.finish_reason, self.stop_reason = "stop", matched
+        self._show(text)
+
+    def _show(self, text: str) -> None:
         self.text += text
+        if self._parser is not None:
+            self.events += self._parser.push(text)
+            if self._parser.is_done and self.finish_reason is None:
+                self.finish_reason = "stop"
+
+    def _end_parser(self) -> None:
+        """Ends the parser with the completion: a stop behind a call is one for calls."""
+        if self._parser is not None and self.finish_reason is not None:
+            *events, end = self._parser.finish(self.finish_reason)
+            self._parser = None
+            self.events += [*events, end]
+            if isinstance(end, End):
+                self.finish_reason = end.finish_reason
 
     def end(self, reason: str, stop_reason: StopReason) -> None:
         """Ends it, unless a stop text has."""
         if self._detokenizer is not None and self.finish_reason is None and reason != "error":
             self._add(self._detokenizer.flush())
             if self._matcher is not None and self.finish_reason is None:
-                self.text += self._matcher.flush()
+                self._show(self._matcher.flush())
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = reason, stop_reason
+        self._end_parser()
 
     def sent(self) -> None:
         """Forgets what was sent."""
         self.has_begun = True
         self.text = ""
+        self.events.clear()
         self.token_ids.clear()
         self.scores.clear()

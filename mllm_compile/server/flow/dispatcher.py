@@ -147,7 +147,10 @@ class Dispatcher:
     def _end_run(self, job: Job, prompt: PromptRun, end: End) -> None:
         self._no_longer_waits(prompt)
         if end.error is not None:
-            job.fail(of_kind(end.error_kind, end.error))
+            error = of_kind(end.error_kind, end.error)
+            if error.param == "structured_outputs":  # the engine's name of the form
+                error.param = job.form_field
+            job.fail(error)
             return
         for choice, (reason, stop_reason) in zip(prompt.choices, end.reasons, strict=True):
             if choice.finish_reason is None and reason == "abort":

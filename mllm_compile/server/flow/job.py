@@ -16,6 +16,7 @@ from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.writer import Headers, Send, Writer
 from mllm_compile.server.wire.messages import Admitted
+from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.detokenizer import Decoder
 
 logger = logging.getLogger("mllm_compile.server")
@@ -63,6 +64,7 @@ class Job:
         headers: further ones of the response.
         cancel: tells the engine that these prompts are not wanted any more.
         on_over: called once, at the end.
+        form_field: the field that asks for a form of the answer.
 
     Attributes:
         scheduled_s, first_token_s, last_token_s: time.monotonic() of the first prompt to get there.
@@ -81,10 +83,12 @@ class Job:
         headers: Headers,
         cancel: Callable[[Job, list[PromptRun]], None],
         on_over: Callable[[Job], None],
+        form_field: str | None = None,
     ) -> None:
         self.name = name
         self.format = format
         self.is_stream = is_stream
+        self.form_field = form_field
         self.writer = Writer(send, self._free)
         self.prompts: list[PromptRun] = []
         self.choices: list[Choice] = []
@@ -106,10 +110,16 @@ class Job:
         self._on_over = on_over
         self._num_open = 0
 
-    def add(self, prompt: PromptRun, params: SamplingParams, decoder: Decoder | None) -> None:
-        """Adds a prompt with its completions; before any news."""
+    def add(
+        self,
+        prompt: PromptRun,
+        params: SamplingParams,
+        decoder: Decoder | None,
+        make_parser: Callable[[], CallParser] | None = None,
+    ) -> None:
+        """Adds a prompt with its completions, each read by a parser of its own if there are any; before any news."""
         for _ in range(params.n):
-            choice = Choice(prompt, len(self.choices), params, decoder)
+            choice = Choice(prompt, len(self.choices), params, decoder, make_parser and make_parser())
             prompt.choices.append(choice)
             self.choices.append(choice)
         self._num_open += params.n

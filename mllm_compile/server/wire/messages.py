@@ -18,6 +18,7 @@ import msgspec
 
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 
 StopReason = int | str | None
 Alternatives = list[tuple[int, float]]  # (token id, log-probability), best first
@@ -175,12 +176,31 @@ def decode_step(frame: bytes) -> tuple[list[int], list[int], StepRest | None]:
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not their defaults, as plain data."""
+    changed = _changed(params)
+    if params.structured_outputs is not None:
+        changed["structured_outputs"] = _changed(params.structured_outputs)
+    return changed
+
+
+def _changed(params: SamplingParams | StructuredOutputsParams) -> dict[str, Any]:
     changed = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
         if value != field.default:
             changed[field.name] = dict(value) if isinstance(value, Mapping) else value
     return changed
+
+
+def params_of_wire(fields: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of what `params_to_wire` has made.
+
+    Raises:
+        RequestError: they are none.
+    """
+    form = fields.get("structured_outputs")
+    if form is None:
+        return SamplingParams(**fields)
+    return SamplingParams(**{**fields, "structured_outputs": StructuredOutputsParams(**form)})
 
 
 def end_of(key: int, reasons: Sequence[tuple[str, StopReason]], error: MllmError | None) -> End:

@@ -1,0 +1,255 @@
+"""Tool calls and reasoning over HTTP: a fake model says what a message asks for, under a template as models have it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from tests.sample import sample_of
+from tests.server.harness import Server, eventually, fake_server, running
+from tests.text.calls import templates
+from tests.tiny_model import TINY, tiny_config
+
+CHAT = "/v1/chat/completions"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "One.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+    for name in ("weather", "news")
+]
+ARGUMENTS = '{"place":  "K\u00f6ln", "days": 3.0 }'  # not as any JSON library writes them
+LIMITS = {"max_model_len": 1024, "max_num_batched_tokens": 1024}
+
+
+def call(name: str = "weather", arguments: str = ARGUMENTS) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+THINKING = "<think>\nWhat is asked?\n</think>\n\n"
+SAID = {
+    "text": "No call at all.",
+    "call": call(),
+    "two calls": "I ask both.\n" + call() + "\n" + call("news", "{}"),
+    "thinking": THINKING + "It is warm.",
+    "thinking, call": THINKING + call(),
+    "no call": "<tool_call>\nnone of these",
+}
+# content, reasoning, calls, finish_reason
+READ: dict[str, tuple[str | None, str | None, list[tuple[str, str]], str]] = {
+    "text": ("No call at all.", None, [], "stop"),
+    "call": (None, None, [("weather", ARGUMENTS)], "tool_calls"),
+    "two calls": ("I ask both.", None, [("weather", ARGUMENTS), ("news", "{}")], "tool_calls"),
+    "thinking": ("It is warm.", "What is asked?", [], "stop"),
+    "thinking, call": (None, "What is asked?", [("weather", ARGUMENTS)], "tool_calls"),
+    "no call": ("<tool_call>\nnone of these", None, [], "stop"),
+}
+
+
+def say(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"SAY {text} END"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with fake_server(settings={"template": "QWEN3", "limits": LIMITS}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def read(message: Any) -> tuple[str | None, str | None, list[tuple[str, str]]]:
+    assert getattr(message, "reasoning", None) == getattr(message, "reasoning_content", None)
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    return message.content, getattr(message, "reasoning", None), calls
+
+
+def streamed(chunks: Any) -> tuple[str | None, str | None, list[tuple[str, str]], str]:
+    """What a client puts together."""
+    content, reasoning, calls, ids, reason = "", "", [], [], None
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+        (choice,) = chunk.choices
+        assert reason is None, "nothing follows the end"
+        reason = choice.finish_reason
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning", None) or ""
+        for part in choice.delta.tool_calls or ():
+            if part.index == len(calls):
+                ids.append(part.id)
+                calls.append((part.function.name, ""))
+            name, arguments = calls[part.index]
+            calls[part.index] = (name, arguments + part.function.arguments)
+    assert len(set(ids)) == len(calls)
+    assert all(ids)
+    return content or None, reasoning or None, calls, reason
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_calls_and_reasoning_are_read_and_streamed_as_they_are_not_streamed(client, kind):
+    fields = {"model": "fake", "messages": say(SAID[kind]), "tools": TOOLS, "max_tokens": 300}
+    whole = client.chat.completions.create(**fields)
+    ChatCompletion.model_validate(whole.model_dump(), strict=True)
+    choice = whole.choices[0]
+    assert (*read(choice.message), choice.finish_reason) == READ[kind]
+    for interval in (1, 7):
+        chunks = client.chat.completions.create(stream=True, extra_body={"stream_interval": interval}, **fields)
+        assert streamed(chunks) == READ[kind]
+
+
+@pytest.mark.parametrize(("kind", "most"), sample_of([*itertools.product(SAID, range(1, 60, 3))], 20))
+def test_an_answer_that_is_cut_is_streamed_as_it_is_not_streamed(client, kind, most):
+    fields = {"model": "fake", "messages": say(SAID[kind]), "tools": TOOLS, "max_tokens": most}
+    choice = client.chat.completions.create(**fields).choices[0]
+    content, reasoning, calls = read(choice.message)
+    told = streamed(client.chat.completions.create(stream=True, **fields))
+    assert told == (content or None, reasoning, calls, choice.finish_reason)
+    assert (choice.finish_reason == "length") == (choice.finish_reason != READ[kind][3])
+
+
+def test_without_tools_a_call_is_content_and_reasoning_is_read_all_the_same(client):
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        told = client.chat.completions.create(model="fake", messages=say(THINKING + call()), max_tokens=300, **fields)
+        assert read(told.choices[0].message) == (call(), "What is asked?", [])
+
+
+def test_reasoning_can_be_left_out(server):
+    body = {"messages": say(SAID["thinking"]), "include_reasoning": False, "max_tokens": 300}
+    message = server.post(CHAT, body).json["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "It is warm.", "refusal": None}
+    events = server.post(CHAT, body | {"stream": True}).events
+    assert all("reasoning" not in event["choices"][0]["delta"] for event in events if event)
+
+
+def test_an_answer_is_over_after_one_call_where_more_are_not_wanted(server):
+    body = {"messages": say(call() + " on and on" * 60), "tools": TOOLS, "parallel_tool_calls": False}
+    before = server.figure("mllm:generated_tokens_total")
+    for is_stream in (False, True):
+        told = server.post(CHAT, body | {"max_tokens": 400, "stream": is_stream, "return_token_ids": True})
+        choice = told.events[-2]["choices"][0] if is_stream else told.json["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        if not is_stream:
+            assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [ARGUMENTS]
+            assert told.json["usage"]["completion_tokens"] < 80
+    eventually(lambda: server.figure("mllm:requests_running") == 0)
+    assert server.figure("mllm:generated_tokens_total") - before < 300, "the engine has stopped"
+
+
+def test_tools_results_and_earlier_calls_go_through_the_template(server):
+    messages = [
+        {"role": "user", "content": "Is it warm?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "20 degrees"},
+    ]
+    ids = server.post("/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
+    text = server.post("/detokenize", {"tokens": ids}).json["prompt"]
+    assert '"name": "news"' in text
+    assert "<tool_response>\n20 degrees" in text
+    assert "Köln" in text or "K\\u00f6ln" in text
+    messages += [{"role": "assistant", "content": "Yes."}, *say(call("news", "{}"))]
+    told = server.post(CHAT, {"messages": messages, "tools": TOOLS, "max_tokens": 100}).json["choices"][0]
+    assert told["message"]["tool_calls"][0]["function"] == {"name": "news", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "expected 'none', 'auto', 'required'"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "has the name of tool 0"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "none beside tools"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "none beside"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "expected `bool"),
+    ],
+)
+def test_tools_are_refused_by_the_fields_name(server, fields, param, says):
+    answer = server.post(CHAT, {"messages": say("x"), **fields})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert says in answer.error["message"]
+
+
+def test_the_banner_says_how_calls_are_written(server):
+    eventually(lambda: "tools: recognised (by the template: <tool_call>" in server.said)
+
+
+def test_reasoning_that_the_prompt_has_begun_is_told_apart_unless_the_answer_has_a_form():
+    settings = {"template": "QWEN3_THINKING", "header": "<|im_start|>assistant\n<think>\n", "limits": LIMITS}
+    with fake_server(settings=settings) as server:
+        body = {"messages": say("Warm?\n</think>\n\nIt is."), "max_tokens": 300}
+        message = server.post(CHAT, body).json["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Warm?", "It is.")
+        events = [event["choices"][0]["delta"] for event in server.post(CHAT, body | {"stream": True}).events if event]
+        assert "".join(delta.get("reasoning", "") for delta in events) == "Warm?"
+        assert "".join(delta.get("content", "") for delta in events) == "It is."
+        formed = server.post(CHAT, {"messages": say("{}"), "response_format": {"type": "json_object"}})
+        assert formed.json["choices"][0]["message"] == {"role": "assistant", "content": "{}", "refusal": None}
+
+
+@pytest.fixture(scope="module")
+def caller(eager_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """The embedded model, whose words mean nothing, under a template for tools."""
+    model = tmp_path_factory.mktemp("model")
+    shutil.copytree(TINY, model, dirs_exist_ok=True)
+    (model / "chat_template.jinja").write_text(templates.QWEN25)
+    config = tiny_config(eager_cache, compile={"backend": "eager"}, model={"path": str(model)})
+    path = model / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "mllm_compile", "serve", str(path), "--port", "0"]
+    with (
+        running(command, model / "log") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
+def test_a_call_that_is_required_is_one_of_the_tools_schema(caller, choice):
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "pick", "parameters": schema}}]
+    told = caller.chat.completions.create(
+        model=caller.models.list().data[0].id,
+        messages=say("x"),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=400,
+        temperature=0,
+        frequency_penalty=2,  # it would write white space without an end
+    ).choices[0]
+    assert told.finish_reason == "tool_calls", told
+    (made,) = told.message.tool_calls
+    assert made.function.name == "pick"
+    assert json.loads(made.function.arguments)["size"] in ("small", "large")
+
+
+def test_a_tool_whose_schema_cannot_be_held_to_is_refused_by_the_fields_name(server):
+    tools = [{"type": "function", "function": {"name": "refused"}}]
+    answer = server.post(CHAT, {"messages": say("x"), "tools": tools, "tool_choice": "required"})
+    assert (answer.status, answer.error["param"]) == (400, "tools")
+    assert "structural_tag is refused" in answer.error["message"]
