@@ -123,6 +123,27 @@ def test_a_step_is_told_at_once_and_a_slow_reader_gets_its_news_in_one():
     asyncio.run(run())
 
 
+def test_a_slow_reader_is_told_once_that_one_of_its_answers_has_ended():
+    async def run() -> None:
+        engine, client = Engine(), Client()
+        job = engine.start(client, row=1, n=2, stop=["z"], temperature=1.0, seed=0)
+        engine.step({}, StepRest(admitted=[Admitted(job.prompts[0].key, 1, 2, 0, 0.0)]))
+        engine.step({1: "a", 2: "a"})
+        engine.step({1: "z", 2: "b"})  # the first one ends
+        client.reads.clear()
+        engine.step({2: "c"})
+        engine.step({2: "d"})
+        client.reads.set()
+        await asyncio.sleep(0.01)
+        engine.step({2: "z"})
+        await asyncio.sleep(0.01)
+        ends = [choice["index"] for event in client.events for choice in event["choices"] if choice["finish_reason"]]
+        assert sorted(ends) == [0, 1]
+        assert client.is_complete
+
+    asyncio.run(run())
+
+
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch):
     async def run() -> None:
         engine, slow = Engine(), Client()

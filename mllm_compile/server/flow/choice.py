@@ -47,6 +47,7 @@ class Choice:
         finish_reason: None while it runs; "stop", "length", "abort" or "error", by a parser also "tool_calls".
         was_admitted: it has had a row.
         has_begun: something of it was sent.
+        end_is_told: a stream has been told how it ended.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Choice:
         "_min_tokens",
         "_parser",
         "_shows_end",
+        "end_is_told",
         "events",
         "finish_reason",
         "has_begun",
@@ -90,6 +92,7 @@ class Choice:
         self.stop_reason: StopReason = None
         self.was_admitted = False
         self.has_begun = False
+        self.end_is_told = False
         self._parser = parser
         self._min_tokens = params.min_tokens
         self._shows_end = params.include_stop_str_in_output

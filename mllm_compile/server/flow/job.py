@@ -177,7 +177,7 @@ class Job:
 
     def news(self, choice: Choice) -> None:
         """Sends what a completion has new, or keeps it."""
-        if self.is_over or not self.is_stream or self.writer.busy_since is not None:
+        if self.is_over or not self.is_stream or self.writer.busy_since is not None or choice.end_is_told:
             return
         if choice.finish_reason is None and choice.has_begun and len(choice.token_ids) < self._stream_interval:
             return
@@ -185,6 +185,7 @@ class Job:
             if not choice.text and choice.finish_reason is None:
                 return
             self.begin_stream()
+        choice.end_is_told = choice.finish_reason is not None
         events = self.format.chunk(self, choice)
         if events:
             self.writer.write(events)
