@@ -127,7 +127,7 @@ class XgrammarBackend:
 
 
 class _Worker:
-    """A thread that makes masks, until it is left behind.
+    """A thread that makes masks, until it is left behind: it takes no further matcher then, as others have its work.
 
     Attributes:
         masks: [n, W] int32, the last masks in the order of the work. Its own: a thread that was left behind may write.
@@ -136,38 +136,45 @@ class _Worker:
     def __init__(self, width: int) -> None:
         self.masks = np.zeros((1, width), np.int32)
         self._work: queue.SimpleQueue[Sequence[MaskWork]] = queue.SimpleQueue()
-        self._is_over = threading.Event()
+        self._changed = threading.Condition()  # of the next three
         self._num_done = 0
         self._faults: dict[int, str] = {}
-        threading.Thread(target=self._serve, args=(self._work,), name="xgrammar masks", daemon=True).start()
+        self._is_left_behind = False
+        threading.Thread(target=self._serve, name="xgrammar masks", daemon=True).start()
 
     def run(self, work: Sequence[MaskWork]) -> tuple[int, dict[int, str]]:
         """How many of `work` were done, in their order, and the faults of these; all but where one takes too long."""
         if len(self.masks) < len(work):
             self.masks = np.zeros((len(work), self.masks.shape[1]), np.int32)
         self._num_done, self._faults = 0, {}
-        self._is_over.clear()
         self._work.put(work)
         seen = 0
-        while not self._is_over.wait(_MOST_MASK_S):
-            if self._num_done == seen:
-                break
-            seen = self._num_done
-        return self._num_done, self._faults
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._num_done == len(work), _MOST_MASK_S):
+                if self._num_done == seen:
+                    self._is_left_behind = True
+                    break
+                seen = self._num_done
+            return self._num_done, self._faults
 
-    def _serve(self, incoming: queue.SimpleQueue[Sequence[MaskWork]]) -> None:
+    def _serve(self) -> None:
         while True:
-            work = incoming.get()
+            work = self._work.get()
             begun = time.monotonic()
             for index, part in enumerate(work):
                 fault = self._fill(part, index)
                 now = time.monotonic()
                 if fault is None and now - begun > _MOST_MASK_S:
                     fault = _TOO_LONG
-                if fault is not None:
-                    self._faults[part.row] = fault
-                self._num_done, begun = index + 1, now
-            self._is_over.set()
+                begun = now
+                with self._changed:
+                    if self._is_left_behind:
+                        return
+                    if fault is not None:
+                        self._faults[part.row] = fault
+                    self._num_done = index + 1
+                    if self._num_done == len(work):
+                        self._changed.notify()
 
     def _fill(self, part: MaskWork, index: int) -> str | None:
         """Why there is no mask, or None."""
