@@ -33,7 +33,7 @@ _IGNORED = (
     "minLength", "maxLength", "pattern", "patternProperties", "propertyNames",
 )  # fmt: skip
 _ALONE = {"$ref", "anyOf", "enum", "const"}  # what stands beside them is ignored, but for annotations:
-_ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples", "type", "$schema", "$id"}
+_ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id"}
 _FORMATS = {
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
     "uri-template", "json-pointer", "relative-json-pointer",
@@ -196,10 +196,12 @@ def _refuse_what_is_ignored(schema: dict[str, Any]) -> None:
     for part in subschemas(schema):
         faults = [key for key in _IGNORED if key in part]
         lone = sorted(_ALONE & part.keys())
-        if lone and part.keys() - _ANNOTATIONS - {lone[0]}:
-            faults.append(f"{lone[0]} beside {sorted(part.keys() - _ANNOTATIONS - {lone[0]})[0]}")
-        if "enum" in part and "type" in part:
-            faults += [f"a value of enum that is no {part['type']}"] * (not _enum_fits(part))
+        if lone:
+            values = part.get("enum", [part["const"]] if "const" in part else None)
+            others = sorted(part.keys() - _ANNOTATIONS - {lone[0]} - ({"type"} if values is not None else set()))
+            faults += [f"{lone[0]} beside {other}" for other in others[:1]]
+            if values is not None and "type" in part and not _are_all(values, part["type"]):
+                faults.append(f"a value of {lone[0]} that is no {part['type']}")
         if "format" in part and part["format"] not in _FORMATS:
             faults.append(f"format {part['format']!r}")
         if not str(part.get("$ref", "#")).startswith("#"):
@@ -210,13 +212,14 @@ def _refuse_what_is_ignored(schema: dict[str, Any]) -> None:
             raise Refused(f"xgrammar does not keep to all of the JSON schema: {_cut(faults[0])}")
 
 
-def _enum_fits(part: dict[str, Any]) -> bool:
-    types: dict[str, type | tuple[type, ...]] = {
-        "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "object": dict,
-        "array": list,
+def _are_all(values: Any, name: Any) -> bool:
+    """True if JSON values are all of the one type of this name."""
+    types: dict[str, tuple[type, ...]] = {
+        "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
+        "object": (dict,), "array": (list,),
     }  # fmt: skip
-    wanted = types.get(part["type"]) if isinstance(part["type"], str) else None
-    return wanted is not None and isinstance(part["enum"], list) and all(isinstance(v, wanted) for v in part["enum"])
+    wanted = types.get(name, ()) if isinstance(name, str) else ()
+    return isinstance(values, list) and all(type(value) in wanted for value in values)  # a bool is no integer
 
 
 def _new_structural_tag(tag: dict[str, Any]) -> str:

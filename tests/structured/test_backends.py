@@ -19,7 +19,7 @@ from mllm_compile.structured.form import Form, Refused
 from tests.hang_guard import HANG_S
 from tests.structured.draws import allowed_ids, walk
 
-CHOICES = ["yes", "no", "yes, but", "€5", "naïve", "日本", 'a "quoted" \\ text\n', "/slash/"]
+CHOICES = ["yes", "no", "yes, but", "€5", "naïve", "日本", 'a "quoted" \\ text\n', "/slash/", "\x7f\x01", "😀"]
 FLAT = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "é"]}},
@@ -212,6 +212,10 @@ def test_llguidance_takes_a_pattern_of_whitespace(llguidance, vocabulary):
         ({"type": "string", "pattern": "a+"}, "pattern"),
         ({"items": {"type": "string", "maxLength": 3}}, "maxLength"),
         ({"type": "integer", "enum": [1, "a"]}, "a value of enum that is no integer"),
+        ({"type": "integer", "enum": [1, True]}, "a value of enum that is no integer"),
+        ({"type": "string", "const": 5}, "a value of const that is no string"),
+        ({"type": "string", "anyOf": [{"type": "integer"}, {"type": "string"}]}, "anyOf beside type"),
+        ({"type": "string", "$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}, r"\$ref beside type"),
         ({"type": "object", "required": ["q"]}, "required names that properties lacks"),
         ({"anyOf": [{"minimum": 1}], "maximum": 3}, "anyOf beside maximum"),
     ],
