@@ -115,7 +115,8 @@ def _renormalised(values: fx.Node) -> tuple[fx.Node, bool]:
             continue
         total: Any = node.args[1]
         is_total = is_call(total, torch.sum, "sum") and total.args[0] is values and len(total.users) == 1
-        if is_total and set(values.users) == {node, total} and _sums_rows(total) and _is_float32(node):
+        is_all = is_total and set(values.users) == {node, total} and _sums_rows(total)
+        if is_all and all(_is_float32(one) for one in (values, total, node)):
             return node, True
     return values, False
 

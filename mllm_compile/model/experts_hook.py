@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 EXPERTS_IMPLEMENTATION = "mllm"
 # What configs call experts a token, and all experts.
-_CHOSEN, _COUNTS = "num_experts_per_tok", ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def mllm_experts(
@@ -61,14 +62,20 @@ def check_choices(config: Any) -> None:
     Raises:
         UnsupportedModelError: naming the two keys of config.json.
     """
-    chosen = getattr(config, _CHOSEN, None)
+    named, chosen = experts_per_token(config)
     for key in _COUNTS:
         count = getattr(config, key, None)
-        if isinstance(count, int) and isinstance(chosen, int) and 0 < count < chosen:
+        if isinstance(count, int) and 0 < count < chosen:
             raise UnsupportedModelError(
-                f"config.json says {_CHOSEN} {chosen} and {key} {count}: a token cannot choose more experts than there "
+                f"config.json says {named} {chosen} and {key} {count}: a token cannot choose more experts than there "
                 "are. Correct it"
             )
+
+
+def experts_per_token(config: Any) -> tuple[str, int]:
+    """How the config calls the number of experts that a token chooses, and the number; 0 where it says none."""
+    said = ((key, getattr(config, key, None)) for key in _CHOSEN)
+    return next(((key, number) for key, number in said if isinstance(number, int)), (_CHOSEN[0], 0))
 
 
 def expert_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

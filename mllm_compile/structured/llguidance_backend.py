@@ -112,7 +112,8 @@ def _lark(form: Form) -> str:
         return f"start: /{llguidance.regex_to_lark(form.text, use_ascii='')}/"
     if form.kind == "choice":
         # One terminal, in capitals: alternatives of a rule are counted, and limited.
-        choices = (json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
+        # In ASCII: its lexer takes no DEL in a text, but its escape.
+        choices = (json.dumps(text).replace("\x7f", r"\u007f") for text in json.loads(form.text))
         return f"start: CHOICE\nCHOICE: {' | '.join(choices)}"
     if form.kind == "grammar":
         return _lark_of_grammar(form.text)

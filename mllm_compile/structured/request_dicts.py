@@ -5,7 +5,7 @@ Plain Python, for servers: no torch, no backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from mllm_compile.errors import RequestError
@@ -14,6 +14,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 _SCHEMA_KEYS = {"type", "name", "description", "schema", "strict"}
+_SCHEMA_HINT = "Write {'type': 'json_schema', 'json_schema': {'name': …, 'schema': {…}}}."
 # vLLM's names from before `structured_outputs`.
 _GUIDED = {
     "guided_json": "json",
@@ -62,21 +63,26 @@ def of_response_format(value: Any) -> StructuredOutputsParams | None:
         return None
     if not isinstance(value, Mapping) or value.get("type") not in _TYPES:
         raise refused("response_format", f"an object whose type is one of {', '.join(_TYPES)}", value)
-    kind = value["type"]
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if kind == "structural_tag":
+    if value["type"] == "structural_tag":
         return StructuredOutputsParams(structural_tag=value)
-    inner = value.get("json_schema", value)
+    given = {key: one for key, one in value.items() if one is not None}
+    if value["type"] != "json_schema":
+        _check_keys("response_format", given, {"type"})
+        return StructuredOutputsParams(json_object=True) if value["type"] == "json_object" else None
+    inner = given.get("json_schema", given)
+    if inner is not given:
+        _check_keys("response_format", given, {"type", "json_schema"})
     if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
-        hint = "Write {'type': 'json_schema', 'json_schema': {'name': …, 'schema': {…}}}."
-        raise refused("response_format.json_schema", "an object with a schema", inner, hint)
-    unknown = sorted(set(map(str, inner)) - _SCHEMA_KEYS)
-    if unknown:
-        raise refused("response_format.json_schema", f"the keys {', '.join(sorted(_SCHEMA_KEYS))}", unknown[0])
+        raise refused("response_format.json_schema", "an object with a schema", inner, _SCHEMA_HINT)
+    _check_keys("response_format.json_schema", inner, _SCHEMA_KEYS)
     return StructuredOutputsParams(json=inner["schema"])
+
+
+def _check_keys(field: str, value: Mapping[Any, Any], known: Set[str]) -> None:
+    unknown = sorted(set(map(str, value)) - known)
+    if unknown:
+        hint = _SCHEMA_HINT if "schema" in unknown else ""
+        raise refused(field, f"no keys but {', '.join(sorted(known))}", unknown[0], hint)
 
 
 def _of_structured_outputs(value: Any) -> StructuredOutputsParams | None:

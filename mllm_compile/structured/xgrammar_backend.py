@@ -33,7 +33,7 @@ _IGNORED = (
     "minLength", "maxLength", "pattern", "patternProperties", "propertyNames",
 )  # fmt: skip
 _ALONE = {"$ref", "anyOf", "enum", "const"}  # what stands beside them is ignored, but for annotations:
-_ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples", "type", "$schema", "$id"}
+_ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id"}
 _FORMATS = {
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
     "uri-template", "json-pointer", "relative-json-pointer",
@@ -127,7 +127,7 @@ class XgrammarBackend:
 
 
 class _Worker:
-    """A thread that makes masks, until it is left behind.
+    """A thread that makes masks, until it is left behind: it takes no further matcher then, as others have its work.
 
     Attributes:
         masks: [n, W] int32, the last masks in the order of the work. Its own: a thread that was left behind may write.
@@ -136,38 +136,45 @@ class _Worker:
     def __init__(self, width: int) -> None:
         self.masks = np.zeros((1, width), np.int32)
         self._work: queue.SimpleQueue[Sequence[MaskWork]] = queue.SimpleQueue()
-        self._is_over = threading.Event()
+        self._changed = threading.Condition()  # of the next three
         self._num_done = 0
         self._faults: dict[int, str] = {}
-        threading.Thread(target=self._serve, args=(self._work,), name="xgrammar masks", daemon=True).start()
+        self._is_left_behind = False
+        threading.Thread(target=self._serve, name="xgrammar masks", daemon=True).start()
 
     def run(self, work: Sequence[MaskWork]) -> tuple[int, dict[int, str]]:
         """How many of `work` were done, in their order, and the faults of these; all but where one takes too long."""
         if len(self.masks) < len(work):
             self.masks = np.zeros((len(work), self.masks.shape[1]), np.int32)
         self._num_done, self._faults = 0, {}
-        self._is_over.clear()
         self._work.put(work)
         seen = 0
-        while not self._is_over.wait(_MOST_MASK_S):
-            if self._num_done == seen:
-                break
-            seen = self._num_done
-        return self._num_done, self._faults
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._num_done == len(work), _MOST_MASK_S):
+                if self._num_done == seen:
+                    self._is_left_behind = True
+                    break
+                seen = self._num_done
+            return self._num_done, self._faults
 
-    def _serve(self, incoming: queue.SimpleQueue[Sequence[MaskWork]]) -> None:
+    def _serve(self) -> None:
         while True:
-            work = incoming.get()
+            work = self._work.get()
             begun = time.monotonic()
             for index, part in enumerate(work):
                 fault = self._fill(part, index)
                 now = time.monotonic()
                 if fault is None and now - begun > _MOST_MASK_S:
                     fault = _TOO_LONG
-                if fault is not None:
-                    self._faults[part.row] = fault
-                self._num_done, begun = index + 1, now
-            self._is_over.set()
+                begun = now
+                with self._changed:
+                    if self._is_left_behind:
+                        return
+                    if fault is not None:
+                        self._faults[part.row] = fault
+                    self._num_done = index + 1
+                    if self._num_done == len(work):
+                        self._changed.notify()
 
     def _fill(self, part: MaskWork, index: int) -> str | None:
         """Why there is no mask, or None."""
@@ -189,10 +196,12 @@ def _refuse_what_is_ignored(schema: dict[str, Any]) -> None:
     for part in subschemas(schema):
         faults = [key for key in _IGNORED if key in part]
         lone = sorted(_ALONE & part.keys())
-        if lone and part.keys() - _ANNOTATIONS - {lone[0]}:
-            faults.append(f"{lone[0]} beside {sorted(part.keys() - _ANNOTATIONS - {lone[0]})[0]}")
-        if "enum" in part and "type" in part:
-            faults += [f"a value of enum that is no {part['type']}"] * (not _enum_fits(part))
+        if lone:
+            values = part.get("enum", [part["const"]] if "const" in part else None)
+            others = sorted(part.keys() - _ANNOTATIONS - {lone[0]} - ({"type"} if values is not None else set()))
+            faults += [f"{lone[0]} beside {other}" for other in others[:1]]
+            if values is not None and "type" in part and not _are_all(values, part["type"]):
+                faults.append(f"a value of {lone[0]} that is no {part['type']}")
         if "format" in part and part["format"] not in _FORMATS:
             faults.append(f"format {part['format']!r}")
         if not str(part.get("$ref", "#")).startswith("#"):
@@ -203,13 +212,14 @@ def _refuse_what_is_ignored(schema: dict[str, Any]) -> None:
             raise Refused(f"xgrammar does not keep to all of the JSON schema: {_cut(faults[0])}")
 
 
-def _enum_fits(part: dict[str, Any]) -> bool:
-    types: dict[str, type | tuple[type, ...]] = {
-        "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "object": dict,
-        "array": list,
+def _are_all(values: Any, name: Any) -> bool:
+    """True if JSON values are all of the one type of this name."""
+    types: dict[str, tuple[type, ...]] = {
+        "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
+        "object": (dict,), "array": (list,),
     }  # fmt: skip
-    wanted = types.get(part["type"]) if isinstance(part["type"], str) else None
-    return wanted is not None and isinstance(part["enum"], list) and all(isinstance(v, wanted) for v in part["enum"])
+    wanted = types.get(name, ()) if isinstance(name, str) else ()
+    return isinstance(values, list) and all(type(value) in wanted for value in values)  # a bool is no integer
 
 
 def _new_structural_tag(tag: dict[str, Any]) -> str:

@@ -107,6 +107,19 @@ def test_rows_are_multiplied_by_their_experts_weights(tmp_path, most, gated, tra
             assert torch.equal(h[CHOSEN + 2 :], ours[0][CHOSEN + 2 :]), "neighbours are as they were"
 
 
+@pytest.mark.parametrize("is_small", [True, False])
+def test_ids_need_not_be_contiguous(is_small):
+    from mllm_compile.runtime.ops import op
+
+    _, ids, slots = inputs(20, 3)
+    block = rows_of_block(64, CHOSEN, EXPERTS)
+    order, blocks = op("order_experts")(ids, slots, EXPERTS, block, is_small)
+    other_order, other_blocks = op("order_experts")(ids.t().contiguous().t(), slots, EXPERTS, block, is_small)
+    is_row = torch.arange(block, device="cuda") < blocks[:, 1:]
+    assert torch.equal(other_blocks, blocks)
+    assert torch.equal(other_order.view(-1, block)[is_row], order.view(-1, block)[is_row])
+
+
 @pytest.mark.parametrize("num_experts", [4, 60, 128, 512])
 @pytest.mark.parametrize(
     ("softmax", "renormalise"),

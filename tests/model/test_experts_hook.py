@@ -37,7 +37,14 @@ def test_an_op_of_another_library_is_refused_by_name():
     del library
 
 
-def test_more_choices_than_experts_are_refused_when_the_model_is_traced():
-    hf_model = build_config_on_meta(tiny_config("qwen3_moe", num_experts=4, num_experts_per_tok=5), torch.float32)
-    with pytest.raises(UnsupportedModelError, match="num_experts_per_tok 5 and num_experts 4"):
-        trace_model(hf_model, "cpu", 8192)
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 and num_experts 4"),
+        ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 5}, "top_k_experts 5 and num_experts 4"),
+    ],
+)
+def test_more_choices_than_experts_are_refused_when_the_model_is_traced(name, said, message):
+    config = tiny_config(name, num_experts=4, moe_intermediate_size=32, **said)
+    with pytest.raises(UnsupportedModelError, match=message):
+        trace_model(build_config_on_meta(config, torch.float32), "cpu", 8192)

@@ -87,10 +87,28 @@ def values_have_a_second_reader(block: Block):
     return block.call(operator.truediv, values, total), ids, block.call(torch.neg, values)
 
 
+def division_is_in_another_dtype(block: Block):
+    values, ids = parts(block, block.call(torch.topk, logits(block, torch.bfloat16), CHOSEN, dim=-1))
+    total = block.call("sum", values, dim=-1, keepdim=True, dtype=torch.float32)
+    return block.call(operator.truediv, values, total), ids
+
+
+def total_is_rounded(block: Block):
+    values, ids = parts(block, block.call(torch.topk, logits(block), CHOSEN, dim=-1))
+    total = block.call("sum", values, dim=-1, keepdim=True, dtype=torch.bfloat16)
+    return block.call(operator.truediv, values, total), ids
+
+
 @pytest.mark.parametrize(
-    ("make", "softmax"), [(scores_have_a_second_reader, NO_SOFTMAX), (values_have_a_second_reader, SOFTMAX_OF_ALL)]
+    ("make", "softmax"),
+    [
+        (scores_have_a_second_reader, NO_SOFTMAX),
+        (values_have_a_second_reader, SOFTMAX_OF_ALL),
+        (division_is_in_another_dtype, NO_SOFTMAX),
+        (total_is_rounded, NO_SOFTMAX),
+    ],
 )
-def test_what_others_read_as_well_stays_beside_the_choice(make, softmax):
+def test_what_others_read_as_well_or_is_in_another_dtype_stays_beside_the_choice(make, softmax):
     block = Block()
     piece = block.module(*make(block))
     before = piece(*block.inputs)

@@ -19,7 +19,7 @@ from mllm_compile.structured.form import Form, Refused
 from tests.hang_guard import HANG_S
 from tests.structured.draws import allowed_ids, walk
 
-CHOICES = ["yes", "no", "yes, but", "€5", "naïve", "日本", 'a "quoted" \\ text\n', "/slash/"]
+CHOICES = ["yes", "no", "yes, but", "€5", "naïve", "日本", 'a "quoted" \\ text\n', "/slash/", "\x7f\x01", "😀"]
 FLAT = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "é"]}},
@@ -212,6 +212,10 @@ def test_llguidance_takes_a_pattern_of_whitespace(llguidance, vocabulary):
         ({"type": "string", "pattern": "a+"}, "pattern"),
         ({"items": {"type": "string", "maxLength": 3}}, "maxLength"),
         ({"type": "integer", "enum": [1, "a"]}, "a value of enum that is no integer"),
+        ({"type": "integer", "enum": [1, True]}, "a value of enum that is no integer"),
+        ({"type": "string", "const": 5}, "a value of const that is no string"),
+        ({"type": "string", "anyOf": [{"type": "integer"}, {"type": "string"}]}, "anyOf beside type"),
+        ({"type": "string", "$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}, r"\$ref beside type"),
         ({"type": "object", "required": ["q"]}, "required names that properties lacks"),
         ({"anyOf": [{"minimum": 1}], "maximum": 3}, "anyOf beside maximum"),
     ],
@@ -271,8 +275,10 @@ class _Matcher:
 
     def __init__(self, blocks_on=None) -> None:
         self.blocks_on = blocks_on
+        self.taken = []
 
     def accept_token(self, token_id):
+        self.taken.append(token_id)
         return True
 
     def fill_next_token_bitmask(self, masks, index):
@@ -294,6 +300,20 @@ def test_a_matcher_that_takes_too_long_is_left_behind_and_the_others_get_their_m
     gate.set()  # the thread that was left behind writes now, but to a memory of its own
     assert not backend.fill([MaskWork(_Matcher(), [1], 0)], masks)
     assert (masks[0] == 5).all()
+
+
+def test_a_thread_that_was_left_behind_leaves_the_other_matchers_alone(vocabulary, monkeypatch):
+    backend = make_backend("xgrammar", vocabulary, threads=1)
+    monkeypatch.setattr(xgrammar_backend, "_MOST_MASK_S", 0.2)
+    gate, other = threading.Event(), _Matcher()
+    before = set(threading.enumerate())
+    masks = np.zeros((2, vocabulary.mask_words), np.int32)
+    assert list(backend.fill([MaskWork(_Matcher(gate), [1], 0), MaskWork(other, [7], 1)], masks)) == [0]
+    left_behind = next(one for one in threading.enumerate() if one not in before)  # in the order of their start
+    gate.set()
+    left_behind.join(HANG_S)
+    assert not left_behind.is_alive()
+    assert other.taken == [7]
 
 
 def test_after_a_few_that_took_too_long_xgrammar_is_asked_no_more(vocabulary, monkeypatch):

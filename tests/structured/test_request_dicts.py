@@ -20,6 +20,7 @@ TAG = {"structures": [], "triggers": []}
         ({"response_format": None, "structured_outputs": None, "guided_json": None, "temperature": 1}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "json_schema": None}}, {"json_object": True}),
         (
             {
                 "response_format": {
@@ -58,7 +59,16 @@ def test_a_body_is_read_as_it_is_meant(body, expected):
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strickt": True}}},
-            r"json_schema: expected the keys .*, got 'strickt'",
+            r"json_schema: expected no keys but .*, got 'strickt'",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            r"response_format: expected no keys but type, got 'schema'\. Write \{'type': 'json_schema'",
+        ),
+        ({"response_format": {"type": "text", "json_schema": {}}}, r"expected no keys but type, got 'json_schema'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "strict": True}},
+            r"response_format: expected no keys but json_schema, type, got 'strict'",
         ),
         ({"structured_outputs": []}, r"structured_outputs: expected an object, got \[\]"),
         ({"structured_outputs": {"jsn": {}}}, r"jsn is no field of StructuredOutputsParams\. Did you mean json\?"),

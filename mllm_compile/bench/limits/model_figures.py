@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mllm_compile.bench.limits.limits import ModelFigures
-from mllm_compile.model.experts_hook import expert_parameters
+from mllm_compile.model.experts_hook import expert_parameters, experts_per_token
 from mllm_compile.model.hf_model import build_on_meta
 
 
@@ -33,7 +33,7 @@ def model_figures(folder: Path, dtype: str, trust_remote_code: bool = False) -> 
         layer_params=layers - expert_params,
         expert_params=expert_params // num_experts,
         num_experts=num_experts,
-        num_chosen=hf_model.text_config.num_experts_per_tok if of_experts else 1,
+        num_chosen=experts_per_token(hf_model.text_config)[1] if of_experts else 1,
         head_params=head.numel(),
         weight_itemsize=torch_dtype.itemsize,
         kv_bytes_per_token=2 * heads_dim * sizes.num_kv_heads * torch_dtype.itemsize,

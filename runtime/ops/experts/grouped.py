@@ -173,7 +173,7 @@ def grouped_linear(
     Returns:
         [T·k, N] in the dtype of x. Rows of padding are 0, those whose id is no expert's NaN.
     """
-    x, weight = x.contiguous(), weight.contiguous()
+    x, order, weight = x.contiguous(), order.contiguous(), weight.contiguous()
     inputs = x.shape[1]
     outputs = weight.shape[2 if is_transposed else 1] // (2 if is_gated else 1)
     num_rows = x.shape[0] * num_chosen if of_tokens else x.shape[0]

@@ -228,6 +228,7 @@ def order_experts(
         in `order` hold rows. Expert -1 has the rows of no expert: those of padding, and, as -1 - row, those whose id is
         not in [0, E).
     """
+    ids, slots = ids.contiguous(), slots.contiguous()
     num_tokens, num_chosen = ids.shape
     num_blocks = most_blocks(num_tokens * num_chosen, num_experts, block)
     order = torch.empty(num_blocks * block, dtype=torch.int32, device=ids.device)
