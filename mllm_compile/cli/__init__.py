@@ -24,6 +24,7 @@ from mllm_compile.cli.explain import explain_command
 from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
 from mllm_compile.cli.serve import serve_command
+from mllm_compile.config.sources import unknown_option
 from mllm_compile.errors import MllmError
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import kept_interruptions
@@ -135,4 +136,8 @@ def _message_for_user(error: Exception) -> str | None:
         return None
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else PROGRAM
+    option = getattr(error, "option_name", None) if type(error).__name__ == "NoSuchOption" else None
+    meant = None if option is None else unknown_option(option)
+    if meant is not None:
+        return f"{meant} (docs/coming-from-vllm.md)"
     return f"{' '.join(format_message().split())} (see {path} --help)"

@@ -93,7 +93,10 @@ def serve_command(
 
 def _other_keys(file: Path | None) -> list[str]:
     """Keys of the environment and of a file."""
-    keys = [os.environ[_KEY_VARIABLE]] if os.environ.get(_KEY_VARIABLE) else []
+    variable = os.environ.get(_KEY_VARIABLE)
+    if variable is not None and not variable.strip():  # of a secret that is not there; all paths would be open
+        raise ConfigError(f"{_KEY_VARIABLE} is set, and empty; give it a key, or unset it to serve without one")
+    keys = [] if variable is None else [variable]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()

@@ -54,6 +54,17 @@ _NAMES_ELSEWHERE = {
     "cuda_graph_bs": "cudagraph.decode_requests",
 }
 
+# Options of vLLM's that ask for what there is not.
+_NOT_THERE = {
+    "tensor_parallel_size": "an engine has one device; serve a replica on each",
+    "pipeline_parallel_size": "an engine has one device; serve a replica on each",
+    "data_parallel_size": "an engine has one device; serve a replica on each",
+    "quantization": "weights are float32, float16 or bfloat16; only the KV cache may be fp8 (runtime.kv_cache_dtype)",
+    "enable_lora": "adapters are not applied; merge one into its model, and serve that",
+    "speculative_config": "no tokens are drafted",
+    "cpu_offload_gb": "weights and KV cache lie on the device",
+}
+
 
 def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
     sections = {name: field.annotation.model_fields for name, field in config.model_fields.items()}  # type: ignore[union-attr]
@@ -66,16 +77,32 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
         meant = f"{key[0]}.{near}" if near else None
         listed = f"known: {', '.join(sections[key[0]])}"
     meant = _NAMES_ELSEWHERE.get(key[-1], meant)
+    if key[-1] in _NOT_THERE:
+        return f"{'.'.join(key)} is not a known key: {_NOT_THERE[key[-1]]}"
     hint = f"; did you mean {meant}?" if meant else ""
     return f"{'.'.join(key)} is not a known key{hint} ({listed})"
 
 
 def key_meant_by(name: str, config: type[BaseModel]) -> str | None:
     """The key, with its section, that `name` stands for here, in vLLM or in SGLang; None where none is like it."""
-    sections = {section: list(field.annotation.model_fields) for section, field in config.model_fields.items()}  # type: ignore[union-attr]
+    sections = _keys_by_section(config)
     similar = (f"{section}.{near}" for section, keys in sections.items() if (near := closest(name, keys)))
-    same = (f"{section}.{name}" for section, keys in sections.items() if name in keys)
-    return _NAMES_ELSEWHERE.get(name) or next(same, None) or next(similar, None)
+    return key_named(name, config) or next(similar, None)
+
+
+def key_named(name: str, config: type[BaseModel]) -> str | None:
+    """The key, with its section, that has this name here, in vLLM or in SGLang; None where none has."""
+    same = (f"{section}.{name}" for section, keys in _keys_by_section(config).items() if name in keys)
+    return _NAMES_ELSEWHERE.get(name) or next(same, None)
+
+
+def _keys_by_section(config: type[BaseModel]) -> dict[str, list[str]]:
+    return {section: list(field.annotation.model_fields) for section, field in config.model_fields.items()}  # type: ignore[union-attr]
+
+
+def not_there(name: str) -> str | None:
+    """Why there is nothing that an option of this name in vLLM could set; None where nobody knows it."""
+    return _NOT_THERE.get(name)
 
 
 def closest(name: str, known: list[str]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.config.mistakes import key_meant_by, show
+from mllm_compile.config.mistakes import key_meant_by, key_named, not_there, show
 from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
 from mllm_compile.config.schema import EngineConfig
@@ -58,6 +58,9 @@ def unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
     """The error for an argument that an engine does not take: most are keys of its config, by vLLM's name or ours."""
     if name in ("model", "model_path"):
         return ConfigError(f"an engine has no argument {name}. Give the model first: Engine('Qwen/Qwen3-0.6B').")
+    reason = not_there(name)
+    if reason is not None:
+        return ConfigError(f"an engine has no argument {name}: {reason}.")
     key = key_meant_by(name, EngineConfig)
     if key is None:
         return ConfigError(f"an engine has no argument {name}; known: {', '.join(known)}, and the keys of its config.")
@@ -67,6 +70,25 @@ def unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
         f"an engine has no argument {name}; did you mean {key} of its config? Give that as a YAML, or a dict such as "
         f"{{'model': {{{keys}}}."
     )
+
+
+def unknown_option(option: str) -> str | None:
+    """What to do in place of an option of a command, `--max-model-len`, that is a key of the config; None: it is none.
+
+    Options of vLLM's are known by their names there.
+    """
+    name = option.lstrip("-").replace("-", "_")
+    reason = not_there(name)
+    if reason is not None:
+        return f"there is no option {option}: {reason}"
+    key = key_named(name, EngineConfig)
+    if key is None:
+        return None
+    key, _, value = key.partition(": ")
+    section, _, field = key.partition(".")
+    keys = f"{field}: {value or '…'}"
+    text = f"model: {{path: …, {keys}}}" if section == "model" else f"model: {{path: …}}, {section}: {{{keys}}}"
+    return f"{option} is no option, but {key} of the config: write {{{text}}} into a .yaml file, and give that as MODEL"
 
 
 def _model_or_runtime(folder: Path) -> EngineConfig | Path:

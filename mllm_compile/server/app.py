@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hmac
+import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,6 +25,7 @@ from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
 from mllm_compile.server.http import Receive, Scope, header, respond, respond_error
+from mllm_compile.server.options import ServeOptions
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -70,7 +72,9 @@ def paths_of() -> list[tuple[str, str]]:
 def make_app(front: Front) -> App:
     """The application of a front."""
     routes = [Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in _ROUTES]
-    app: App = _Guarded(Router(routes), front.options.api_keys, front.options.allowed_origins)
+    # A redirect would be made of the Host header, and lead from TLS to plain HTTP behind a proxy.
+    router = Router(routes, redirect_slashes=False)
+    app: App = _Guarded(router, front.options)
     if front.options.allowed_origins:
         app = CORSMiddleware(  # type: ignore[assignment]
             app,  # type: ignore[arg-type]
@@ -85,10 +89,11 @@ def make_app(front: Front) -> App:
 class _Guarded:
     """Asks for a key on every path but the open ones, and answers what an endpoint did not catch."""
 
-    def __init__(self, app: Router, keys: tuple[str, ...], origins: tuple[str, ...]) -> None:
+    def __init__(self, app: Router, options: ServeOptions) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
-        self._origins = origins
+        self._keys = [key.encode() for key in options.api_keys]
+        self._origins = options.allowed_origins
+        self._is_private = options.is_local and not options.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,9 +113,7 @@ class _Guarded:
         try:
             await self._app(scope, receive, send)  # type: ignore[arg-type]
         except HTTPException as error:
-            path = scope["path"]
-            message = f"there is no {path}" if error.status_code == 404 else f"{path}: {error.detail}"
-            await respond_error(send, ApiError(error.status_code, message))
+            await _not_found(scope["path"], error, send)
         except Exception as error:
             logger.exception("a request to %s met an internal error", scope["path"])
             failure = ApiError(500, "internal error; the server's log has it", code="internal_error")
@@ -120,11 +123,20 @@ class _Guarded:
                 raise error from None
 
     def _may_ask(self, scope: Scope) -> bool:
-        """True unless a browser says that a page of another site asks: it need not be able to read the answer."""
+        """True unless a browser says that a page of another site asks: it need not be able to read the answer.
+
+        A site can make its own name lead to 127.0.0.1, and is then this server's Host. So where nothing but the address
+        keeps strangers out, the name has to be one that no site can have.
+        """
         origin = header(scope, b"origin")
         if origin is None or origin in self._origins:
             return True
-        return urlsplit(origin).netloc == header(scope, b"host")
+        try:
+            place = urlsplit(origin)
+            name = place.hostname or ""
+        except ValueError:
+            return False
+        return place.netloc == header(scope, b"host") and (not self._is_private or _is_of_no_site(name))
 
     def _has_key(self, scope: Scope) -> bool:
         kind, _, value = (header(scope, b"authorization") or "").partition(" ")
@@ -135,3 +147,28 @@ class _Guarded:
         # All are compared: how long it takes says nothing about which one is nearly right.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
+
+
+def _is_of_no_site(name: str) -> bool:
+    """True for an address, and for localhost, which browsers do not look up."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _not_found(path: str, error: HTTPException, send: Send) -> None:
+    """Answers a path that is not there, or not for the method."""
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        refused = ApiError(405, f"{path}: expected {allowed.replace(', ', ' or ')}")
+        await respond(send, refused.body, status=405, headers=[*JSON, (b"allow", allowed.encode())])
+        return
+    paths = {path for _, path in paths_of()}
+    bare = path.rstrip("/")
+    meant = next((like for like in (bare, f"/v1{bare}") if like in paths), None)
+    hint = "" if meant is None else f"; did you mean {meant}?"
+    await respond_error(send, ApiError(error.status_code, f"there is no {path}{hint}"))

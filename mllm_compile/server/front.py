@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -188,7 +189,9 @@ class Front:
         """The answer's id: with the client's own name of the request, where it gives one."""
         own = check_request_id(asked)
         if own is None and header_id is not None:
-            own = header_id if 1 <= len(header_id) <= 128 and header_id.isascii() and header_id.isprintable() else None
+            # One that does not do is passed over: proxies set this header, and the client need not know of it.
+            with contextlib.suppress(ApiError):
+                own = check_request_id(header_id)
             own = None if own is not None and prefix + own in self.dispatcher.jobs else own
         name = prefix + (own or secrets.token_hex(12))
         if name in self.dispatcher.jobs:

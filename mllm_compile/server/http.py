@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,23 +25,34 @@ class ClientGoneError(Exception):
 
 
 class Bodies:
-    """Reads bodies; bounds each, and all that are read at once."""
+    """Reads bodies; bounds each, and all that are read at once.
 
-    def __init__(self) -> None:
+    Args:
+        most_s: a body that takes longer is given up: a few that never end would fill the room of all others.
+    """
+
+    def __init__(self, most_s: float = 60.0) -> None:
         self._held = 0
+        self._most_s = most_s
 
     async def read(self, receive: Receive) -> bytes:
         """A request's body.
 
         Raises:
-            ApiError: it is too large.
+            ApiError: it is too large, or too slow.
             ClientGoneError: there is nobody to answer.
         """
         parts: list[bytes] = []
         size = 0
+        end = asyncio.get_running_loop().time() + self._most_s
         try:
             while True:
-                message = await receive()
+                try:
+                    async with asyncio.timeout_at(end):
+                        message = await receive()
+                except TimeoutError:
+                    late = f"the body has not come within {self._most_s:g} s"
+                    raise ApiError(408, late, code="request_timeout") from None
                 if message["type"] == "http.disconnect":
                     raise ClientGoneError
                 part = message.get("body", b"")

@@ -46,8 +46,8 @@ class ServeOptions:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port: expected a number from 0 to 65535, got {self.port}")
         for option, values in (("--api-key", self.api_keys), ("--served-model-name", self.served_names)):
-            if any(not value or not value.isascii() or not value.isprintable() for value in values):
-                raise ConfigError(f"{option}: expected printable ASCII characters")
+            if any(not _is_plain(value) for value in values):
+                raise ConfigError(f"{option}: expected printable ASCII characters, the first and last of them no space")
         if self.max_queue is not None and self.max_queue < 1:
             raise ConfigError(f"--max-queue: expected at least 1, got {self.max_queue}")
         for name in ("max_queue_s", "request_timeout_s", "sleep_after_s", "stuck_after_s"):
@@ -56,6 +56,16 @@ class ServeOptions:
                 raise ConfigError(f"--{name.removesuffix('_s').replace('_', '-')}: expected more than 0 s, got {value}")
         if not 0 <= self.shutdown_timeout_s < 1e9:
             raise ConfigError(f"--shutdown-timeout: expected 0 s or more, got {self.shutdown_timeout_s}")
+
+    @property
+    def is_local(self) -> bool:
+        """True if only this machine reaches it."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+def _is_plain(text: str) -> bool:
+    """True for what a header can hold, and give back as it is."""
+    return bool(text) and text.isascii() and text.isprintable() and text == text.strip()
 
 
 def seconds_of(option: str, text: str | None) -> float | None:

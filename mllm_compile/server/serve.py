@@ -17,13 +17,13 @@ import uvloop
 from mllm_compile.errors import ConfigError
 from mllm_compile.server.app import make_app
 from mllm_compile.server.banner import banner_lines
+from mllm_compile.server.connection import Connection
 from mllm_compile.server.engine_link import CommandLine, command_line
 from mllm_compile.server.front import Front
 from mllm_compile.server.options import ServeOptions
 
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they close first, and never meet a closed one
 _BACKLOG = 4096
-_LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> None:
@@ -89,7 +89,7 @@ async def _serve(front: Front, listener: socket.socket) -> None:
     stop = _Stop()
     config = uvicorn.Config(
         make_app(front),  # type: ignore[arg-type]
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -102,7 +102,7 @@ async def _serve(front: Front, listener: socket.socket) -> None:
     address = listener.getsockname()
     url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
     _say(options, f"listening at {url}, starting the engine")
-    if options.host not in _LOCAL and not options.api_keys:
+    if not options.is_local and not options.api_keys:
         _say(options, f"warning: {options.host} can be reached from outside, and no --api-key is set")
     serving = asyncio.ensure_future(server.serve([listener]))
     engine = asyncio.ensure_future(front.supervisor.run())

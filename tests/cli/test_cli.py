@@ -127,6 +127,22 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
         (["generate", "x.yaml"], "Missing option '--prompt'"),
         (["generate", "x.yaml", "--prompt", "hi", "--max-tokens", "x"], "Invalid value for '--max-tokens'"),
         (["--wrong"], "No such option: --wrong"),
+        (
+            ["serve", TINY, "--max-model-len", "100"],
+            "--max-model-len is no option, but runtime.max_model_len of the config: "
+            "write {model: {path: …}, runtime: {max_model_len: …}} into a .yaml file, and give that as MODEL",
+        ),
+        (["serve", TINY, "--dtype=bfloat16"], "model.dtype of the config: write {model: {path: …, dtype: …}} into"),
+        (
+            ["serve", TINY, "--gpu-memory-utilization=0.8"],
+            "is no option, but runtime.mem_fraction_static of the config",
+        ),
+        ([TINY, "--enforce-eager"], "write {model: {path: …}, cudagraph: {mode: none}} into"),
+        (
+            ["serve", TINY, "--tensor-parallel-size=2"],
+            "there is no option --tensor-parallel-size: an engine has one dev",
+        ),
+        (["serve", TINY, "--quantization", "awq"], "weights are float32, float16 or bfloat16"),
         (["inspect"], "Missing argument"),
     ],
 )

@@ -20,6 +20,7 @@ TINY = "configs/tiny.yaml"
         ([TINY, "--sleep-after", "soon"], "--sleep-after: expected a time such as 90s, 5m or 2h, got 'soon'"),
         ([TINY, "--request-timeout", "0"], "--request-timeout: expected more than 0 s"),
         ([TINY, "--api-key", ""], "--api-key: expected printable ASCII characters"),
+        ([TINY, "--api-key", "secret "], "the first and last of them no space"),
         ([TINY, "--served-model-name", "a\nb"], "--served-model-name: expected printable"),
         ([TINY, "--api-key-file", "/no/such/file"], "--api-key-file: /no/such/file cannot be read"),
         ([TINY, "--host", "no.such.host.invalid"], "cannot be listened at"),
@@ -44,6 +45,12 @@ def test_keys_come_from_options_the_environment_and_a_file(monkeypatch, tmp_path
     assert started[0].sleep_after_s == 300
     file.write_text("\n")
     assert run(["serve", TINY, "--api-key-file", str(file)]) == 2
+
+
+def test_a_key_of_the_environment_that_is_empty_does_not_open_every_path(monkeypatch, capsys):
+    monkeypatch.setenv("MLLM_API_KEY", " ")
+    assert run(["serve", TINY]) == 2
+    assert "MLLM_API_KEY is set, and empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5s", 1.5), ("5m", 300), ("2h", 7200), (None, None)])

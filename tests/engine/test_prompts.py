@@ -162,7 +162,8 @@ def test_an_argument_that_a_call_does_not_have_is_answered_with_the_one_to_use(r
         ),
         ("dtype", r"model\.dtype .*such as {'model': {'path': …, 'dtype': …}}\."),
         ("enforce_eager", r"cudagraph\.mode: none .*'cudagraph': {'mode': …}"),
-        ("pipeline_parallel_size", "known: "),
+        ("pipeline_parallel_size", "an engine has one device"),
+        ("swap_area_of_pages", "known: "),
     ],
 )
 def test_an_argument_that_an_engine_does_not_have_is_answered_with_the_key_of_its_config(kind, name, said):

@@ -59,6 +59,7 @@ def test_what_is_not_there_is_said_in_openais_shape(server):
     assert (missing.status, missing.error["message"]) == (404, "there is no /v1/nothing")
     method = server.get("/v1/completions", headers=key)
     assert (method.status, method.error["type"]) == (405, "invalid_request_error")
+    assert (method.error["message"], method.headers["allow"]) == ("/v1/completions: expected POST", "POST")
     embeddings = server.post("/v1/embeddings", {}, headers=key)
     assert embeddings.status == 404
     assert "generates text" in embeddings.error["message"]
@@ -85,6 +86,38 @@ def test_a_page_of_another_site_may_not_ask(server):
         (server.url, 200), ("https://a.example", 200), ("https://b.example", 403), ("null", 403), ("x" * 99, 403),
     ):  # fmt: skip
         assert server.post("/v1/completions", body, headers={**key, "origin": origin}).status == status, origin
+
+
+@pytest.mark.parametrize("path", ["/completions", "/v1/completions/", "/completions/"])
+def test_a_path_that_is_nearly_right_is_told_the_right_one_and_leads_nowhere_else(server, path):
+    answer = server.post(path, {}, headers={"authorization": f"Bearer {KEY}"})
+    assert (answer.status, answer.error["message"]) == (404, f"there is no {path}; did you mean /v1/completions?")
+    assert "location" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://[::1", "//", "file://", ""])
+def test_an_origin_that_is_none_is_refused(server, origin):
+    headers = {"authorization": f"Bearer {KEY}", "origin": origin}
+    assert server.get("/v1/models", headers=headers).error["code"] == "origin"
+
+
+def test_a_site_whose_name_leads_here_may_not_ask_where_no_key_is_needed(server):
+    named = {"host": "b.example:8000", "origin": "http://b.example:8000"}
+    with fake_server() as open_server:
+        for place, status in (("b.example:8000", 403), ("localhost:80", 200), ("[::1]:80", 200), ("127.1.evil", 403)):
+            headers = {"host": place, "origin": f"http://{place}"}
+            answer = open_server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=headers)
+            assert answer.status == status, place
+    with_key = {"authorization": f"Bearer {KEY}", **named}
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=with_key).status == 200
+
+
+def test_an_id_of_the_header_cannot_imitate_the_rest_of_a_log_line(server):
+    for own in ("a 200 in 1 out 2", "x" * 129, "caf\xe9"):
+        headers = {"authorization": f"Bearer {KEY}", "x-request-id": own}
+        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=headers)
+        assert re.fullmatch("cmpl-[0-9a-f]{24}", answer.headers["x-request-id"])
+    assert "cmpl-a 200" not in server.said
 
 
 def test_an_empty_bearer_is_no_key_where_none_is_needed():
