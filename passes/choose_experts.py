@@ -62,7 +62,7 @@ def _choose(graph: fx.Graph, node: fx.Node) -> bool:
     vals = list(node.meta["val"])
     values, ids = _part(node, 0), _part(node, 1)
     softmax, renormalise, weights = NO_SOFTMAX, False, values
-    if len(scores.users) == 1 and _is_softmax(scores, scores.args[:1], torch.float32):
+    if len(scores.users) == 1 and scores.args and _is_softmax(scores, scores.args[:1], torch.float32):
         scores, softmax = scores.args[0], SOFTMAX_OF_ALL
     if values is not None and values.users:
         weights, renormalise = _renormalised(values)

@@ -69,6 +69,8 @@ def _check_numbers(names: list[str]) -> None:
         CheckpointError: naming those that are not there.
     """
     parts = [re.split(r"(\d+)", name) for name in names]
+    if len({len(one) for one in parts}) > 1:
+        return
     places = [place for place in range(1, len(parts[0]), 2) if len({one[place] for one in parts}) > 1]
     if len(places) != 1:
         return

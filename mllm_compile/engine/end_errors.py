@@ -62,7 +62,12 @@ def no_numbers(request: Request) -> MllmError:
         return RequestError(f"structured_outputs: {request.grammar_fault}")
     params = request.params
     what = "prompt" if not request.output_token_ids else f"output after {len(request.output_token_ids)} tokens"
-    restricts = params.min_tokens > 0 or params.allowed_token_ids is not None or params.bad_words
+    restricts = (
+        params.min_tokens > 0
+        or params.allowed_token_ids is not None
+        or params.bad_words
+        or params.structured_outputs is not None
+    )
     forbidden = " or all its tokens were forbidden by this request's parameters" if restricts else ""
     return MllmError(
         f"the model's logits at the end of the {what} hold NaN or inf{forbidden}, so there is no next token. Other "

@@ -111,6 +111,7 @@ DEFAULTS = RuntimeSection(
     max_num_batched_tokens=64,
     enable_prefix_cache=True,
     deterministic=False,
+    expert_stats=False,
     skip_compiled=False,
     seed=0,
 )
