@@ -43,7 +43,7 @@ def test_each_answer_is_printed_with_its_speed_and_the_conversation_goes_on(monk
     ]
     told = capsys.readouterr()
     assert told.out == "answer\n" * 3
-    assert told.err.count("3 tokens") == 3
+    assert told.err.count(", 3 tokens") == 3
     assert "/reset forgets" in told.err
 
 
