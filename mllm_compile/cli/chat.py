@@ -169,8 +169,11 @@ def _server(url: str, api_key: str | None) -> Ask:
             connection.request("POST", path, json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise RequestError(f"{url} answers {response.status}: {_message(response.read())}")
+                hint = ". Give the key as --api-key, or as MLLM_API_KEY" if response.status == 401 else ""
+                raise RequestError(f"{url} answers {response.status}: {_message(response.read())}{hint}")
             yield from _pieces(response)
+        except ConnectionRefusedError:
+            raise RequestError(f"{url}: no server listens there. Start one: mllm-compile serve MODEL") from None
         except (OSError, http.client.HTTPException) as error:
             raise RequestError(f"{url}: {error or type(error).__name__}") from None
         finally:

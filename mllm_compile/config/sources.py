@@ -73,9 +73,9 @@ def unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def unknown_option(option: str) -> str | None:
-    """What to do in place of an option of a command, `--max-model-len`, that is a key of the config; None: it is none.
+    """Advice on an option that no command has, as `--max-model-len`: the config's key of that name, here or in vLLM.
 
-    Options of vLLM's are known by their names there.
+    None where nobody knows it.
     """
     name = option.lstrip("-").replace("-", "_")
     reason = not_there(name)

@@ -163,8 +163,9 @@ def _is_of_no_site(name: str) -> bool:
 async def _not_found(path: str, error: HTTPException, send: Send) -> None:
     """Answers a path that is not there, or not for the method."""
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        refused = ApiError(405, f"{path}: expected {allowed.replace(', ', ' or ')}")
+        methods = sorted((error.headers or {}).get("Allow", "").split(", "))
+        allowed = ", ".join(methods)
+        refused = ApiError(405, f"{path}: expected {' or '.join(methods)}")
         await respond(send, refused.body, status=405, headers=[*JSON, (b"allow", allowed.encode())])
         return
     paths = {path for _, path in paths_of()}
