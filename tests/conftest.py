@@ -45,9 +45,12 @@ def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(eager_cache: Path, tmp_path: Path) -> Path:
     """With two runtimes, `old` used before `new`, and a broken one."""
+    from mllm_compile.compiler.load_or_compile import load_or_compile
     from mllm_compile.store.publish import runtimes_folder
+    from tests.tiny_model import tiny_config
 
-    (whole,) = runtimes_folder(eager_cache).iterdir()
+    # That of the fixture: other tests may have compiled theirs beside it.
+    whole = load_or_compile(tiny_config(eager_cache, compile={"backend": "eager"})).artifact.folder
     for age, name in enumerate(("new", "old", "broken")):
         folder = runtimes_folder(tmp_path) / name
         shutil.copytree(whole, folder)

@@ -13,7 +13,7 @@ from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.requests import Message, Prompt
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
-from mllm_compile.engine.streams import AsyncReader, LoopWaker
+from mllm_compile.engine.streams import AsyncReader, LoopWaker, before_the_end
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.unknown_names import tells_unknown
 
@@ -128,6 +128,8 @@ class AsyncEngine:
                 while not has_ended:
                     deltas, has_ended = await reader.take()
                     if has_ended and submission.failure is not None:
+                        if before := before_the_end(deltas):
+                            yield builder.build(before, False)
                         raise submission.failure.with_traceback(None)
                     yield builder.build(deltas, has_ended)
             else:

@@ -87,6 +87,7 @@ class TokenStream(Iterator[RequestOutput]):
         check_process: Callable[[], None],
     ) -> None:
         self._is_over = True  # until there is something to read
+        self._has_failed = False  # and the failure is not told yet, but for what came before it
         self._submission = submission
         self._queue = queue
         self._builder = StreamBuilder(submission, decoder)
@@ -106,17 +107,27 @@ class TokenStream(Iterator[RequestOutput]):
             MllmError: a step failed.
             EngineDeadError: the engine died, or this process is a fork of the engine's.
         """
+        if self._has_failed:
+            self._has_failed = False
+            raise self._failure()
         if self._is_over:
             raise StopIteration
         self._check_process()
         deltas, self._is_over = self._queue.take()
         if self._is_over and self._submission.failure is not None:
-            raise self._submission.failure.with_traceback(None)
+            deltas = before_the_end(deltas)
+            self._has_failed = bool(deltas)
+            if not deltas:
+                raise self._failure()
         try:
-            return self._builder.build(deltas, self._is_over)
+            return self._builder.build(deltas, self._is_over and not self._has_failed)
         except BaseException:
             self.close()
             raise
+
+    def _failure(self) -> BaseException:
+        assert self._submission.failure is not None, "it has failed"
+        return self._submission.failure.with_traceback(None)
 
     def close(self) -> None:
         """Aborts the request unless it is over."""
@@ -201,6 +212,11 @@ class AsyncReader:
         while not self._has_ended:
             await self._event.wait()
             self._event.clear()
+
+
+def before_the_end(deltas: list[Delta]) -> list[Delta]:
+    """The news that came before a failure, for a reader that takes both at once."""
+    return [delta for delta in deltas if delta.finish_reason is None]
 
 
 def _num_ends(deltas: list[Delta]) -> int:

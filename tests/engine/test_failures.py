@@ -164,6 +164,16 @@ def test_a_single_prompt_and_a_stream_without_numbers_raise(engine, runner):
     assert tokens == expected_tokens([7, 8], 2)
 
 
+def test_a_reader_that_comes_late_gets_what_came_before_the_failure(engine, runner):
+    runner.next_token = without_numbers_after(7, 8, count=2)
+    stream = engine.stream([7, 8], params())
+    until(lambda: engine.stats().broken_logits == 1)
+    assert next(stream).token_ids == expected_tokens([7, 8], 2)
+    with pytest.raises(MllmError, match="output after 2 tokens hold NaN"):
+        next(stream)
+    assert list(stream) == []
+
+
 def test_a_prompt_without_numbers_ends_all_of_its_answers_also_those_that_wait_for_it(engine, runner):
     prompt = list(range(1, 12))
     runner.next_token = without_numbers_after(*prompt)
