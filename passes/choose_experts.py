@@ -27,8 +27,8 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class ChooseExperts(GraphPass):
     """Takes the largest of each token's scores by a kernel of ours.
 
-    Why: torch.topk of a few rows is two kernels of the library, and what stands around it in a router one or two more, in
-        every layer of every step.
+    Why: torch.topk of a few rows is two kernels of the library, and what stands around it in a router one or two more,
+        in every layer of every step.
 
     Before::
 
