@@ -42,18 +42,23 @@ def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
-@pytest.fixture
-def cache(eager_cache: Path, tmp_path: Path) -> Path:
-    """With two runtimes, `old` used before `new`, and a broken one."""
+@pytest.fixture(scope="session")
+def eager_folder(eager_cache: Path) -> Path:
+    """The folder of `eager_cache`'s runtime: other tests may have compiled theirs beside it."""
     from mllm_compile.compiler.load_or_compile import load_or_compile
-    from mllm_compile.store.publish import runtimes_folder
     from tests.tiny_model import tiny_config
 
-    # That of the fixture: other tests may have compiled theirs beside it.
-    whole = load_or_compile(tiny_config(eager_cache, compile={"backend": "eager"})).artifact.folder
+    return load_or_compile(tiny_config(eager_cache, compile={"backend": "eager"})).artifact.folder
+
+
+@pytest.fixture
+def cache(eager_folder: Path, tmp_path: Path) -> Path:
+    """With two runtimes, `old` used before `new`, and a broken one."""
+    from mllm_compile.store.publish import runtimes_folder
+
     for age, name in enumerate(("new", "old", "broken")):
         folder = runtimes_folder(tmp_path) / name
-        shutil.copytree(whole, folder)
+        shutil.copytree(eager_folder, folder)
         os.utime(folder, (1000 - age, 1000 - age))
     (runtimes_folder(tmp_path) / "broken" / "manifest.json").write_text("{}")
     os.utime(runtimes_folder(tmp_path) / "broken", (2000, 2000))

@@ -26,7 +26,6 @@ from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, Mll
 from mllm_compile.files.sealed_json import write_sealed
 from mllm_compile.runtime.weights.safetensors_header import read_header
 from mllm_compile.store.artifact import is_runtime, open_artifact, read_manifest
-from mllm_compile.store.publish import runtimes_folder
 from mllm_compile.text.generation_defaults import load_generation_defaults
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.tiny_model import TINY, tiny_config
@@ -171,9 +170,8 @@ def test_a_header_beyond_a_bound_is_one_line(tmp_path, header, said):
 
 
 @pytest.fixture
-def runtime(eager_cache: Path, tmp_path: Path) -> Path:
-    (found,) = runtimes_folder(eager_cache).iterdir()
-    shutil.copytree(found, tmp_path / "runtime")
+def runtime(eager_folder: Path, tmp_path: Path) -> Path:
+    shutil.copytree(eager_folder, tmp_path / "runtime")
     return tmp_path / "runtime"
 
 

@@ -25,7 +25,6 @@ from mllm_compile.errors import MllmError
 from mllm_compile.files.sealed_json import write_sealed
 from mllm_compile.runtime.weights.safetensors_header import read_header
 from mllm_compile.store.artifact import MANIFEST, PROGRAM, open_artifact
-from mllm_compile.store.publish import runtimes_folder
 from mllm_compile.text.chat_template import ChatTemplate
 from mllm_compile.text.generation_defaults import default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import load_tokenizer
@@ -185,11 +184,10 @@ def test_chats(engine, probe, factor, monkeypatch):
     survive("chats", COUNTS["chats"] * factor, attack, probes)
 
 
-def test_runtimes(eager_cache, tmp_path, probe, factor):
+def test_runtimes(eager_folder, tmp_path, probe, factor):
     """Damaged files, and JSON that somebody changed and sealed again."""
-    (found,) = runtimes_folder(eager_cache).iterdir()
     runtime = tmp_path / "runtime"
-    shutil.copytree(found, runtime)
+    shutil.copytree(eager_folder, runtime)
     manifest = json.loads((runtime / MANIFEST).read_text())
     del manifest["sha256"]
     program = json.loads((runtime / PROGRAM).read_text())

@@ -12,7 +12,6 @@ import yaml
 from mllm_compile.cli import run
 from mllm_compile.store.artifact import read_manifest
 from mllm_compile.store.explain import Change, change_text, grouped, nearest_runtime
-from mllm_compile.store.publish import runtimes_folder
 from tests.tiny_model import tiny_config
 
 
@@ -27,19 +26,17 @@ def explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     return ask
 
 
-def test_a_hit_is_told_with_its_place(explain, eager_cache):
+def test_a_hit_is_told_with_its_place(explain, eager_cache, eager_folder):
     lines = explain(eager_cache, compile={"backend": "eager"})
-    (folder,) = runtimes_folder(eager_cache).iterdir()
-    assert lines[0] == f"compiled: {folder}"
-    assert lines[1] == f"key {folder.name.partition('-')[2]}"
+    assert lines[0] == f"compiled: {eager_folder}"
+    assert lines[1] == f"key {eager_folder.name.partition('-')[2]}"
     groups = [line.strip() for line in lines[2:] if line.startswith("  ") and not line.startswith("    ")]
     assert groups == ["model", "config", "machine", "compiler"]
     assert ["dtype", "float32"] in [line.split() for line in lines]
 
 
-def test_every_factor_is_in_one_group(eager_cache):
-    (folder,) = runtimes_folder(eager_cache).iterdir()
-    factors = {**read_manifest(folder).factors, "packed weights": "x", "a new one": "y"}
+def test_every_factor_is_in_one_group(eager_folder):
+    factors = {**read_manifest(eager_folder).factors, "packed weights": "x", "a new one": "y"}
     groups = grouped(factors)
     assert sorted(name for values in groups.values() for name in values) == sorted(factors)
     assert groups["compiler"]["a new one"] == "y"
@@ -56,14 +53,13 @@ def test_no_line_is_wider_than_the_page_and_all_of_it_can_be_had(explain, eager_
     assert all("".join(value.split()) in text for value in factors.values()), "-v has every value whole"
 
 
-def test_a_runtimes_folder_is_explained_by_itself(eager_cache, explain, capsys):
+def test_a_runtimes_folder_is_explained_by_itself(eager_cache, eager_folder, explain, capsys):
     explain(eager_cache, compile={"backend": "eager"})
-    (folder,) = runtimes_folder(eager_cache).iterdir()
     capsys.readouterr()
-    assert run(["explain", str(folder)]) == 0
+    assert run(["explain", str(eager_folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"compiled: {folder}"
-    assert lines[1] == f"key {folder.name.partition('-')[2]}"
+    assert lines[0] == f"compiled: {eager_folder}"
+    assert lines[1] == f"key {eager_folder.name.partition('-')[2]}"
 
 
 def test_a_miss_tells_what_changed_from_what_to_what(explain, eager_cache):

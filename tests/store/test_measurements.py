@@ -9,13 +9,11 @@ import pytest
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.store.artifact import read_manifest
 from mllm_compile.store.measurements import start_with, with_start
-from mllm_compile.store.publish import runtimes_folder
 
 
 @pytest.fixture(scope="module")
-def config(eager_cache) -> ResolvedConfig:
-    (folder,) = runtimes_folder(eager_cache).iterdir()
-    return ResolvedConfig.model_validate(read_manifest(folder).config)
+def config(eager_folder) -> ResolvedConfig:
+    return ResolvedConfig.model_validate(read_manifest(eager_folder).config)
 
 
 def serving(config: ResolvedConfig, max_running_requests: int) -> ResolvedConfig:
