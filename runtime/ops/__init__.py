@@ -83,6 +83,13 @@ def define(source: str | None = None) -> None:
 
 
 @cache
+def define_called() -> None:
+    """Defines the ops that a compiled package calls by name: those without Triton, whose kernels it cannot hold."""
+    for module in ("experts.count", "experts.linear", *(f"{folder}.ops" for folder in FAMILIES)):
+        importlib.import_module(f"{__name__}.{module}")
+
+
+@cache
 def family(name: str) -> KernelFamily:
     """The kernel family of this name.
 

@@ -19,8 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.torch_version import TorchVersion
 
-import mllm_compile.runtime.ops.experts.count
-import mllm_compile.runtime.ops.experts.linear  # noqa: F401 - packages call them by name
+from mllm_compile.runtime import ops
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.program.unpacked import Unpacked, check_room
 
@@ -42,6 +41,7 @@ class PackagedPiece:
 
     def __init__(self, name: str, package: bytes) -> None:
         check_members(name, package)
+        ops.define_called()
         # run_single_threaded: the threaded runner queries an event, which fails while a CUDA graph is captured.
         run_single_threaded, num_runners, device_index = True, 1, -1
         with _as_path(name, package) as (path, self._files):
@@ -60,6 +60,7 @@ class SourcePiece:
     """A piece run as it was traced, one torch operator at a time."""
 
     def __init__(self, name: str, source: str) -> None:
+        ops.define(source)
         self._module = piece_class(source, Path(name))()
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:

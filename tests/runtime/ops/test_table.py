@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from mllm_compile.runtime import ops
 from mllm_compile.runtime.ops import op
 
 LOADED = "print(*(name for name in sys.modules if name.startswith('mllm_compile.runtime.ops.')))"
@@ -30,6 +32,16 @@ def test_an_op_is_defined_when_it_is_asked_for():
 def test_a_source_defines_what_it_calls_and_nothing_else():
     modules = modules_after("ops.define('torch.ops.mllm.attention_with_output(q, k, v, out, name)')")
     assert modules == {"attention"}
+
+
+def test_before_a_package_is_loaded_the_ops_are_defined_that_it_calls_by_name():
+    """Kernels of Triton's are in packages; attention lies between them."""
+    folder = Path(ops.__file__).parent
+    sources = {name: (folder / f"{module.replace('.', '/')}.py").read_text() for name, module in ops.OPS.items()}
+    called = {name for name, source in sources.items() if "import triton" not in source}
+    called -= {"attention", "attention_with_output"}
+    assert {"expert_linear", "gated_linear", "stream_linear"} <= called
+    modules_after(f"ops.define_called(); assert all(hasattr(torch.ops.mllm, name) for name in {sorted(called)})")
 
 
 def test_an_op_that_somebody_else_has_defined_is_taken_as_it_is():
