@@ -18,8 +18,8 @@ from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import (
     FORM_TOKENS,
     ONE_ROW,
-    is_ordered_at_once,
     most_blocks,
+    rows_at_once,
     rows_of_block,
 )
 
@@ -97,9 +97,9 @@ def _group(piece: fx.GraphModule, most_tokens: int | None) -> int:
         num_chosen, num_experts = int(ids.meta["val"].shape[1]), int(weight.meta["val"].shape[0])
         block = rows_of_block(most_tokens, num_chosen, num_experts)
         if (ids, num_experts) not in orders:
-            at_once = is_ordered_at_once(most_tokens, num_experts)
+            most_rows = rows_at_once(most_tokens, num_chosen)
             with graph.inserting_before(node):
-                order = (ids, None) if block == ONE_ROW else _order(graph, ids, slots, num_experts, block, at_once)
+                order = (ids, None) if block == ONE_ROW else _order(graph, ids, slots, num_experts, block, most_rows)
             orders[ids, num_experts] = order
         activated = _activated(node)
         place = activated or node
@@ -111,9 +111,9 @@ def _group(piece: fx.GraphModule, most_tokens: int | None) -> int:
 
 
 def _order(
-    graph: fx.Graph, ids: fx.Node, slots: fx.Node, num_experts: int, block: int, at_once: bool
+    graph: fx.Graph, ids: fx.Node, slots: fx.Node, num_experts: int, block: int, most_rows: int
 ) -> tuple[fx.Node, fx.Node]:
-    both = graph.call_function(op("order_experts"), (ids, slots, num_experts, block, at_once))
+    both = graph.call_function(op("order_experts"), (ids, slots, num_experts, block, most_rows))
     order, blocks = (graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
     val = ids.meta["val"]
     num_blocks = most_blocks(val.shape[0] * val.shape[1], num_experts, block)

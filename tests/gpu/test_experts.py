@@ -16,7 +16,7 @@ from mllm_compile.runtime.ops.experts.shapes import (
     ONE_ROW,
     SOFTMAX_OF_ALL,
     SOFTMAX_OF_CHOSEN,
-    is_ordered_at_once,
+    rows_at_once,
     rows_of_block,
 )
 from tests.gpu.test_few_tokens import compiled
@@ -34,8 +34,8 @@ def source(most: int | None, gated: bool, transposed: bool, bias: bool) -> str:
     if block == ONE_ROW:
         order = "order, blocks = ids, None"
     else:
-        at_once = is_ordered_at_once(most, EXPERTS)
-        order = f"order, blocks = torch.ops.mllm.order_experts.default(ids, slots, {EXPERTS}, {block}, {at_once})"
+        most_rows = rows_at_once(most, CHOSEN)
+        order = f"order, blocks = torch.ops.mllm.order_experts.default(ids, slots, {EXPERTS}, {block}, {most_rows})"
     call = "torch.ops.mllm.grouped_linear.default"
     biases = ("up_bias", "down_bias") if bias else (None, None)
     return f"""
@@ -107,17 +107,27 @@ def test_rows_are_multiplied_by_their_experts_weights(tmp_path, most, gated, tra
             assert torch.equal(h[CHOSEN + 2 :], ours[0][CHOSEN + 2 :]), "neighbours are as they were"
 
 
-@pytest.mark.parametrize("is_small", [True, False])
-def test_ids_need_not_be_contiguous(is_small):
+@pytest.mark.parametrize("most_rows", [60, 2048, 0])
+@pytest.mark.parametrize("block", [16, 128])
+def test_each_row_is_in_its_experts_blocks_once(most_rows, block):
     from mllm_compile.runtime.ops import op
 
     _, ids, slots = inputs(20, 3)
-    block = rows_of_block(64, CHOSEN, EXPERTS)
-    order, blocks = op("order_experts")(ids, slots, EXPERTS, block, is_small)
-    other_order, other_blocks = op("order_experts")(ids.t().contiguous().t(), slots, EXPERTS, block, is_small)
-    is_row = torch.arange(block, device="cuda") < blocks[:, 1:]
-    assert torch.equal(other_blocks, blocks)
-    assert torch.equal(other_order.view(-1, block)[is_row], order.view(-1, block)[is_row])
+    ids[1, 0], ids[2, 1] = -1, EXPERTS
+    ids = ids.t().contiguous().t()
+    order, blocks = op("order_experts")(ids, slots, EXPERTS, block, most_rows)
+    found: dict[int, list[int]] = {}
+    for (expert, count), rows in zip(blocks.tolist(), order.view(-1, block).tolist(), strict=True):
+        assert count <= block
+        found.setdefault(expert, []).extend(rows[:count])
+    wanted: dict[int, list[int]] = {}
+    for row, expert in enumerate(ids[:17].flatten().tolist()):
+        is_expert = 0 <= expert < EXPERTS
+        wanted.setdefault(expert if is_expert else -1, []).append(row if is_expert else -1 - row)
+    wanted.setdefault(-1, []).extend(range(17 * CHOSEN, 20 * CHOSEN))
+    assert {expert: sorted(rows) for expert, rows in found.items() if rows} == {
+        expert: sorted(rows) for expert, rows in wanted.items()
+    }
 
 
 @pytest.mark.parametrize("num_experts", [4, 60, 128, 512])

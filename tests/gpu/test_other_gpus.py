@@ -71,7 +71,7 @@ def choices(_: int, __: int, ___: int) -> list[torch.Tensor]:
 
 
 def experts(hidden: int, ffn: int, _: int) -> list[torch.Tensor]:
-    from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS, ONE_ROW, is_ordered_at_once, rows_of_block
+    from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS, ONE_ROW, rows_at_once, rows_of_block
 
     made = []
     up, down = random(8, 2 * ffn // 4, hidden), random(8, hidden, ffn // 4)
@@ -82,7 +82,7 @@ def experts(hidden: int, ffn: int, _: int) -> list[torch.Tensor]:
         order, blocks = ids, None
         if block != ONE_ROW:
             slots = torch.ones(tokens, dtype=torch.int64, device="cuda")
-            order, blocks = torch.ops.mllm.order_experts(ids, slots, 8, block, is_ordered_at_once(most, 8))
+            order, blocks = torch.ops.mllm.order_experts(ids, slots, 8, block, rows_at_once(most, 2))
         how = (2, False)
         h = torch.ops.mllm.grouped_linear(random(tokens, hidden), order, blocks, up, None, *how, True, True, block)
         made += [weights, ids, torch.ops.mllm.grouped_linear(h, order, blocks, down, None, *how, False, False, block)]

@@ -111,7 +111,7 @@ def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("heads", "taken"), [((16, 8, 128), True), ((32, 8, 128), True), ((16, 4, 128), False), ((16, 8, 64), False)]
+    ("heads", "taken"), [((16, 8, 128), True), ((32, 4, 128), True), ((16, 2, 128), False), ((16, 8, 64), False)]
 )
 def test_which_heads_kernels_take(heads, taken):
     assert rotates_heads(*heads) is taken

@@ -12,7 +12,7 @@ from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
 from mllm_compile.runtime.attention.hopper.shares import TILE, ShareKernel
 from mllm_compile.runtime.json_data import from_json
 
-_MIN_KV_HEADS = 8  # with fewer a cluster's request has too few blocks, and a share's rows are short
+_MIN_KV_HEADS = 4  # with fewer a cluster's request has too few blocks
 _MAX_GROUP = 8  # query heads of a KV head; half the rows of a product
 _MIN_PAGE = TILE  # a tile of shares is of one page
 _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (ClusterKernel, ShareKernel)}

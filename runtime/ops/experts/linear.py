@@ -69,7 +69,7 @@ def _by_kernels(
 ) -> torch.Tensor:
     """The same without a wait for the ids, so that it can be captured; a row whose id is no expert's is NaN."""
     from mllm_compile.runtime.ops import op
-    from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, is_ordered_at_once, rows_of_block
+    from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, rows_at_once, rows_of_block
 
     num_tokens, num_chosen = ids.shape
     num_experts = weight.shape[0]
@@ -77,8 +77,8 @@ def _by_kernels(
     order, blocks = ids, None
     if block != ONE_ROW:
         slots = torch.ones(num_tokens, dtype=torch.int64, device=ids.device)  # padding cannot be told here
-        at_once = is_ordered_at_once(num_tokens, num_experts)
-        order, blocks = op("order_experts")(ids, slots, num_experts, block, at_once)
+        most_rows = rows_at_once(num_tokens, num_chosen)
+        order, blocks = op("order_experts")(ids, slots, num_experts, block, most_rows)
     how = (num_chosen, is_transposed, of_tokens, False, block)
     return op("grouped_linear")(x, order, blocks, weight, bias, *how)
 

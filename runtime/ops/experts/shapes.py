@@ -9,7 +9,7 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 FORM_TOKENS = (1, 64, 256)
 ONE_ROW = 1  # the block of a step of one token: every row has an expert of its own
 _FEWEST_ROWS, _MOST_ROWS = 16, 128  # 16 is what a product on tensor cores takes
-_TOKENS_TIMES_EXPERTS = 8192  # of one program: what its registers hold
+_MOST_ROWS_AT_ONCE = 2048  # of one program
 
 
 def rows_of_block(most_tokens: int | None, num_chosen: int, num_experts: int) -> int:
@@ -28,14 +28,10 @@ def rows_of_block(most_tokens: int | None, num_chosen: int, num_experts: int) ->
     return rows
 
 
-def is_ordered_at_once(most_tokens: int | None, num_experts: int) -> bool:
-    """True if one program lists the rows of a step of up to `most_tokens` tokens (order.py)."""
-    return most_tokens is not None and most_tokens <= tokens_at_once(num_experts)
-
-
-def tokens_at_once(num_experts: int) -> int:
-    """Tokens that one program of order.py takes: a power of two."""
-    return max(1, _TOKENS_TIMES_EXPERTS >> (num_experts - 1).bit_length())
+def rows_at_once(most_tokens: int | None, num_chosen: int) -> int:
+    """The most rows of a step of up to `most_tokens` tokens, if one program lists them (order.py); else 0."""
+    rows = (most_tokens or 0) * num_chosen
+    return rows if rows <= _MOST_ROWS_AT_ONCE else 0
 
 
 def most_blocks(num_rows: int, num_experts: int, block: int) -> int:

@@ -134,7 +134,7 @@ def choose_experts(scores, num_chosen, softmax, renormalise):
     return weights / weights.sum(-1, keepdim=True) if renormalise else weights, ids
 
 
-def order_experts(ids, slots, num_experts, block, takes_one_program):
+def order_experts(ids, slots, num_experts, block, most_rows):
     """Blocks of rows, of each expert and then of none, as the kernel makes them."""
     is_padding = (slots <= 0).repeat_interleave(ids.shape[1])
     flat = torch.where((ids.reshape(-1) < 0) | (ids.reshape(-1) >= num_experts), num_experts, ids.reshape(-1))
@@ -193,7 +193,7 @@ ROPE_AND_CACHE = {
 }
 EXPERTS = {
     "choose_experts(Tensor scores, int num_chosen, int softmax, bool renormalise) -> (Tensor, Tensor)": choose_experts,
-    "order_experts(Tensor ids, Tensor slots, int num_experts, int block, bool takes_one_program) -> (Tensor, Tensor)": (
+    "order_experts(Tensor ids, Tensor slots, int num_experts, int block, int most_rows) -> (Tensor, Tensor)": (
         order_experts
     ),
     "grouped_linear(Tensor x, Tensor order, Tensor? blocks, Tensor weight, Tensor? bias, int num_chosen, "
