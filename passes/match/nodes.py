@@ -106,13 +106,14 @@ def rewrite_pieces(gm: fx.GraphModule, names: Iterable[str], rewrite: Callable[[
     return matches
 
 
-def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *operands: Any) -> None:
-    """Puts a call of `op`, which gives what `node` gave, in its place."""
+def replace_by_op(graph: fx.Graph, node: fx.Node, op: Callable[..., Any], *operands: Any) -> fx.Node:
+    """Puts a call of `op`, which gives what `node` gave, in its place; returns it."""
     with graph.inserting_before(node):
         fused = graph.call_function(op, operands)
     fused.meta.update(node.meta)
     node.replace_all_uses_with(fused)
     graph.erase_node(node)
+    return fused
 
 
 def recompute_value(node: fx.Node) -> None:

@@ -63,6 +63,29 @@ def spread_halves(matrix: torch.Tensor) -> Axes:
     )
 
 
+def expert_halves(weights: torch.Tensor) -> Axes:
+    """`spread_halves` of each expert's [N, K], at (column, 0, row / 8, 0, 0), the row counted through all experts."""
+    num_experts, num_rows, _ = weights.shape
+    columns, pair, eights, half, fours = spread_halves(weights[0])
+    return columns, pair, Axis(num_experts * num_rows // _EIGHT, eights.stride, eights.box), half, fours
+
+
+def expert_rows(weights: torch.Tensor) -> Axes:
+    """A panel of 64 rows of all experts' [N, K], in thirty-twos, at (column, 0, 0, 0, row / 32).
+
+    Rows 2 q and 2 q + 1 of the j-th eight are 8 q + 2 j and 8 q + 2 j + 1 of the 32, as in `spread_halves`.
+    """
+    num_experts, num_rows, _ = weights.shape
+    row = _row_bytes(weights[0])
+    return (
+        _columns(weights[0]),
+        Axis(2, row, 2),
+        Axis(_LANES, _EIGHT * row, _LANES),
+        Axis(_EIGHT // 2, 2 * row, _EIGHT // 2),
+        Axis(num_experts * num_rows // 32, 32 * row, 2),
+    )
+
+
 def _columns(matrix: torch.Tensor) -> Axis:
     return Axis(matrix.shape[1], matrix.element_size(), _PANEL)
 

@@ -29,10 +29,13 @@ OPS = {
     "draw_tokens": "draw",
     "end_decode": "decode_loop",
     "expert_linear": "experts.linear",
+    "expert_tiles": "expert_tiles.ops",
     "few_linear": "few_tokens",
     "few_linear_residual": "few_tokens",
     "few_linear_residual_norm": "few_tokens",
+    "gated_expert_tiles": "expert_tiles.ops",
     "gated_linear": "gated_linear.ops",
+    "gather_expert_rows": "expert_tiles.gather",
     "greedy_tokens": "greedy",
     "grouped_linear": "experts.grouped",
     "linear_residual": "single_token",
@@ -49,6 +52,7 @@ OPS = {
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.
 FAMILIES = {
+    "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
     "stream_linear": "stream_linear.family",
 }

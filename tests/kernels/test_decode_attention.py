@@ -111,7 +111,7 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
 @pytest.mark.parametrize(
     ("layer", "sections"),
     [
-        (replace(LAYER, num_kv_heads=4), {}),
+        (replace(LAYER, num_kv_heads=2), {}),
         (replace(LAYER, num_heads=128), {}),
         (replace(LAYER, head_dim=64, v_head_dim=64), {}),
         (replace(LAYER, logits_soft_cap=30.0), {}),

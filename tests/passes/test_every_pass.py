@@ -309,6 +309,10 @@ def decoder_of_experts() -> fx.GraphModule:
     return Decoder(norms_heads=True, dtype=torch.float32, feed_forward=experts).model()
 
 
+def decoder_of_experts_in_bfloat16() -> fx.GraphModule:
+    return Decoder(dtype=torch.bfloat16, feed_forward=experts).model()
+
+
 def decoder_of_experts_with_biases() -> fx.GraphModule:
     return Decoder(dtype=torch.float32, feed_forward=experts_with_biases).model()
 
@@ -328,6 +332,7 @@ GRAPHS = (
     decoder_whose_values_have_other_readers,
     decoder_in_float16,
     decoder_of_experts,
+    decoder_of_experts_in_bfloat16,
     decoder_of_experts_with_biases,
 )
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.experts.shapes import most_blocks
+from mllm_compile.runtime.ops.experts.shapes import most_blocks, rows_of_unit
 
 _ROWS_OF_PROGRAM = 1024  # of a large step
 _BLOCKS_AT_ONCE = 1024
@@ -38,24 +38,34 @@ def _load_bins(ids_ptr, slots_ptr, rows, num_rows, E: tl.constexpr, K: tl.conste
 @triton.jit
 def _enter_blocks(
     counts_ptr, starts_ptr, blocks_ptr, num_blocks, E: tl.constexpr, B: tl.constexpr, BINS: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes where in `order` each bin's rows begin, and each block's expert and how many rows it has."""
+    """Writes where in `order` each bin's rows begin, how many a block has, and each block's expert and its rows."""
     bins = tl.arange(0, BINS)
     # Others' atomics counted: a level-one cache may hold what was there before.
     counts = tl.load(counts_ptr + bins, cache_modifier=".cg")
     needed = (counts + B - 1) // B
     ends = tl.cumsum(needed, 0)
     starts = ends - needed
+    shares = ((counts + needed - 1) // tl.maximum(needed, 1) + UNIT - 1) // UNIT * UNIT
     tl.store(starts_ptr + bins, starts * B)
+    tl.store(starts_ptr + BINS + bins, shares)
     for i in range(tl.max(needed, 0)):
         at = blocks_ptr + 2 * (starts + i)
         tl.store(at, tl.where(bins < E, bins, -1), mask=i < needed)
-        tl.store(at + 1, tl.minimum(counts - i * B, B), mask=i < needed)
+        tl.store(at + 1, tl.minimum(counts - i * shares, shares), mask=i < needed)
     for first in range(tl.max(ends, 0), num_blocks, BLOCKS_AT_ONCE):
         unused = first + tl.arange(0, BLOCKS_AT_ONCE)
         tl.store(blocks_ptr + 2 * unused, -1, mask=unused < num_blocks)
         tl.store(blocks_ptr + 2 * unused + 1, 0, mask=unused < num_blocks)
+
+
+@triton.jit
+def _enter_rows(starts_ptr, order_ptr, bins, ranks, entries, is_row, B: tl.constexpr, BINS: tl.constexpr):
+    """Writes each row at its place."""
+    starts = tl.load(starts_ptr + bins, mask=is_row, other=0, cache_modifier=".cg")
+    share = tl.load(starts_ptr + BINS + bins, mask=is_row, other=1, cache_modifier=".cg")
+    tl.store(order_ptr + starts + ranks // share * B + ranks % share, entries, mask=is_row)
 
 
 @triton.jit
@@ -73,6 +83,7 @@ def _order_kernel(
     B: tl.constexpr,
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -86,10 +97,9 @@ def _order_kernel(
     tl.debug_barrier()
     ranks = tl.atomic_add(counts_ptr + bins, 1, mask=rows < num_rows, sem="relaxed")
     tl.debug_barrier()
-    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, BLOCKS_AT_ONCE)
+    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, UNIT, BLOCKS_AT_ONCE)
     tl.debug_barrier()
-    starts = tl.load(starts_ptr + bins, cache_modifier=".cg")
-    tl.store(order_ptr + starts + ranks, entries, mask=rows < num_rows)
+    _enter_rows(starts_ptr, order_ptr, bins, ranks, entries, rows < num_rows, B, BINS)
 
 
 @triton.jit
@@ -123,6 +133,7 @@ def _blocks_kernel(
     E: tl.constexpr,
     B: tl.constexpr,
     BINS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -130,7 +141,7 @@ def _blocks_kernel(
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, BLOCKS_AT_ONCE)
+    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, UNIT, BLOCKS_AT_ONCE)
 
 
 @triton.jit
@@ -143,6 +154,8 @@ def _enter_kernel(
     num_rows,
     E: tl.constexpr,
     K: tl.constexpr,
+    B: tl.constexpr,
+    BINS: tl.constexpr,
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -153,7 +166,7 @@ def _enter_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bins, entries = _load_bins(ids_ptr, slots_ptr, rows, num_rows, E, K)
     ranks = tl.load(ranks_ptr + rows, mask=rows < num_rows, other=0)
-    tl.store(order_ptr + tl.load(starts_ptr + bins) + ranks, entries, mask=rows < num_rows)
+    _enter_rows(starts_ptr, order_ptr, bins, ranks, entries, rows < num_rows, B, BINS)
 
 
 @triton_op("mllm::order_experts", mutates_args={})
@@ -180,10 +193,10 @@ def order_experts(
     order = torch.empty(num_blocks * block, dtype=torch.int32, device=ids.device)
     blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=ids.device)
     bins = triton.next_power_of_2(num_experts + 1)  # the last is of rows that no expert has
-    starts = torch.empty(bins, dtype=torch.int32, device=ids.device)
+    starts = torch.empty((2, bins), dtype=torch.int32, device=ids.device)
     early = starts_early()
     of_rows = {"E": num_experts, "K": num_chosen, "EARLY": early}
-    of_blocks = {"B": block, "BINS": bins, "BLOCKS_AT_ONCE": _BLOCKS_AT_ONCE}
+    of_blocks = {"B": block, "BINS": bins, "UNIT": rows_of_unit(block), "BLOCKS_AT_ONCE": _BLOCKS_AT_ONCE}
     if most_rows:
         counts = torch.empty(bins, dtype=torch.int32, device=ids.device)
         rows = triton.next_power_of_2(most_rows)
@@ -207,5 +220,7 @@ def order_experts(
     programs = ((num_rows + _ROWS_OF_PROGRAM - 1) // _ROWS_OF_PROGRAM,)
     wrap_triton(_rank_kernel)[programs](ids, slots, counts, ranks, num_rows, ROWS=_ROWS_OF_PROGRAM, **of_rows)
     wrap_triton(_blocks_kernel)[(1,)](counts, starts, blocks, num_blocks, E=num_experts, EARLY=early, **of_blocks)
-    wrap_triton(_enter_kernel)[programs](ids, slots, starts, ranks, order, num_rows, ROWS=_ROWS_OF_PROGRAM, **of_rows)
+    wrap_triton(_enter_kernel)[programs](
+        ids, slots, starts, ranks, order, num_rows, B=block, BINS=bins, ROWS=_ROWS_OF_PROGRAM, **of_rows
+    )
     return order, blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mllm_compile.runtime.ops.expert_tiles.shapes import UNIT_ROWS
+
 # choose.py: which softmax, and what it takes.
 NO_SOFTMAX, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN = 0, 1, 2
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
@@ -32,6 +34,11 @@ def rows_at_once(most_tokens: int | None, num_chosen: int) -> int:
     """The most rows of a step of up to `most_tokens` tokens, if one program lists them (order.py); else 0."""
     rows = (most_tokens or 0) * num_chosen
     return rows if rows <= _MOST_ROWS_AT_ONCE else 0
+
+
+def rows_of_unit(block: int) -> int:
+    """Rows that a block has a multiple of, but for an expert's last: larger blocks share an expert's rows evenly."""
+    return min(block, UNIT_ROWS)
 
 
 def most_blocks(num_rows: int, num_experts: int, block: int) -> int:

@@ -16,6 +16,8 @@ from mllm_compile.compiler import lowering
 from mllm_compile.passes.base import GraphPass
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.runtime.ops.expert_tiles import ops as tile_ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
 from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (defines the trace's op)
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
@@ -82,7 +84,7 @@ def gated_linear(x, weight):
 
 @contextmanager
 def streamed_ops_on_cpu() -> Iterator[None]:
-    """The ops of streamed and gated linears, which are defined everywhere, but whose kernels need a Hopper GPU."""
+    """The ops whose kernels NVRTC compiles, which are defined everywhere, but whose kernels need a Hopper GPU."""
 
     def residual_norm(x, weight, residual, norm_weight):
         return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(*weight.shape))
@@ -91,6 +93,8 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")
+    library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
+    library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
     yield
     del library
@@ -170,6 +174,34 @@ def grouped_linear(x, order, blocks, weight, bias, num_chosen, is_transposed, of
     return silu(out.chunk(2, -1)[0]) * out.chunk(2, -1)[1] if is_gated else out
 
 
+def gather_expert_rows(x, order, blocks, num_chosen):
+    """Places of no row hold NaN."""
+    rows = torch.full((len(order), x.shape[1]), torch.nan, dtype=x.dtype)
+    for block, (expert, count) in enumerate(blocks.tolist()):
+        places = slice(block * BLOCK, block * BLOCK + count)
+        if expert >= 0:
+            rows[places] = x[order[places].long() // num_chosen]
+    return rows
+
+
+def gated_expert_tiles(x, order, blocks, weight):
+    out = torch.full((len(x), weight.shape[1]), torch.nan, dtype=x.dtype)
+    for block, (expert, count) in enumerate(blocks.tolist()):
+        places = slice(block * BLOCK, block * BLOCK + count)
+        if expert >= 0:
+            out[places] = x[places] @ weight[expert].T
+    return silu(out.chunk(2, -1)[0]) * out.chunk(2, -1)[1]
+
+
+def expert_tiles(x, order, blocks, weight, ids):
+    out = torch.full((ids.numel(), weight.shape[1]), torch.nan, dtype=x.dtype)
+    for block, (expert, count) in enumerate(blocks.tolist()):
+        places = slice(block * BLOCK, block * BLOCK + count)
+        rows = order[places].long()
+        out[rows] = x[places] @ weight[expert].T if expert >= 0 else 0
+    return out
+
+
 # The ops whose modules need Triton, by pass.
 FEW_TOKENS = {
     "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": linear,
@@ -198,5 +230,6 @@ EXPERTS = {
     ),
     "grouped_linear(Tensor x, Tensor order, Tensor? blocks, Tensor weight, Tensor? bias, int num_chosen, "
     "bool is_transposed, bool of_tokens, bool is_gated, int block) -> Tensor": grouped_linear,
+    "gather_expert_rows(Tensor x, Tensor order, Tensor blocks, int num_chosen) -> Tensor": gather_expert_rows,
 }
 ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE

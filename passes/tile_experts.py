@@ -1,0 +1,92 @@
+"""Multiplies experts' rows tile by tile on Hopper's tensor cores, in pieces for many tokens."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import is_op, replace_by_op, rewrite_pieces
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK, is_taken
+from mllm_compile.runtime.ops.experts.shapes import most_blocks
+
+
+class TileExperts(GraphPass):
+    """Multiplies both linears of experts by kernels that read weights and rows by TMA, for clusters of blocks.
+
+    Why: Triton's grouped product is bound by what the L2 cache gives: each block of it reads its rows and its weights
+        for itself (figures in docs/performance.md).
+
+    Before::
+
+        order, blocks = mllm.order_experts(ids, slots, E, 128, 0)
+        a = mllm.grouped_linear(x, order, blocks, gate_up, None, k, False, True, True, 128)
+        y = mllm.grouped_linear(a, order, blocks, down, None, k, False, False, False, 128)
+
+    After::
+
+        order, blocks = mllm.order_experts(ids, slots, E, 256, 0)
+        rows = mllm.gather_expert_rows(x, order, blocks, k)
+        a = mllm.gated_expert_tiles(rows, order, blocks, gate_up)
+        y = mllm.expert_tiles(a, order, blocks, down, ids)
+
+    Requires: pieces by group_experts on a Hopper GPU in bfloat16, with forms for fewer tokens; no bias, and weights as
+        linears have them.
+    Preserves: each linear, silu and the product are rounded where the model rounds them.
+    """
+
+    name: ClassVar[str] = "tile_experts"
+    needs: ClassVar[tuple[str, ...]] = ("gather_expert_rows", "gated_expert_tiles", "expert_tiles")
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.compiles_cuda else NO_CUDA_COMPILER
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        matches = rewrite_pieces(gm, list(gm.meta.get(SMALL_FORMS, {})), _tile)
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _tile(graph: fx.Graph, node: fx.Node) -> bool:
+    """Rewrites an order of rows and the two linears that read it."""
+    linears = _linears_of(node) if is_op(node, "order_experts") else None
+    if linears is None:
+        return False
+    up, down = linears
+    ids, slots, num_experts, *_ = node.args
+    x, gate_up, num_chosen, down_weight = up.args[0], up.args[3], up.args[5], down.args[3]
+    order, blocks = up.args[1], up.args[2]
+    node.args = (ids, slots, num_experts, BLOCK, 0)
+    val = ids.meta["val"]
+    num_blocks = most_blocks(val.shape[0] * val.shape[1], num_experts, BLOCK)
+    order.meta["val"] = val.new_empty(num_blocks * BLOCK, dtype=torch.int32)
+    blocks.meta["val"] = val.new_empty((num_blocks, 2), dtype=torch.int32)
+    node.meta["val"] = (order.meta["val"], blocks.meta["val"])
+    with graph.inserting_before(up):
+        rows = graph.call_function(op("gather_expert_rows"), (x, order, blocks, num_chosen))
+    rows.meta["val"] = x.meta["val"].new_empty((num_blocks * BLOCK, x.meta["val"].shape[1]))
+    activated = replace_by_op(graph, up, op("gated_expert_tiles"), rows, order, blocks, gate_up)
+    activated.meta["val"] = activated.meta["val"].new_empty((num_blocks * BLOCK, activated.meta["val"].shape[1]))
+    replace_by_op(graph, down, op("expert_tiles"), activated, order, blocks, down_weight, ids)
+    return True
+
+
+def _linears_of(order: fx.Node) -> tuple[Any, Any] | None:
+    """The gated linear of tokens and the linear of its outputs that alone read an order, if the kernels take them."""
+    readers = {reader for part in order.users for reader in part.users}
+    if len(readers) != 2 or not all(is_op(reader, "grouped_linear") for reader in readers):
+        return None
+    up, down = sorted(readers, key=lambda reader: reader.args[7], reverse=True)  # of_tokens
+    (of_up, of_down) = ((reader.args[4], reader.args[6:9]) for reader in (up, down))
+    if of_up != (None, (False, True, True)) or of_down != (None, (False, False, False)):
+        return None
+    if down.args[0] is not up or len(up.users) != 1:
+        return None
+    (_, rows, columns), (_, outputs, inputs) = (reader.args[3].meta["val"].shape for reader in (up, down))
+    values = [reader.args[place].meta["val"] for reader in (up, down) for place in (0, 3)]
+    is_bfloat16 = all(value.dtype == torch.bfloat16 for value in values)
+    return (up, down) if is_bfloat16 and is_taken(rows // 2, columns) and is_taken(outputs, inputs) else None

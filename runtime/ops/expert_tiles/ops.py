@@ -1,0 +1,139 @@
+"""The ops that pieces for many tokens of a mixture of experts call on Hopper: schemas, fakes, and launches of the
+runtime's own binaries.
+
+Registered as in runtime/ops/attention.py.
+
+Shape legend: T tokens, k experts a token, E experts, P places of `order` (blocks of BLOCK), N rows and K columns of an
+expert's weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.driver import address_of, load_kernel
+from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
+from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
+from mllm_compile.runtime.ops.expert_tiles.shapes import UNIT_ROWS
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+
+
+class _Loaded:
+    """One kernel."""
+
+    def __init__(self, kernel: ExpertTilesKernel, binaries: Mapping[str, bytes]) -> None:
+        self._kernel = kernel
+        self._loaded = load_kernel(kernel, binaries)
+        self.binary = binaries[kernel.name]
+        self._maps = TensorMaps()
+
+    def __call__(
+        self, x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        boxes = tensor_maps.expert_halves if self._kernel.is_gated else tensor_maps.expert_rows
+        arguments = (
+            self._maps.get(weight, boxes),
+            self._maps.get(x, tensor_maps.rows, UNIT_ROWS),
+            address_of(order),
+            address_of(out),
+            _Work(blocks.data_ptr(), len(blocks)),
+        )
+        self._loaded.launch(self._kernel.num_blocks, self._kernel.num_threads, arguments)
+
+
+class _Work(ctypes.Structure):
+    """tiles.cu's Work."""
+
+    _fields_ = (("blocks", ctypes.c_void_p), ("count", ctypes.c_int))
+
+
+_LOADED: dict[tuple[int, int, int, bool], _Loaded] = {}  # by device index, N, K and is_gated
+
+
+def load_expert_tiles(
+    kernels: Iterable[ExpertTilesKernel], binaries: Mapping[str, bytes], device: torch.device
+) -> None:
+    """Makes these kernels those that the ops launch on `device`.
+
+    Args:
+        binaries: binaries by the kernel's name; checked by the caller: they are executed.
+
+    Raises:
+        ArtifactError: one is missing.
+        DeviceError: one cannot be loaded.
+    """
+    for kernel in kernels:
+        with torch.cuda.device(device):
+            key = (torch.cuda.current_device(), kernel.rows, kernel.columns, kernel.is_gated)
+            before, binary = _LOADED.get(key), binaries.get(kernel.name)
+            if before is None or before.binary != binary:  # once for a process's engines
+                _LOADED[key] = _Loaded(kernel, binaries)
+
+
+def _kernel_of(weight: torch.Tensor, is_gated: bool) -> _Loaded:
+    _, rows, columns = weight.shape
+    loaded = _LOADED.get((weight.get_device(), rows, columns, is_gated))
+    if loaded is None:
+        raise RuntimeError(f"no kernel is loaded for {rows} x {columns} on {weight.device}: call load_expert_tiles")
+    return loaded
+
+
+_LIBRARY.define("gated_expert_tiles(Tensor x, Tensor order, Tensor blocks, Tensor weight) -> Tensor")
+_LIBRARY.define("expert_tiles(Tensor x, Tensor order, Tensor blocks, Tensor weight, Tensor ids) -> Tensor")
+
+
+def gated_expert_tiles(
+    x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """silu(x · gateᵀ) * (x · upᵀ) of each row's expert, rounded where the three operations round.
+
+    Args:
+        x: [P, K] bfloat16, rows in the places that order_experts gave them (gather_expert_rows).
+        order, blocks: what order_experts gave for blocks of BLOCK rows.
+        weight: [E, N, K] bfloat16: gate rows, then up rows.
+
+    Returns:
+        [P, N / 2] bfloat16, rows where they stand in x; places of no expert's row hold anything.
+    """
+    x, out = aligned(x), _new_gated(x, order, blocks, weight)
+    _kernel_of(weight, True)(x, order, blocks, weight, out)
+    return out
+
+
+def expert_tiles(
+    x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """x · weightᵀ of each row's expert, at the row's own place.
+
+    Args:
+        x, order, blocks: as for gated_expert_tiles.
+        weight: [E, N, K] bfloat16.
+        ids: [T, k], of which order_experts made the order.
+
+    Returns:
+        [T·k, N] bfloat16. Rows of padding are 0, those whose id is no expert's NaN.
+    """
+    x, out = aligned(x), _new_output(x, order, blocks, weight, ids)
+    _kernel_of(weight, False)(x, order, blocks, weight, out)
+    return out
+
+
+def _new_gated(x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1] // 2))
+
+
+def _new_output(
+    x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    return x.new_empty((ids.shape[0] * ids.shape[1], weight.shape[1]))
+
+
+_LIBRARY.impl("gated_expert_tiles", gated_expert_tiles, "CUDA")
+_LIBRARY.impl("expert_tiles", expert_tiles, "CUDA")
+torch.library.register_fake("mllm::gated_expert_tiles", _new_gated, lib=_LIBRARY)
+torch.library.register_fake("mllm::expert_tiles", _new_output, lib=_LIBRARY)

@@ -1,0 +1,231 @@
+// Rows of experts times their weights on Hopper, many rows an expert: out = x . weight^T, or of a gated weight
+// silu(x . gate^T) * (x . up^T). Bound by the tensor cores.
+//
+// The work comes in blocks of up to four units of 64 rows of one expert (runtime/ops/experts/order.py); how many, only the
+// device knows. A tile is a block's rows times ROWS of the weight. Two groups of four warps multiply half of a block's units
+// each; one warp of a third group asks for weight and x by TMA, a ring of STAGES. Clusters take tiles in turns; the ring goes
+// on from one to the next. The SHARE blocks of a cluster work on neighbouring rows of the weight for the same x: each asks for
+// its part of x, for all of them. Rows of x behind a block's last are whatever lies there; their sums are not stored.
+//
+// The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
+//
+// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), K, GATED, UNITS and ROWS (a multiple of 64) of a
+// tile, SHARE, STAGES, NUM_THREADS and SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums
+// of a thread.
+
+constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
+constexpr int UNIT_ROWS = 64, GROUP_UNITS = 2, GROUPS = 2, TILE_UNITS = GROUPS * GROUP_UNITS, BLOCK = TILE_UNITS * UNIT_ROWS;
+constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr int OUTPUTS = GATED ? N / 2 : N, SUMS = ROWS / 2;  // sums: of a thread and a unit
+constexpr int COPY_ROWS = 64, COPIES = ROWS / COPY_ROWS;     // of the weight
+constexpr int TILE_OUTPUTS = GATED ? ROWS / 2 : ROWS;
+constexpr int ROW_TILES = (OUTPUTS + TILE_OUTPUTS - 1) / TILE_OUTPUTS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
+constexpr int UNIT_BYTES = UNIT_ROWS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES;
+constexpr int STAGE_BYTES = W_BYTES + TILE_UNITS * UNIT_BYTES, STEPS = K / COLUMNS;
+static_assert(THREADS == NUM_THREADS && TILE_UNITS == UNITS, "as it is launched");
+static_assert(ROWS % COPY_ROWS == 0 && OUTPUTS % 32 == 0 && K % COLUMNS == 0, "whole copies, whole lanes");
+
+__device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int expert, int tile, int step, u32 barrier) {
+#pragma unroll
+  for (int copy = 0; copy < COPIES; copy++) {
+    const u32 there = to + copy * COPY_ROWS * ROW_BYTES;
+    // The gates' eight, or the thirty-two, that the copy begins with.
+    const int first = GATED ? (expert * N + tile * TILE_OUTPUTS + copy * 32) / 8 : (expert * N + tile * ROWS + copy * 64) / 32;
+    const int eights = GATED ? first : 0, groups = GATED ? 0 : first;
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3, %5}], [%6];"
+        ::"r"(there), "l"(map), "r"(step * COLUMNS), "r"(0), "r"(eights), "r"(groups), "r"(barrier) : "memory");
+  }
+}
+// For all blocks of the cluster, at the same place.
+__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int step, int row, u32 barrier) {
+#if SHARE > 1
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(step * COLUMNS), "r"(row), "r"(barrier),
+      "h"((unsigned short)((1 << SHARE) - 1)) : "memory");
+#else
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+               "l"(map), "r"(step * COLUMNS), "r"(row), "r"(barrier) : "memory");
+#endif
+}
+
+struct Shared {
+  u64 full[STAGES], empty[STAGES];
+};
+static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
+
+struct Tile {
+  int block, expert, rows, row_tile;
+  __device__ __forceinline__ int units() const { return (rows + UNIT_ROWS - 1) / UNIT_ROWS; }
+};
+// A cluster's work. Neighbours take the rows of a weight for one block, then for the next, which is of the same expert as a
+// rule: x and weight come from the L2 but for once.
+struct Work {
+  const int2* blocks;  // each one's expert, or -1, and rows; those with rows come first
+  int count;
+  __device__ __forceinline__ bool get(int turn, Tile& tile) const {
+    const int i = turn * (int)(gridDim.x / SHARE) + (int)(blockIdx.x / SHARE), block = i / SETS;
+    if (block >= count) return false;
+    const int2 entry = blocks[block];
+    tile = {block, entry.x, entry.y, i % SETS * SHARE + (int)(blockIdx.x % SHARE)};
+    return entry.y > 0;
+  }
+};
+
+// A place in the ring.
+struct Place {
+  int slot = 0, phase = 0;
+  __device__ __forceinline__ void go_on() {
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int before() const { return slot ? slot - 1 : STAGES - 1; }
+};
+
+// The warp that asks, by one lane.
+__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work) {
+  Place place;
+  Tile tile;
+  place.phase = 1;  // the ring is empty
+  for (int turn = 0; work.get(turn, tile); turn++) {
+    if (tile.expert < 0) continue;
+    const int units = tile.units(), bytes = W_BYTES + units * UNIT_BYTES;
+    for (int step = 0; step < STEPS; step++) {
+      const u32 to = ring + place.slot * STAGE_BYTES, barrier = full + 8 * place.slot;
+      wait_for(empty + 8 * place.slot, place.phase);
+      expect_bytes(barrier, bytes);
+      load_weight(to, weight, tile.expert, tile.row_tile, step, barrier);
+      for (int unit = blockIdx.x % SHARE; unit < units; unit += SHARE)
+        load_x(to + W_BYTES + unit * UNIT_BYTES, x, step, tile.block * BLOCK + unit * UNIT_ROWS, barrier);
+      place.go_on();
+    }
+  }
+}
+
+// Adds to `sums` the products of a tile and M of its units, as its stages arrive.
+template <int M>
+__device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place,
+                                         int first_unit, int lane) {
+  auto release = [&](int slot) {  // to all who write there
+    if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
+  };
+  for (int step = 0; step < STEPS; step++) {
+    wait_for(full + 8 * place.slot, place.phase);
+    const u32 weight = ring + place.slot * STAGE_BYTES, x = weight + W_BYTES + first_unit * UNIT_BYTES;
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++)
+#pragma unroll
+      for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * UNIT_BYTES + k * 32), matrix(weight + k * 32));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    // The stage before has been read when all but this one's products are there.
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (step) release(place.before());
+    place.go_on();
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  release(place.before());
+}
+
+// Of each 32 outputs a lane has eight neighbours, of two rows of each unit: stores those of rows that there are.
+__device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], uint4* out, const int (&places)[GROUP_UNITS][2],
+                                       int first_output) {
+#pragma unroll
+  for (int m = 0; m < GROUP_UNITS; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      uint4* to = out + ((long long)places[m][h] * OUTPUTS + first_output) / 8;
+#pragma unroll
+      for (int group = 0; group < TILE_OUTPUTS / 32; group++) {
+        const float* sum = sums[m] + group * (GATED ? 32 : 16) + 2 * h;
+        u32 pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++, sum += GATED ? 8 : 4)
+          pairs[j] = GATED ? silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5])) : pack(sum[0], sum[1]);
+        if (places[m][h] >= 0 && first_output + group * 32 < OUTPUTS) to[group * 4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+    }
+}
+
+// Of a block whose rows no expert has: zeros for those of padding, NaN for those, inverted, whose id is no expert's.
+__device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
+#if !GATED
+  for (int i = threadIdx.x - (THREADS - 32 * CONSUMERS); i < tile.rows * (TILE_OUTPUTS / 8); i += 32 * CONSUMERS) {
+    const int row = order[first_row + i / (TILE_OUTPUTS / 8)], output = tile.row_tile * TILE_OUTPUTS + i % (TILE_OUTPUTS / 8) * 8;
+    const u32 pair = row < 0 ? 0x7fc07fc0u : 0u;
+    if (output < OUTPUTS) out[((long long)(row < 0 ? -1 - row : row) * OUTPUTS + output) / 8] = {pair, pair, pair, pair};
+  }
+#endif
+}
+
+// `order`: the row of `out` for each row of x; of a gated linear none, whose outputs stand as x does.
+extern "C" __global__ void
+#if SHARE > 1
+__cluster_dims__(SHARE, 1, 1)
+#endif
+__launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
+                                           const int* order, uint4* out, const Work work) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 ring = (shared_address(memory) + 1023) & ~1023u;
+  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
+  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    fetch_map(&weight), fetch_map(&x);
+    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS * SHARE);
+    publish_barriers();
+  }
+  __syncthreads();
+#if SHARE > 1  // the others' barriers are made before anything is sent there
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+  wait_for_prerequisites();
+  if (warp < 4) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp == 0 && lane == 0) {
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what others stored
+      ask(&weight, &x, ring, full, empty, work);
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    start_dependents();
+    const int group = warp / 4 - 1;
+    const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
+    Place place;
+    Tile tile;
+    for (int turn = 0; work.get(turn, tile); turn++) {
+      if (tile.expert < 0) {
+        fill(out, order, tile, tile.block * BLOCK);
+        continue;
+      }
+      const int units = tile.units(), half = (units + 1) / 2, first_unit = group * half, own = group ? units - half : half;
+      int places[GROUP_UNITS][2];
+#pragma unroll
+      for (int m = 0; m < GROUP_UNITS; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h, place_of_row = tile.block * BLOCK + row;
+          const bool is_row = m < own && row < tile.rows;
+          places[m][h] = !is_row ? -1 : GATED ? place_of_row : order[place_of_row];
+        }
+      float sums[GROUP_UNITS][SUMS];
+#pragma unroll
+      for (int m = 0; m < GROUP_UNITS; m++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
+      if (own == 2)
+        multiply<2>(sums, ring, full, empty_of_one, place, first_unit, lane);
+      else if (own == 1)
+        multiply<1>(sums, ring, full, empty_of_one, place, first_unit, lane);
+      else
+        multiply<0>(sums, ring, full, empty_of_one, place, first_unit, lane);
+      finish(sums, out, places, tile.row_tile * TILE_OUTPUTS + lane % 4 * 8);
+    }
+  }
+#if SHARE > 1  // no block leaves before the others have sent all that they send
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
