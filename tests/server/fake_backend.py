@@ -101,15 +101,16 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     if "template" in settings:
         files["chat_template.jinja"] = getattr(templates, settings["template"]).encode()
         next_token = partial(said_text, settings.get("header", "<|im_start|>assistant\n"))
+    has_tokenizer = settings.get("has_tokenizer", True)
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
     limits = {"max_running_requests": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "num_pages": 2049}
     return fake_engine(
         runner,
-        tokenizer=TOKENIZER,
+        tokenizer=TOKENIZER if has_tokenizer else None,
         grammars=FakeGrammars(),
         vocab_size=VOCAB,
         eos_token_ids=frozenset({EOS}),
-        tokenizer_files=files,
+        tokenizer_files=files if has_tokenizer else {},
         **(limits | settings.get("limits", {})),
     )
 

@@ -139,7 +139,8 @@ def _options(fields: GenerateFields, facts: EngineFacts, params: SamplingParams)
         "usage_in_each": asked is not None and bool(asked.continuous_usage_stats),
         "texts": None if params.logprobs is None else texts,
         "prompt_texts": None if fields.prompt_logprobs is None else texts,
-        "gives_ids": bool(fields.return_token_ids),
+        # Without a tokenizer an answer has no text: its ids are all there is.
+        "gives_ids": facts.tokenizer is None if fields.return_token_ids is None else fields.return_token_ids,
     }
 
 

@@ -182,7 +182,7 @@ class Job:
         if choice.finish_reason is None and choice.has_begun and len(choice.token_ids) < self._stream_interval:
             return
         if not self.writer.has_begun:
-            if not choice.text and choice.finish_reason is None:
+            if not choice.token_ids and choice.finish_reason is None:
                 return
             self.begin_stream()
         choice.end_is_told = choice.finish_reason is not None
