@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from mllm_compile.errors import MllmError
-from mllm_compile.server.api import anthropic
+from mllm_compile.server.api import anthropic, anthropic_answers
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, read_fields, read_object
 from mllm_compile.server.api.logprobs import TokenTexts
@@ -158,7 +158,7 @@ def _count_tokens(front: Front) -> Answer:
         text = await front.in_thread(chat_text, facts, fields)
         return {"input_tokens": len(await front.in_thread(tokenizer.encode, text, False))}
 
-    return _json(front, count, anthropic.refusal)
+    return _json(front, count, anthropic_answers.refusal)
 
 
 class DetokenizeFields(msgspec.Struct, kw_only=True):

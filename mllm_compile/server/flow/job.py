@@ -134,6 +134,10 @@ class Job:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
     def num_cached_tokens(self) -> int:
         return sum(prompt.num_cached_tokens for prompt in self.prompts)
 
