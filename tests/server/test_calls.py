@@ -240,7 +240,6 @@ def test_a_call_that_is_required_is_one_of_the_tools_schema(caller, choice):
         parallel_tool_calls=False,
         max_tokens=400,
         temperature=0,
-        frequency_penalty=2,  # it would write white space without an end
     ).choices[0]
     assert told.finish_reason == "tool_calls", told
     (made,) = told.message.tool_calls

@@ -32,7 +32,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether reasoning is in the answer; `budget_tokens` is not held to."""
+    """The wish for reasoning in the answer; `budget_tokens` is not held to."""
 
     type: str
     budget_tokens: int | None = None

@@ -21,7 +21,7 @@ class Kind(Enum):
 
 
 class Change(Enum):
-    """What happens to a block; `GROWS` comes with more of its text."""
+    """A change of a block; `GROWS` comes with more of its text."""
 
     BEGINS = "begins"
     GROWS = "grows"
@@ -64,7 +64,7 @@ class Blocks:
         self._open: Block | None = None
 
     def news(self, choice: Choice) -> Iterator[tuple[Change, Block, str]]:
-        """What a completion's news do to the blocks."""
+        """The changes that a completion's news make to the blocks."""
         if not self._is_read:
             events: Iterable[Event] = (ContentDelta(choice.text),) if choice.text else ()
         else:
@@ -83,7 +83,7 @@ class Blocks:
                 yield from self._close()
 
     def end(self, choice: Choice) -> Iterator[tuple[Change, Block, str]]:
-        """What a completion's end does to them; an answer has at least one, a text."""
+        """The changes that its end makes; an answer has at least one block, a text."""
         if not self._all:
             yield from self._turn_to(Kind.TEXT, None)
         if self._open is not None:
