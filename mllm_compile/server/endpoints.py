@@ -150,6 +150,22 @@ def _tokenize(front: Front) -> Answer:
     return _json(front, tokenize)
 
 
+def _tokenizer_info(front: Front) -> Answer:
+    """What lm_eval's remote tokenizer asks for, under the names of a tokenizer_config.json."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            facts = await front.facts(None)
+            tokenizer = _tokenizer(facts)
+        except ApiError as error:
+            await respond_error(send, error)
+            return
+        about = {"chat_template": tokenizer.source_for_tools or None, "model_max_length": facts.hello.max_model_len}
+        await respond_json(send, {**tokenizer.special_tokens, **about})
+
+    return answer
+
+
 def _count_tokens(front: Front) -> Answer:
     async def count(body: bytes) -> dict[str, Any]:
         fields, _ = anthropic.read_chat(body)
@@ -224,6 +240,7 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/metrics", _metrics),
     ("GET", "/v1/models", _models),
     ("GET", "/v1/models/{name:path}", _model),
+    ("GET", "/tokenizer_info", _tokenizer_info),
     ("POST", "/v1/abort", _abort),
     ("POST", "/v1/messages/count_tokens", _count_tokens),
     ("POST", "/tokenize", _tokenize),
