@@ -13,6 +13,7 @@ import typer
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
+from mllm_compile.process.log_lines import start_log
 
 _NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq")
 _KEY_VARIABLE = "MLLM_API_KEY"
@@ -57,6 +58,7 @@ def serve_command(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse unknown fields of requests; without it a header names them.")
     ] = False,
+    log: Annotated[str, typer.Option(help="The lines of the log: text, or json for what collects logs.")] = "text",
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -84,10 +86,9 @@ def serve_command(
         allowed_origins=tuple(allowed_origin or ()),
         is_strict=strict,
         how="quiet" if quiet else "verbose" if verbose else "plain",
+        log=log,
     )
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if quiet else logging.INFO
-    )
+    start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
     run_server(options)
 
 
