@@ -151,7 +151,7 @@ def _tokenize(front: Front) -> Answer:
 
 
 def _tokenizer_info(front: Front) -> Answer:
-    """What lm_eval's remote tokenizer asks for, under the names of a tokenizer_config.json."""
+    """The facts that lm_eval's remote tokenizer asks for, under the names of a tokenizer_config.json."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
