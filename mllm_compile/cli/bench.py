@@ -185,7 +185,12 @@ def serve_command(
     requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 100,
     input_words: Annotated[int, typer.Option(help="Words of each prompt.")] = 256,
     output_tokens: Annotated[int, typer.Option(help="New tokens of each request.")] = 128,
+    input_tokens: Annotated[
+        int | None,
+        typer.Option(help="Token ids of each prompt, in place of words.", show_default="words"),
+    ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Most requests at once.", show_default="no bound")] = None,
+    clients: Annotated[int, typer.Option(help="Processes that the requests come from; each takes a core.")] = 1,
     slo_ttft: Annotated[float, typer.Option(help="A good request's first token comes within so many seconds.")] = 1.0,
     slo_gap: Annotated[float, typer.Option(help="And its mean gap between tokens is at most so many.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
@@ -208,7 +213,9 @@ def serve_command(
         requests=requests,
         input_words=input_words,
         output_tokens=output_tokens,
+        input_tokens=input_tokens,
         concurrency=concurrency,
+        clients=clients,
         slo_ttft_s=slo_ttft,
         slo_gap_s=slo_gap,
         seed=seed,
@@ -216,8 +223,8 @@ def serve_command(
     if "://" in target:
         result = run_load(target, api_key, work)
     else:
-        with served(target) as url:
-            result = run_load(url, api_key, work)
+        with served(target) as server:
+            result = run_load(server.url, api_key, work)
     _save_and_show(result, json_path, lambda: print_rates(result, sys.stdout))
 
 

@@ -13,6 +13,7 @@ import typer
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
+from mllm_compile.process.log_lines import start_log
 
 _NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq")
 _KEY_VARIABLE = "MLLM_API_KEY"
@@ -57,12 +58,16 @@ def serve_command(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse unknown fields of requests; without it a header names them.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what the server would be, without loading the model, and end.")
+    ] = False,
+    log: Annotated[str, typer.Option(help="The lines of the log: text, or json for what collects logs.")] = "text",
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Serve OpenAI's HTTP interface. Compiles first when nothing compiled fits; the port is open at once."""
-    reporter_of(verbose, quiet)  # refuses both
-    config_or_runtime(model)  # a mistake is told before anything is started
+    reporter = reporter_of(verbose, quiet)  # refuses both
+    source = config_or_runtime(model)  # a mistake is told before anything is started
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
@@ -84,10 +89,15 @@ def serve_command(
         allowed_origins=tuple(allowed_origin or ()),
         is_strict=strict,
         how="quiet" if quiet else "verbose" if verbose else "plain",
+        log=log,
     )
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING if quiet else logging.INFO
-    )
+    if check:
+        from mllm_compile.report.serve_check import serve_check
+
+        for name, text in serve_check(source, reporter):
+            print(f"{name:<9} {text}")
+        return
+    start_log(logging.WARNING if quiet else logging.INFO, options.log, "%(asctime)s %(levelname)s %(message)s")
     run_server(options)
 
 

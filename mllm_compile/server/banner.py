@@ -17,18 +17,19 @@ def banner_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
     whole = hello.kv_tokens // hello.max_model_len
     longest = sorted(hello.stages, key=lambda stage: -stage[1])[:_STAGES_SHOWN]
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in longest)
-    path, data = (
-        ("chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}')
-        if has_chat
-        else ("completions", '{"prompt": "Hello", "max_tokens": 32}')
-    )
+    path, data = "completions", '{"prompt": "Hello", "max_tokens": 32}'
+    kind = "no chat template: completions only"
+    if has_chat:
+        path, data, kind = "chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}', "chat"
+    elif facts.tokenizer is None:
+        data, kind = '{"prompt": [1, 2, 3], "max_tokens": 32}', "no tokenizer: completions of token ids only"
     key = " -H 'Authorization: Bearer KEY'" if front.options.api_keys else ""
     return [
         f"mllm-compile {__version__}  {name}  {hello.dtype}  {hello.device}",
         f"  memory    {hello.kv_tokens:,} KV tokens: {whole:,} requests of {hello.max_model_len:,}",
         f"  limits    {hello.max_running_requests} running, {front.admission.most} waiting, "
         f"prompt and answer {hello.max_model_len:,} tokens",
-        f"  template  {'chat' if has_chat else 'no chat template: completions only'}; {facts.syntax.described()}",
+        f"  template  {kind}; {facts.syntax.described()}",
         f"  ready     {url}/v1  in {hello.seconds:.1f} s ({stages})",
         f"  try       curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{data}'",
     ]

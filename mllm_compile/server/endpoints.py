@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from mllm_compile.errors import MllmError
-from mllm_compile.server.api import anthropic
+from mllm_compile.server.api import anthropic, anthropic_answers
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, read_fields, read_object
 from mllm_compile.server.api.logprobs import TokenTexts
@@ -150,6 +150,22 @@ def _tokenize(front: Front) -> Answer:
     return _json(front, tokenize)
 
 
+def _tokenizer_info(front: Front) -> Answer:
+    """The facts that lm_eval's remote tokenizer asks for, under the names of a tokenizer_config.json."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            facts = await front.facts(None)
+            tokenizer = _tokenizer(facts)
+        except ApiError as error:
+            await respond_error(send, error)
+            return
+        about = {"chat_template": tokenizer.source_for_tools or None, "model_max_length": facts.hello.max_model_len}
+        await respond_json(send, {**tokenizer.special_tokens, **about})
+
+    return answer
+
+
 def _count_tokens(front: Front) -> Answer:
     async def count(body: bytes) -> dict[str, Any]:
         fields, _ = anthropic.read_chat(body)
@@ -158,7 +174,7 @@ def _count_tokens(front: Front) -> Answer:
         text = await front.in_thread(chat_text, facts, fields)
         return {"input_tokens": len(await front.in_thread(tokenizer.encode, text, False))}
 
-    return _json(front, count, anthropic.refusal)
+    return _json(front, count, anthropic_answers.refusal)
 
 
 class DetokenizeFields(msgspec.Struct, kw_only=True):
@@ -224,6 +240,7 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/metrics", _metrics),
     ("GET", "/v1/models", _models),
     ("GET", "/v1/models/{name:path}", _model),
+    ("GET", "/tokenizer_info", _tokenizer_info),
     ("POST", "/v1/abort", _abort),
     ("POST", "/v1/messages/count_tokens", _count_tokens),
     ("POST", "/tokenize", _tokenize),

@@ -51,10 +51,11 @@ class EngineFacts:
         if earlier is not None and hello.fingerprint and earlier.hello.fingerprint == hello.fingerprint:
             return cls(hello, earlier.tokenizer, earlier.syntax)
         tokenizer = load_tokenizer(Path("tokenizer"), files.get)
-        return cls(hello, tokenizer, _syntax(tokenizer))
+        return cls(hello, tokenizer, syntax_of(tokenizer))
 
 
-def _syntax(tokenizer: Tokenizer | None) -> ChatSyntax:
+def syntax_of(tokenizer: Tokenizer | None) -> ChatSyntax:
+    """The way in which a model writes calls and reasoning, by its chat template."""
     if tokenizer is None or not tokenizer.has_chat_template:
         return ChatSyntax(why_not="no chat template")
     try:

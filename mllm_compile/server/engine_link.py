@@ -26,9 +26,9 @@ _CLOSE_S = 10.0  # to end a step, and give the memory back
 CommandLine = Callable[[str, str], Sequence[str]]
 
 
-def command_line(model: str, how: str) -> CommandLine:
-    """The command that serves a model to sockets at two addresses."""
-    return lambda commands, tidings: [sys.executable, "-P", "-m", _MODULE, model, commands, tidings, how]
+def command_line(model: str, how: str, log: str) -> CommandLine:
+    """The command that serves a model to sockets at two addresses; `how` and `log` as in ServeOptions."""
+    return lambda commands, tidings: [sys.executable, "-P", "-m", _MODULE, model, commands, tidings, how, log]
 
 
 class EngineLink:

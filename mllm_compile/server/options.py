@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mllm_compile.errors import ConfigError
+from mllm_compile.process.log_lines import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class ServeOptions:
         allowed_origins: origins of pages that browsers may call this server from.
         is_strict: unknown fields are refused.
         how: "quiet", "plain" or "verbose".
+        log: "text" or "json", the lines on standard error.
     """
 
     model: str
@@ -41,6 +43,7 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = ()
     is_strict: bool = False
     how: str = "plain"
+    log: str = "text"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -48,6 +51,8 @@ class ServeOptions:
         for option, values in (("--api-key", self.api_keys), ("--served-model-name", self.served_names)):
             if any(not _is_plain(value) for value in values):
                 raise ConfigError(f"{option}: expected printable ASCII characters, the first and last of them no space")
+        if self.log not in FORMATS:
+            raise ConfigError(f"--log: expected {' or '.join(FORMATS)}, got {self.log!r}")
         if self.max_queue is not None and self.max_queue < 1:
             raise ConfigError(f"--max-queue: expected at least 1, got {self.max_queue}")
         for name in ("max_queue_s", "request_timeout_s", "sleep_after_s", "stuck_after_s"):

@@ -15,7 +15,9 @@ logger = logging.getLogger("mllm_compile.server")
 def request_refused(error: ApiError, metrics: Metrics, client: str) -> None:
     """Logs and counts a request that was refused at the door; not the message, which may quote it."""
     metrics.response(error.status)
-    logger.info("- %d %s client %s", error.status, " ".join(filter(None, (error.code, error.param))) or "-", client)
+    fields = {"request": None, "status": error.status, "code": error.code, "param": error.param, "client": client}
+    reason = " ".join(filter(None, (error.code, error.param))) or "-"
+    logger.info("- %d %s client %s", error.status, reason, client, extra={"fields": fields})
 
 
 def request_over(job: Job, metrics: Metrics, client: str) -> None:
@@ -30,7 +32,11 @@ def request_over(job: Job, metrics: Metrics, client: str) -> None:
     parts.append(f"cached {timing['cached']}")
     if timing["preempted"]:
         parts.append(f"preempted {timing['preempted']}")
-    parts.append(f"all {1e3 * (time.monotonic() - job.arrived_s):.0f} ms client {client}")
-    if job.error is not None and job.error.status >= 500:
-        parts.append(f"error: {job.error.message}")
-    logger.info("%s", " ".join(parts))
+    all_ms = round(1e3 * (time.monotonic() - job.arrived_s), 1)
+    parts.append(f"all {all_ms:.0f} ms client {client}")
+    error = job.error.message if job.error is not None and job.error.status >= 500 else None
+    if error is not None:
+        parts.append(f"error: {error}")
+    fields = {"request": job.name, "status": job.status, "client": client, "error": error}
+    fields |= {"in": job.num_prompt_tokens, "out": num_out, "all": all_ms, **timing}
+    logger.info("%s", " ".join(parts), extra={"fields": fields})

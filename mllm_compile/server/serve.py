@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import resource
 import signal
 import socket
@@ -22,6 +23,8 @@ from mllm_compile.server.engine_link import CommandLine, command_line
 from mllm_compile.server.front import Front
 from mllm_compile.server.options import ServeOptions
 
+logger = logging.getLogger("mllm_compile.server")
+
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they close first, and never meet a closed one
 _BACKLOG = 4096
 
@@ -37,7 +40,7 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
     """
     _allow_connections()
     listener = _listen(options)
-    front = Front(options, command_of or command_line(options.model, options.how))
+    front = Front(options, command_of or command_line(options.model, options.how, options.log))
     uvloop.run(_serve(front, listener))
 
 
@@ -144,5 +147,7 @@ async def _tell_ready(front: Front, url: str) -> None:
 
 
 def _say(options: ServeOptions, line: str) -> None:
-    if options.how != "quiet":
+    if options.log == "json":
+        logger.info("%s", " ".join(line.split()))
+    elif options.how != "quiet":
         print(line, file=sys.stderr, flush=True)

@@ -225,7 +225,7 @@ def _are_all(values: Any, name: Any) -> bool:
 def _new_structural_tag(tag: dict[str, Any]) -> str:
     """A structural tag as JSON text; vLLM's older shape, `structures` and `triggers`, becomes today's."""
     if "structures" not in tag:
-        return json.dumps(tag)
+        return json.dumps(_with_bounded_whitespace(tag))
     try:
         tags = [
             {
@@ -241,7 +241,18 @@ def _new_structural_tag(tag: dict[str, Any]) -> str:
         raise Refused(
             f"structural_tag: expected triggers, and structures of begin, schema and end; {error} is missing"
         ) from None
-    return json.dumps({"type": "structural_tag", "format": form})
+    return json.dumps(_with_bounded_whitespace({"type": "structural_tag", "format": form}))
+
+
+def _with_bounded_whitespace(part: Any) -> Any:
+    """A part of a structural tag, in which JSON has as much white space as in a JSON answer."""
+    if isinstance(part, list):
+        return [_with_bounded_whitespace(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "json_schema":
+        return {"max_whitespace_cnt": _MOST_WHITESPACE, **part}
+    return {name: _with_bounded_whitespace(value) for name, value in part.items()}
 
 
 def _said(error: Exception) -> str:

@@ -142,6 +142,11 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The special tokens that have a use, by their names: bos_token, eos_token, …"""
+        return self._special_tokens
+
+    @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")
 

@@ -116,6 +116,23 @@ class KVBudget:
         return min(fitting, useful)
 
 
+def most_kv_budget(weight_bytes: int, runtime: RuntimeSection, device: torch.device) -> KVBudget:
+    """The budget as far as it is known before anything is loaded; on CUDA it will be less.
+
+    Raises:
+        DeviceMemoryError: the weights alone do not fit.
+    """
+    check_weights_fit(weight_bytes, runtime, device)
+    if device.type != "cuda":
+        return cpu_kv_budget()
+    free, total = _memory_bytes("cuda", device.index)
+    share = min(free, int(total * runtime.mem_fraction_static))
+    return KVBudget(
+        share - weight_bytes,
+        f"at most: of {_gib(share)} that may be used weights take {_gib(weight_bytes)}, and a step and graphs some",
+    )
+
+
 def cpu_kv_budget() -> KVBudget:
     """The budget on a CPU: CPU_KV_SHARE of what is available."""
     available, _ = _host_memory_bytes()

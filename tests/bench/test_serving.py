@@ -11,7 +11,7 @@ import pytest
 
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.serving.client import Seen
-from mllm_compile.bench.serving.load import ServeWork, figures, run_load
+from mllm_compile.bench.serving.load import ServeWork, figures, prompts_of, run_load
 from mllm_compile.bench.show.serving import print_rates
 from mllm_compile.errors import ConfigError
 from tests.server.harness import fake_server
@@ -61,7 +61,22 @@ def test_a_server_that_is_not_there_or_refuses_is_said():
         run_load(server.url + "/v1", "wrong", work)
 
 
-@pytest.mark.parametrize("wrong", [{"rates": ()}, {"rates": (0.0,)}, {"requests": 0}, {"concurrency": 0}])
+def test_clients_share_the_requests_and_a_model_without_a_tokenizer_is_asked_with_ids():
+    work = ServeWork(rates=(math.inf,), requests=5, input_tokens=9, output_tokens=8, concurrency=3, clients=2)
+    with fake_server(settings={"has_tokenizer": False}) as server:
+        (rate,) = run_load(server.url, None, work).rates
+        assert (rate.answered, rate.prompt_tokens, rate.output_tokens, rate.errors) == (5, 45, 40, {})
+    assert 0 < rate.ttft["p50"] <= rate.e2e["p50"] <= rate.seconds
+
+
+def test_rates_have_prompts_of_their_own():
+    work = ServeWork(rates=(1.0, 1.0), requests=2, input_tokens=4)
+    assert prompts_of(work, 0) == prompts_of(work, 0) != prompts_of(work, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rates": ()}, {"rates": (0.0,)}, {"requests": 0}, {"concurrency": 0}, {"concurrency": 2, "clients": 3}]
+)
 def test_work_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="expected"):
         ServeWork(**{"rates": (1.0,), **wrong})

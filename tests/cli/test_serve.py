@@ -24,6 +24,7 @@ TINY = "configs/tiny.yaml"
         ([TINY, "--served-model-name", "a\nb"], "--served-model-name: expected printable"),
         ([TINY, "--api-key-file", "/no/such/file"], "--api-key-file: /no/such/file cannot be read"),
         ([TINY, "--host", "no.such.host.invalid"], "cannot be listened at"),
+        ([TINY, "--log", "xml"], "--log: expected text or json, got 'xml'"),
         ([TINY, "--quiet", "--verbose"], "give one of them"),
     ],
 )

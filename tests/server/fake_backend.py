@@ -20,7 +20,7 @@ from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.server.backend.process import EngineServer
-from mllm_compile.text.tokenizer import load_tokenizer
+from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes import FakeStepRunner, fake_engine
 from tests.text.calls import templates
 
@@ -44,18 +44,27 @@ def same_text(token_ids: list[int]) -> int:
     return _TEXT[len(token_ids) % len(_TEXT)]
 
 
-def said_text(header: str, token_ids: list[int]) -> int:
+def said_text(tokenizer: Tokenizer, header: str, token_ids: list[int]) -> int:
     """The next token of the text that the last message asks for between `SAY ` and ` END`, then the end.
 
     Args:
         header: the end of the prompt.
     """
-    text = TOKENIZER.decode(token_ids, skip_special_tokens=False)
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
     said, _, behind = text.rpartition("SAY ")[2].partition(" END")
     prompt = text[: len(text) - len(behind)] + behind[: behind.index(header) + len(header)]
-    done = len(token_ids) - len(TOKENIZER.encode(prompt, add_special_tokens=False))
-    told = TOKENIZER.encode(said, add_special_tokens=False)
+    done = len(token_ids) - len(tokenizer.encode(prompt, add_special_tokens=False))
+    told = tokenizer.encode(said, add_special_tokens=False)
     return told[done] if done < len(told) else EOS
+
+
+def with_special_tokens(file: bytes, texts: list[str]) -> bytes:
+    """A tokenizer.json in which these texts are special tokens."""
+    data = json.loads(file)
+    first = max(*data["model"]["vocab"].values(), *(token["id"] for token in data["added_tokens"])) + 1
+    for token_id, text in enumerate(texts, start=first):
+        data["added_tokens"].append({**data["added_tokens"][0], "id": token_id, "content": text})
+    return json.dumps(data).encode()
 
 
 class FakeGrammars:
@@ -98,18 +107,23 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     time.sleep(settings.get("start_s", 0.0))
     next_token = same_text if settings.get("quick") else drawn_token
     files = {path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")}
+    tokenizer = TOKENIZER
+    if "special_tokens" in settings:
+        files["tokenizer.json"] = with_special_tokens(files["tokenizer.json"], settings["special_tokens"])
+        tokenizer = load_tokenizer(TINY, files.get)
     if "template" in settings:
         files["chat_template.jinja"] = getattr(templates, settings["template"]).encode()
-        next_token = partial(said_text, settings.get("header", "<|im_start|>assistant\n"))
+        next_token = partial(said_text, tokenizer, settings.get("header", "<|im_start|>assistant\n"))
+    has_tokenizer = settings.get("has_tokenizer", True)
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
     limits = {"max_running_requests": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "num_pages": 2049}
     return fake_engine(
         runner,
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer if has_tokenizer else None,
         grammars=FakeGrammars(),
-        vocab_size=VOCAB,
+        vocab_size=tokenizer.vocab_size,
         eos_token_ids=frozenset({EOS}),
-        tokenizer_files=files,
+        tokenizer_files=files if has_tokenizer else {},
         **(limits | settings.get("limits", {})),
     )
 

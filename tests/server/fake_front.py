@@ -7,6 +7,7 @@ import logging
 import sys
 
 from mllm_compile.errors import MllmError
+from mllm_compile.process.log_lines import start_log
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.serve import run_server
 
@@ -14,7 +15,7 @@ from mllm_compile.server.serve import run_server
 def main() -> None:
     given, settings = sys.argv[1:]
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(given).items()}
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    start_log(logging.INFO, options.get("log", "text"), "%(message)s")
     try:
         run_server(
             ServeOptions(model="fake", **options),

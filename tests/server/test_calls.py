@@ -153,6 +153,24 @@ def test_an_answer_is_over_after_one_call_where_more_are_not_wanted(server):
     assert server.figure("mllm:generated_tokens_total") - before < 300, "the engine has stopped"
 
 
+def test_calls_whose_marks_are_special_tokens_are_read_and_other_special_tokens_are_not_shown():
+    special = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<pad>"]
+    kinds = {**SAID, "call": "<pad>" + call() + "<pad>"}
+    with (
+        fake_server(settings={"template": "QWEN3", "limits": LIMITS, "special_tokens": special}) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        ids = server.post("/tokenize", {"prompt": "<tool_call>"}).json["tokens"]
+        assert len(ids) == 1
+        plain = server.complete(prompt=say("<tool_call> x")[0]["content"] + "<|im_start|>assistant\n", max_tokens=9)
+        assert plain.json["choices"][0]["text"].strip() == "x", "a mark that nobody reads is not shown"
+        for kind, text in kinds.items():
+            fields = {"model": "fake", "messages": say(text), "tools": TOOLS, "max_tokens": 300}
+            choice = client.chat.completions.create(**fields).choices[0]
+            assert (*read(choice.message), choice.finish_reason) == READ[kind]
+            assert streamed(client.chat.completions.create(stream=True, **fields)) == READ[kind]
+
+
 def test_tools_results_and_earlier_calls_go_through_the_template(server):
     messages = [
         {"role": "user", "content": "Is it warm?"},
@@ -240,7 +258,6 @@ def test_a_call_that_is_required_is_one_of_the_tools_schema(caller, choice):
         parallel_tool_calls=False,
         max_tokens=400,
         temperature=0,
-        frequency_penalty=2,  # it would write white space without an end
     ).choices[0]
     assert told.finish_reason == "tool_calls", told
     (made,) = told.message.tool_calls

@@ -208,3 +208,23 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server):
         assert told["count"] == len(told["tokens"])
         assert server.post(prefix + "/detokenize", {"tokens": told["tokens"]}).json["prompt"] == "def f(x):"
     assert server.post("/detokenize", {"tokens": [10**7]}).error["param"] == "tokens"
+
+
+def test_a_model_without_a_tokenizer_answers_ids_with_ids():
+    asked = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    with fake_server(settings={"has_tokenizer": False}) as server:
+        assert "no tokenizer: completions of token ids only" in server.said
+        whole = server.post("/v1/completions", asked).json["choices"][0]
+        events = server.post("/v1/completions", {**asked, "stream": True}).events
+        bare = server.post("/v1/completions", {**asked, "return_token_ids": False}).json["choices"][0]
+        refused = (
+            server.complete(prompt="def"),
+            server.post(CHAT, {"messages": HELLO}),
+            server.complete(prompt=[5], stop="x"),
+        )
+    assert (whole["text"], len(whole["token_ids"])) == ("", 4)
+    chunks = [event["choices"][0] for event in events if event]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == whole["token_ids"]
+    assert len(chunks) == 4  # one a token
+    assert "token_ids" not in bare
+    assert all((answer.status, "no tokenizer" in answer.error["message"]) == (400, True) for answer in refused)

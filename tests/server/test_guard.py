@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import subprocess
 import sys
@@ -170,3 +171,19 @@ def test_the_log_has_no_prompts(server):
     assert "200 in " in server.said
     assert "- 400 max_tokens client" in server.said
     assert "secret" not in server.said
+
+
+def test_a_log_of_json_has_an_object_a_line_and_a_requests_figures_as_fields():
+    with fake_server({"log": "json"}) as server:
+        told = server.complete(prompt="a secret", max_tokens=5, ignore_eos=True)
+        server.complete(prompt=[], max_tokens=5)
+        server.end()
+        said = server.said
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert all(line["level"] == "INFO" and line["time"].endswith("+00:00") for line in lines)
+    assert any(line["message"].startswith("ready http://127.0.0.1:") for line in lines)
+    over, refused = (line for line in lines if "status" in line)
+    assert (over["request"], over["status"], over["out"], over["error"]) == (told.json["id"], 200, 5, None)
+    assert {"in", "queue", "prefill", "decode", "steps", "cached", "preempted", "all"} <= over.keys()
+    assert (refused["status"], refused["param"], refused["request"]) == (400, "prompt", None)
+    assert "secret" not in said

@@ -13,6 +13,7 @@ from openai.types.responses import Response
 from tests.server.harness import Answer, Server, fake_server
 
 HELLO = [{"role": "user", "content": "def"}]
+USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,14 @@ def test_a_streamed_response_has_the_events_in_order_and_the_same_text(client):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {}}], "tool_choice": {"type": "mcp"}},
+            "tool_choice",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_tool_calls": 3}, "max_tool_calls"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "text", "text": "x"}]}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"text": {"format": {"type": "json"}}}, "text.format"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
@@ -124,8 +133,15 @@ def test_a_message_ends_at_a_stop_sequence_and_goes_on_from_a_last_message_of_th
     ("fields", "says"),
     [
         ({"max_tokens": None}, "max_tokens: expected an integer"),
-        ({"tools": [{"name": "f"}]}, "tools: it is served by /v1/chat/completions alone"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: "),
+        ({"tools": [{"name": "f"}]}, "tools: tool 0: expected {'name': …, 'input_schema': …}"),
+        ({"tools": [{"type": "web_search_20250305", "name": "f"}]}, "tools of the server's own are not served"),
+        ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "(f): defer_loading is not served"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: expected {'type': 'auto'}"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: 'required' without tools"),
+        ({"thinking": {"type": "on"}}, "thinking: expected a type of enabled, adaptive or disabled"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "expected its tool_result"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "no tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "input, an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is served"),
         ({"messages": []}, "no messages"),
     ],

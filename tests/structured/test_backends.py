@@ -126,18 +126,30 @@ def test_a_token_that_is_not_allowed_is_a_fault_of_its_row_alone(backend, vocabu
     assert token_of[b"b"] in allowed_ids(masks[1])
 
 
-def test_whitespace_in_json_has_an_end(backend, vocabulary):
-    grammar, space = compiled(backend, json=FLAT), vocabulary.tokens.index(b" ")
-    matcher, new = grammar.matcher(), [vocabulary.tokens.index(b"{")]
-    num_spaces = -1
-    for _ in range(100):
-        num_spaces += 1
-        mask = np.zeros((1, vocabulary.mask_words), np.int32)
+def most_spaces(backend, matcher, begin: bytes) -> int:
+    """Spaces that may follow a text."""
+    tokens = backend.vocabulary.tokens
+    space, new = tokens.index(b" "), [tokens.index(bytes([byte])) for byte in begin]
+    for num_spaces in range(100):
+        mask = np.zeros((1, backend.vocabulary.mask_words), np.int32)
         assert not backend.fill([MaskWork(matcher, new, 0)], mask)
         if space not in allowed_ids(mask[0]):
-            break
+            return num_spaces
         new = [space]
-    assert num_spaces == 32
+    return 100
+
+
+def test_whitespace_in_json_has_an_end(backend):
+    assert most_spaces(backend, compiled(backend, json=FLAT).matcher(), b"{") == 32
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_whitespace_in_the_json_of_a_structural_tag_has_an_end(xgrammar, is_old):
+    content = {"type": "json_schema", "json_schema": FLAT}
+    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}}
+    if is_old:
+        tag = {"structures": [{"begin": "<f>", "schema": FLAT, "end": "</f>"}], "triggers": ["<f"]}
+    assert most_spaces(xgrammar, compiled(xgrammar, structural_tag=tag).matcher(), b"<f>{") == 32
 
 
 def test_additional_properties_are_allowed_unless_they_are_disabled(backend, vocabulary):

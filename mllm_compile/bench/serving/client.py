@@ -19,7 +19,7 @@ import httptools
 from mllm_compile.bench.errors import BenchmarkError
 
 _PART = 1 << 16
-_TEXT = re.compile(rb'"text": ?"[^"]')  # of a chunk that has some
+_NEWS = re.compile(rb'"text": ?"[^"]|"token_ids": ?\[\d')  # of a chunk with text, or with tokens that have none
 _BAD = (OSError, asyncio.IncompleteReadError, httptools.HttpParserError, ValueError)
 
 
@@ -29,7 +29,7 @@ class Seen:
 
     Attributes:
         started: when it was sent.
-        chunks: when each chunk with text came.
+        chunks: when each chunk with text or tokens came.
         output_tokens, prompt_tokens: as the server's usage says.
         error: what went wrong; None: it was answered.
     """
@@ -100,13 +100,14 @@ class Server:
         seen = Seen(time.perf_counter())
         try:
             status, body = await self._ask("POST", path, json.dumps(fields).encode(), seen)
+            seen.ended = time.perf_counter()
             if status != 200:
                 seen.error = f"{status} {bytes(body[:200]).decode(errors='replace')}"
             else:
                 _read_usage(seen, body)
         except _BAD as error:
             seen.error = str(error) or type(error).__name__
-        seen.ended = time.perf_counter()
+        seen.ended = seen.ended or time.perf_counter()
         return seen
 
     async def _ask(self, method: str, path: str, body: bytes, seen: Seen | None) -> tuple[int, bytearray]:
@@ -125,7 +126,7 @@ class Server:
                     raise ConnectionError("the server closed the connection in the middle of an answer")
                 before = len(response.body)
                 parser.feed_data(part)
-                if seen is not None and _TEXT.search(response.body, before):
+                if seen is not None and _NEWS.search(response.body, before):
                     seen.chunks.append(time.perf_counter())
             return parser.get_status_code(), response.body
         finally:

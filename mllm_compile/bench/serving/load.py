@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,11 +15,13 @@ import numpy as np
 
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.serving.client import Seen, Server
+from mllm_compile.bench.serving.clients import Arrival, send_all
 from mllm_compile.errors import ConfigError
 
 FORMAT = 1
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
 _WORDS = ("list", "dict", "value", "return", "object", "method", "class", "module", "file", "string", "number", "key")
+_TOKEN_IDS = 1000  # prompts are of the first ones, which every vocabulary has
 _PATH = "/v1/completions"
 
 
@@ -32,7 +33,9 @@ class ServeWork:
         rates: requests a second; inf: all at once.
         requests: of each rate.
         input_words, output_tokens: of each request; words are a token or two.
+        input_tokens: token ids of each prompt, in place of words; for a model without a tokenizer.
         concurrency: most requests at once, None: as they arrive.
+        clients: processes that the requests come from.
         slo_ttft_s, slo_gap_s: a request is good whose first token and whose mean gap take no longer.
         seed: of arrivals and prompts.
     """
@@ -41,19 +44,23 @@ class ServeWork:
     requests: int = 100
     input_words: int = 256
     output_tokens: int = 128
+    input_tokens: int | None = None
     concurrency: int | None = None
+    clients: int = 1
     slo_ttft_s: float = 1.0
     slo_gap_s: float = 0.05
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "input_words", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; expected at least 1")
+        for name in ("requests", "input_words", "output_tokens", "input_tokens", "concurrency", "clients"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
         if not self.rates or not all(rate > 0 for rate in self.rates):
             raise ConfigError("--rate: expected requests a second above 0, such as 1,4,16, or inf")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"--concurrency is {self.concurrency}; expected at least 1")
+        most = self.requests if self.concurrency is None else min(self.requests, self.concurrency)
+        if self.clients > most:
+            raise ConfigError(f"--clients is {self.clients}; expected at most one a request at once, {most}")
 
 
 @dataclass(frozen=True)
@@ -100,48 +107,47 @@ def run_load(url: str, api_key: str | None, work: ServeWork) -> ServeResult:
     Raises:
         BenchmarkError: there is no such server, or it answers nothing.
     """
-    return asyncio.run(_run(Server(url, api_key), url, work))
-
-
-async def _run(server: Server, url: str, work: ServeWork) -> ServeResult:
-    model = (await server.get("/v1/models"))["data"][0]["id"]
-    warm = await server.stream(_PATH, _fields(model, random.Random(-1), work))
+    server = Server(url, api_key)
+    model = asyncio.run(server.get("/v1/models"))["data"][0]["id"]
+    warm = asyncio.run(server.stream(_PATH, _fields(model, prompts_of(work, -1)[0], work)))
     if warm.error is not None:
         raise BenchmarkError(f"{url} does not answer the first request: {warm.error}")
-    rates = [await _run_rate(server, model, rate, work) for rate in work.rates]
+    rates = []
+    for index, rate in enumerate(work.rates):
+        begin, seen = send_all(url, api_key, _PATH, _arrivals(model, index, work), work.clients, work.concurrency)
+        rates.append(figures(rate, max(one.ended for one in seen) - begin, seen, work))
     told = {**asdict(work), "rates": [None if math.isinf(rate) else rate for rate in work.rates]}
     return ServeResult(url, model, told, tuple(rates))
 
 
-def _fields(model: str, rng: random.Random, work: ServeWork) -> dict[str, Any]:
+def prompts_of(work: ServeWork, index: int) -> list[str | list[int]]:
+    """The prompts of a rate, by its number: others for each, which a prefix cache would otherwise know."""
+    rng = random.Random(f"{work.seed} {index}")
+    if work.input_tokens is None:
+        return [" ".join(rng.choices(_WORDS, k=work.input_words)) for _ in range(work.requests)]
+    return [rng.choices(range(_TOKEN_IDS), k=work.input_tokens) for _ in range(work.requests)]
+
+
+def _arrivals(model: str, index: int, work: ServeWork) -> list[Arrival]:
+    """The requests of a rate; the gaps between them are the same for all."""
+    rng, rate, arrival = random.Random(work.seed), work.rates[index], 0.0
+    arrivals = []
+    for prompt in prompts_of(work, index):
+        arrivals.append((arrival, _fields(model, prompt, work)))
+        arrival += 0.0 if math.isinf(rate) else rng.expovariate(rate)
+    return arrivals
+
+
+def _fields(model: str, prompt: str | list[int], work: ServeWork) -> dict[str, Any]:
     return {
         "model": model,
-        "prompt": " ".join(rng.choices(_WORDS, k=work.input_words)),
+        "prompt": prompt,
         "max_tokens": work.output_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-
-
-async def _run_rate(server: Server, model: str, rate: float, work: ServeWork) -> RateResult:
-    rng = random.Random(work.seed)
-    bound = asyncio.Semaphore(work.concurrency or work.requests)
-    arrival = 0.0
-    tasks = []
-    begin = time.perf_counter()
-
-    async def one(after: float, fields: dict[str, Any]) -> Seen:
-        await asyncio.sleep(begin + after - time.perf_counter())
-        async with bound:
-            return await server.stream(_PATH, fields)
-
-    for _ in range(work.requests):
-        tasks.append(asyncio.ensure_future(one(arrival, _fields(model, rng, work))))
-        arrival += 0.0 if math.isinf(rate) else rng.expovariate(rate)
-    seen = await asyncio.gather(*tasks)
-    return figures(rate, time.perf_counter() - begin, seen, work)
 
 
 def figures(rate: float, seconds: float, seen: Sequence[Seen], work: ServeWork) -> RateResult:

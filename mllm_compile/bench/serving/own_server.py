@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from urllib.error import URLError
 
 from mllm_compile.bench.errors import BenchmarkError
@@ -21,14 +22,25 @@ _END_S = 30.0
 _LISTENS = re.compile(r"listening at (http://\S+),")
 
 
+@dataclass(frozen=True)
+class OwnServer:
+    """A server, by its URL and the id of its front's process."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
-def served(model: str) -> Iterator[str]:
-    """The URL of a server of `model`, which is ready.
+def served(model: str, *options: str) -> Iterator[OwnServer]:
+    """A server of `model`, which is ready.
+
+    Args:
+        options: further ones of `mllm-compile serve`.
 
     Raises:
         BenchmarkError: it does not start.
     """
-    command = [sys.executable, "-m", "mllm_compile", "serve", model, "--port", "0", "--max-queue", "100000"]
+    command = [sys.executable, "-m", "mllm_compile", "serve", model, "--port", "0", "--max-queue", "100000", *options]
     process = ProcessGroup(command, stderr=subprocess.PIPE, text=True, errors="replace")
     try:
         url = _url_of(process)
@@ -36,7 +48,7 @@ def served(model: str) -> Iterator[str]:
             if process.poll() is not None:
                 raise BenchmarkError(f"the server of {model} has ended while it started; `mllm-compile serve` says why")
             time.sleep(_LOOK_S)
-        yield url
+        yield OwnServer(url, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -14,8 +14,9 @@ _COLUMNS = (
 
 def print_rates(result: ServeResult, stream: TextIO) -> None:
     """Prints a line a rate, and what went wrong."""
-    words, tokens = result.work["input_words"], result.work["output_tokens"]
-    title = f"{result.model} at {result.server}: {words} words in, {tokens} tokens out"
+    work = result.work
+    given = f"{work['input_words']} words" if work["input_tokens"] is None else f"{work['input_tokens']} tokens"
+    title = f"{result.model} at {result.server}: {given} in, {work['output_tokens']} tokens out"
     print_table(stream, title, _COLUMNS, [_row(rate) for rate in result.rates])
     for rate in result.rates:
         for error, count in rate.errors.items():

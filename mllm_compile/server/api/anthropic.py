@@ -1,36 +1,42 @@
-"""/v1/messages, Anthropic's interface: the same chats under other names. Stateless; text alone."""
+"""The requests of /v1/messages, Anthropic's interface: the same chats under other names. Stateless; text alone."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import json
+from typing import Any, TypeGuard
 
 import msgspec
 
-from mllm_compile.server.api import prompts
-from mllm_compile.server.api.answers import encode
-from mllm_compile.server.api.errors import ApiError, bad_request
-from mllm_compile.server.api.fields import CHATS_ALONE, ChatFields, Refused, params_of, read_fields
-from mllm_compile.server.api.interfaces import Plan
+from mllm_compile.runtime.shown import brief
+from mllm_compile.server.api.anthropic_answers import MessagesAnswers, refusal
+from mllm_compile.server.api.errors import bad_request
+from mllm_compile.server.api.fields import ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.interfaces import Plan, chat_plan
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.flow.choice import Choice
-from mllm_compile.server.flow.job import Job
 
 _REFUSED: Refused = {
-    "tools": (([],), CHATS_ALONE),
-    "tool_choice": (({"type": "none"}, {"type": "auto"}), CHATS_ALONE),
-    "thinking": (({"type": "disabled"},), CHATS_ALONE),
     "mcp_servers": (([],), "this server reaches nothing outside"),
     "container": ((), "code is not run"),
     "output_format": ((), "it has become output_config: {format: …}"),
 }
-_REASONS = {"length": "max_tokens", "stop": "end_turn"}
-_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_TOOL = "{'name': …, 'input_schema': …}"
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Of a tool, and without a meaning here: prefixes are cached by themselves, and inputs always stream as they are made.
+_TOOL_FIELDS = {"name", "description", "input_schema", "strict", "type", "cache_control", "eager_input_streaming"}
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     """The form of the answer."""
 
     format: Any = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """The wish for reasoning in the answer; `budget_tokens` is not held to."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
 
 
 class _MessagesChat(ChatFields, kw_only=True):
@@ -50,31 +56,31 @@ class MessagesFields(msgspec.Struct, kw_only=True):
     top_p: Any = None
     top_k: Any = None
     output_config: OutputConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # ours: a model's own switches, such as enable_thinking
     # Taken, and without a meaning here.
     metadata: Any = None
     service_tier: Any = None
 
 
-def refusal(error: ApiError) -> bytes:
-    """The body of an error response."""
-    kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return encode({"type": "error", "error": {"type": kind, "message": error.message}})
-
-
 def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
-    """A request as a chat, and the names in it that are unknown.
+    """A request as a chat, and the names in it that are unknown, or are not held to.
 
     Raises:
         ApiError: it is refused.
     """
     given, ignored = read_fields(MessagesFields, body, _REFUSED)
     system = [] if given.system is None else [{"role": "system", "content": _text(given.system, "system")}]
-    messages = [{**message, "content": _text(message.get("content"), "messages")} for message in given.messages]
-    goes_on = bool(messages) and messages[-1].get("role") == "assistant"
+    messages = [one for message in given.messages for one in _chat_messages(message)]
+    choice, is_parallel = _tool_choice(given.tool_choice)
+    if given.thinking is not None and given.thinking.budget_tokens is not None:
+        ignored.append("thinking.budget_tokens")
     fields = _MessagesChat(
         model=given.model,
         messages=[*system, *messages],
-        continue_final_message=goes_on,
+        continue_final_message=_goes_on(messages),
         max_tokens=given.max_tokens,
         stop=given.stop_sequences,
         stream=given.stream,
@@ -82,19 +88,127 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
         top_p=given.top_p,
         top_k=given.top_k,
         response_format=None if given.output_config is None else given.output_config.format,
+        tools=None if given.tools is None else [_tool(index, tool) for index, tool in enumerate(given.tools)],
+        tool_choice=choice,
+        parallel_tool_calls=is_parallel,
+        include_reasoning=_shows_thinking(given.thinking),
+        chat_template_kwargs=given.chat_template_kwargs,
     )
     return fields, ignored
+
+
+def _shows_thinking(thinking: Thinking | None) -> bool:
+    """Anthropic's answers begin with thinking only where it is asked for: clients take the first block as the text."""
+    if thinking is None:
+        return False
+    if thinking.type not in ("enabled", "adaptive", "disabled"):
+        raise bad_request(f"thinking: expected a type of enabled, adaptive or disabled, got {thinking.type[:40]!r}")
+    if thinking.display not in (None, "summarized", "omitted"):
+        raise bad_request(f"thinking: expected display to be summarized or omitted, got {thinking.display[:40]!r}")
+    return thinking.type != "disabled" and thinking.display != "omitted"
+
+
+def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as OpenAI's function."""
+    where = f"tools: tool {index}"
+    if tool.get("type", "custom") not in ("custom", None):
+        raise bad_request(f"{where} is {brief(tool['type'])}; tools of the server's own are not served. Offer yours")
+    if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
+        raise bad_request(f"{where}: expected {_TOOL}, got {brief(tool)}")
+    unknown = next((name for name in tool if name not in _TOOL_FIELDS), None)
+    if unknown is not None:
+        raise bad_request(f"{where} ({tool['name'][:40]}): {unknown[:40]} is not served; expected {_TOOL}")
+    function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
+    """OpenAI's tool_choice and parallel_tool_calls."""
+    if choice is None:
+        return None, None
+    kind, name = choice.get("type"), choice.get("name")
+    if kind == "tool" and isinstance(name, str):
+        how: Any = {"type": "function", "function": {"name": name}}
+    elif isinstance(kind, str) and kind in _CHOICES:
+        how = _CHOICES[kind]
+    else:
+        expected = "{'type': 'auto'}, 'any' or 'none', or {'type': 'tool', 'name': …}"
+        raise bad_request(f"tool_choice: expected {expected}, got {brief(choice)}")
+    is_single = choice.get("disable_parallel_tool_use", False)
+    if not isinstance(is_single, bool):
+        raise bad_request("tool_choice: expected disable_parallel_tool_use to be true or false")
+    return how, not is_single
+
+
+def _goes_on(messages: list[dict[str, Any]]) -> bool:
+    """True if the answer goes on from the last message."""
+    if not messages or messages[-1].get("role") != "assistant":
+        return False
+    if messages[-1].get("tool_calls"):
+        raise bad_request("messages: the last one has tool_use; expected its tool_result in a message of the user's")
+    return True
+
+
+def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message as those of a chat: results of tools are messages of their own there."""
+    content, role = message.get("content"), message.get("role")
+    blocks: list[dict[str, Any]] = content if _is_blocks(content) else []
+    if role == "assistant" and any(block.get("type") != "text" for block in blocks):
+        return [_assistant(blocks)]
+    if role != "user" or not any(block.get("type") == "tool_result" for block in blocks):
+        return [{**message, "content": _text(content, "messages")}]
+    messages: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if not isinstance(block.get("tool_use_id"), str):
+            raise bad_request("messages: a tool_result has no tool_use_id; expected the id of a tool_use")
+        result = _text(block.get("content") or "", "messages")
+        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
+    return [*messages, {"role": "user", "content": _text(texts, "messages")}] if texts else messages
+
+
+def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message of the assistant's with calls or thinking."""
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_use":
+            calls.append(_call(block))
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        else:
+            texts.append(block)
+    message: dict[str, Any] = {"role": "assistant", "content": _text(texts, "messages")}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(block.get("id"), str) or not isinstance(block.get("input"), dict):
+        raise bad_request(f"messages: expected a tool_use with id, name and input, an object, got {brief(block)}")
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return {"id": block["id"], "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
+
+
+def _is_blocks(content: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(content, list) and all(isinstance(block, dict) for block in content)
 
 
 def _text(content: Any, field: str) -> str:
     """The text of a content: a text, or blocks of text."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+    if not _is_blocks(content):
         raise bad_request(f"{field}: expected a text or a list of text blocks as content", field)
     other = next((block.get("type") for block in content if block.get("type") != "text"), None)
     if other is not None or not all(isinstance(block.get("text"), str) for block in content):
-        raise bad_request(f"{field}: expected blocks of type text; only text is served", field)
+        raise bad_request(f"{field}: expected blocks of type text, got {brief(other)}; only text is served", field)
     return "\n".join(block["text"] for block in content)
 
 
@@ -112,64 +226,7 @@ class MessagesRequest:
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)
-        found = prompts.chat_prompts(facts, self.fields, params, prompts.chat_text(facts, self.fields))
-        return Plan(found, params, MessagesAnswers)
-
-
-class MessagesAnswers:
-    """The answers of /v1/messages; they have one completion."""
-
-    _BLOCK: ClassVar[dict[str, Any]] = {"type": "text", "text": ""}
-
-    def __init__(self, head: dict[str, Any]) -> None:
-        self._head = {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
-
-    def begin(self, job: Job) -> bytes:
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(job)}
-        start = _event({"type": "message_start", "message": message})
-        return start + _event({"type": "content_block_start", "index": 0, "content_block": self._BLOCK})
-
-    def chunk(self, job: Job, choice: Choice) -> bytes:
-        text = choice.text
-        if not text:
-            return b""
-        choice.sent()
-        return _event({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}})
-
-    def tail(self, job: Job) -> bytes:
-        return (
-            _event({"type": "content_block_stop", "index": 0})
-            + _event({"type": "message_delta", "delta": _end(job.choices[0]), "usage": _usage(job)})
-            + _event({"type": "message_stop"})
+        shows_thinking = self.fields.include_reasoning is True
+        return chat_plan(
+            facts, self.fields, params, lambda head, is_read: MessagesAnswers(head, is_read, shows_thinking)
         )
-
-    def whole(self, job: Job) -> bytes:
-        choice = job.choices[0]
-        content = [{"type": "text", "text": choice.text}]
-        return encode({**self._head, "content": content, **_end(choice), "usage": _usage(job)})
-
-    def failure(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + refusal(error) + b"\n\n"
-
-    def refusal(self, error: ApiError) -> bytes:
-        return refusal(error)
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return f"event: {data['type']}\ndata: ".encode() + encode(data) + b"\n\n"
-
-
-def _end(choice: Choice) -> dict[str, Any]:
-    if isinstance(choice.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
-    return {"stop_reason": _REASONS.get(choice.finish_reason or "", choice.finish_reason), "stop_sequence": None}
-
-
-def _usage(job: Job) -> dict[str, int]:
-    cached = job.num_cached_tokens
-    return {
-        "input_tokens": job.num_prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": job.num_output_tokens,
-    }

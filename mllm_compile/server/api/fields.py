@@ -28,7 +28,6 @@ _SAMPLING = (
     "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
-CHATS_ALONE = "it is served by /v1/chat/completions alone. Ask there"
 _TEMPLATE = "a template is code, and is not taken from a request. Serve a model folder that has it"
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # name → values that ask for nothing, reason
 _REFUSED: Refused = {

@@ -107,19 +107,36 @@ class ChatRequest:
     def plan(self, facts: EngineFacts) -> Plan:
         fields = self.fields
         params = params_of(fields, facts.defaults)
-        text = prompts.chat_text(facts, fields)
-        reading = AnswerReading(facts, fields, text, params)
-        found = prompts.chat_prompts(facts, fields, reading.params, text)
         options = _options(fields, facts, params)
-        if not reading.is_needed:
-            return Plan(found, params, lambda head: ChatAnswers(head, **options))
-        shows_reasoning = fields.include_reasoning is not False
-        return Plan(
-            found,
-            reading.params,
-            lambda head: ReadChatAnswers(head, shows_reasoning, **options),
-            make_parser=reading.parser,
-        )
+
+        def answers(head: dict[str, Any], is_read: bool) -> Format:
+            if not is_read:
+                return ChatAnswers(head, **options)
+            return ReadChatAnswers(head, fields.include_reasoning is not False, **options)
+
+        return chat_plan(facts, fields, params, answers)
+
+
+def chat_plan(
+    facts: EngineFacts, fields: ChatFields, params: SamplingParams, answers: Callable[[dict[str, Any], bool], Format]
+) -> Plan:
+    """The plan of a chat, whichever interface it came by.
+
+    Args:
+        answers: makes the answer's format, from its head, and whether a parser reads it.
+
+    Raises:
+        ApiError, MllmError: it is refused.
+    """
+    text = prompts.chat_text(facts, fields)
+    reading = AnswerReading(facts, fields, text, params)
+    found = prompts.chat_prompts(facts, fields, reading.params, text)
+    return Plan(
+        found,
+        reading.params,
+        lambda head: answers(head, reading.is_needed),
+        make_parser=reading.parser if reading.is_needed else None,
+    )
 
 
 def _check_stream(fields: GenerateFields) -> None:
@@ -139,7 +156,8 @@ def _options(fields: GenerateFields, facts: EngineFacts, params: SamplingParams)
         "usage_in_each": asked is not None and bool(asked.continuous_usage_stats),
         "texts": None if params.logprobs is None else texts,
         "prompt_texts": None if fields.prompt_logprobs is None else texts,
-        "gives_ids": bool(fields.return_token_ids),
+        # Without a tokenizer an answer has no text: its ids are all there is.
+        "gives_ids": facts.tokenizer is None if fields.return_token_ids is None else fields.return_token_ids,
     }
 
 

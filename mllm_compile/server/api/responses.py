@@ -1,4 +1,4 @@
-"""/v1/responses, OpenAI's newer interface: stateless, as nothing is stored here. Text alone."""
+"""The requests of /v1/responses, OpenAI's newer interface: stateless, as nothing is stored here. Text alone."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from typing import Any
 
 import msgspec
 
-from mllm_compile.server.api import prompts
-from mllm_compile.server.api.answers import encode
-from mllm_compile.server.api.errors import ApiError, bad_request, openai_refusal
-from mllm_compile.server.api.fields import CHATS_ALONE, ChatFields, Refused, params_of, read_fields
-from mllm_compile.server.api.interfaces import Plan
+from mllm_compile.runtime.shown import brief
+from mllm_compile.server.api.errors import bad_request, openai_refusal
+from mllm_compile.server.api.fields import ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.interfaces import Plan, chat_plan
+from mllm_compile.server.api.responses_answers import ResponsesAnswers
 from mllm_compile.server.engine_facts import EngineFacts
-from mllm_compile.server.flow.choice import Choice
-from mllm_compile.server.flow.job import Job
 
 _STATE = "nothing is stored between requests. Send the whole conversation as input"
 _REFUSED: Refused = {
-    "tools": (([],), CHATS_ALONE),
-    "tool_choice": (("none", "auto"), CHATS_ALONE),
     "previous_response_id": ((), _STATE),
     "conversation": ((), _STATE),
     "background": ((False,), _STATE),
     "prompt": ((), "there are no stored prompts"),
-    "include": (([],), "there is nothing else that an answer could include"),
+    # Reasoning is not encrypted: an answer has its text, and takes it back.
+    "include": (([], ["reasoning.encrypted_content"]), "there is nothing else that an answer could include"),
     "truncation": (("disabled",), "an input is not shortened"),
-    "max_tool_calls": ((), CHATS_ALONE),
+    "max_tool_calls": ((), "it bounds tools of the server's own, which are not served"),
 }
 _TEXTS = ("input_text", "output_text", "text")
+_TOOL = "{'type': 'function', 'name': …, 'parameters': …}"
 
 
 class ReasoningFields(msgspec.Struct):
-    """How much a model should think, where its template knows of it."""
+    """How much a model should think, where its template knows of it; reasoning is not summed up."""
 
     effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class TextFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,6 +58,9 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     top_p: Any = None
     reasoning: ReasoningFields | None = None
     text: TextFields | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     # Taken, and without a meaning here: `store` too, as answers say store: false.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -65,7 +68,6 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    parallel_tool_calls: Any = None
 
 
 class ResponsesRequest:
@@ -79,6 +81,10 @@ class ResponsesRequest:
         self._given, self.ignored = read_fields(ResponseFields, body, _REFUSED)
         given = self._given
         system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
+        reasoning = given.reasoning or ReasoningFields()
+        self.ignored += [
+            f"reasoning.{name}" for name in ("summary", "generate_summary") if getattr(reasoning, name) is not None
+        ]
         self.fields = _ResponseChat(
             model=given.model,
             messages=[*system, *_messages(given.input)],
@@ -86,136 +92,104 @@ class ResponsesRequest:
             stream=given.stream,
             temperature=given.temperature,
             top_p=given.top_p,
-            reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
+            reasoning_effort=reasoning.effort,
             response_format=None if given.text is None else given.text.format,
+            tools=None if given.tools is None else [_tool(index, tool) for index, tool in enumerate(given.tools)],
+            tool_choice=_tool_choice(given.tool_choice),
+            parallel_tool_calls=given.parallel_tool_calls,
         )
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)
-        found = prompts.chat_prompts(facts, self.fields, params, prompts.chat_text(facts, self.fields))
+        given = self._given
         said = {
-            "instructions": self._given.instructions,
-            "max_output_tokens": self._given.max_output_tokens,
-            "metadata": self._given.metadata or {},
+            "instructions": given.instructions,
+            "max_output_tokens": given.max_output_tokens,
+            "metadata": given.metadata or {},
+            "parallel_tool_calls": given.parallel_tool_calls is not False,
+            "reasoning": {"effort": self.fields.reasoning_effort, "summary": None},
             "temperature": params.temperature,
             "text": {"format": self.fields.response_format or {"type": "text"}},
+            "tool_choice": given.tool_choice or "auto",
+            "tools": [{"strict": False, "parameters": None, **tool} for tool in given.tools or ()],
             "top_p": params.top_p,
         }
-        return Plan(found, params, lambda head: ResponsesAnswers(head, said))
+        return chat_plan(facts, self.fields, params, lambda head, is_read: ResponsesAnswers(head, is_read, said))
+
+
+def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as that of a chat, whose function stands under a name of its own."""
+    if tool.get("type") != "function":
+        kind = brief(tool.get("type"))
+        raise bad_request(f"tools: tool {index} is {kind}; expected functions, {_TOOL}: others are not served")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        expected = "'none', 'auto', 'required' or {'type': 'function', 'name': …}"
+        raise bad_request(f"tool_choice: expected {expected}, got {brief(choice)}")
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The input as chat messages."""
+    """The input as chat messages; reasoning, text and calls of one answer become one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    messages = []
+    messages: list[dict[str, Any]] = []
+    answer: dict[str, Any] | None = None  # that further items are added to
     for item in given:
-        if item.get("type", "message") != "message":
-            raise bad_request(f"input: expected items of type message, got {str(item.get('type'))[:40]}", "input")
-        content = item.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and part.get("type") in _TEXTS for part in content):
-                raise bad_request("input: expected parts of text; only text is served", "input")
-            content = [{"type": "text", "text": part.get("text")} for part in content]
-        role = "system" if item.get("role") == "developer" else item.get("role")
-        messages.append({"role": role, "content": content})
+        kind = item.get("type", "message")
+        if kind == "message" and item.get("role") != "assistant":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            messages.append({"role": role, "content": _content(item.get("content"))})
+            answer = None
+        elif kind == "function_call_output":
+            messages.append(_result(item))
+            answer = None
+        elif kind in ("message", "reasoning", "function_call"):
+            if answer is None or (kind != "function_call" and (answer["content"] or "tool_calls" in answer)):
+                answer = {"role": "assistant", "content": ""}
+                messages.append(answer)
+            _add(answer, kind, item)
+        else:
+            expected = "message, function_call, function_call_output or reasoning"
+            raise bad_request(f"input: expected items of type {expected}, got {brief(kind)}", "input")
     return messages
 
 
-class ResponsesAnswers:
-    """The answers of /v1/responses; they have one completion.
-
-    Args:
-        said: what the request has said of itself, which the answer repeats.
-    """
-
-    def __init__(self, head: dict[str, Any], said: dict[str, Any]) -> None:
-        self._item_id = "msg_" + head["id"].removeprefix(ResponsesRequest.prefix)
-        self._response = {
-            "id": head["id"],
-            "object": "response",
-            "created_at": head["created"],
-            "model": head["model"],
-            "error": None,
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "tool_choice": "auto",
-            "tools": [],
-            "truncation": "disabled",
-            **said,
-        }
-        self._texts: list[str] = []
-        self._number = 0
-
-    def begin(self, job: Job) -> bytes:
-        response = self._response | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        return b"".join(
-            (
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event("response.output_item.added", output_index=0, item=self._item("in_progress", None)),
-                self._event("response.content_part.added", **self._place(), part=_part("")),
-            )
-        )
-
-    def chunk(self, job: Job, choice: Choice) -> bytes:
-        text = choice.text
-        if not text:
-            return b""
-        self._texts.append(text)
-        choice.sent()
-        return self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
-
-    def tail(self, job: Job) -> bytes:
-        text = "".join(self._texts)
-        response = self._ended(job, text)
-        return b"".join(
-            (
-                self._event("response.output_text.done", **self._place(), text=text, logprobs=[]),
-                self._event("response.content_part.done", **self._place(), part=_part(text)),
-                self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-                self._event(f"response.{response['status']}", response=response),
-            )
-        )
-
-    def whole(self, job: Job) -> bytes:
-        return encode(self._ended(job, job.choices[0].text))
-
-    def failure(self, error: ApiError) -> bytes:
-        return self._event("error", code=error.code, message=error.message, param=error.param)
-
-    def refusal(self, error: ApiError) -> bytes:
-        return openai_refusal(error)
-
-    def _ended(self, job: Job, text: str) -> dict[str, Any]:
-        is_cut = job.choices[0].finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
-        return self._response | {
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(status, text)],
-            "usage": {
-                "input_tokens": job.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": job.num_cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": job.num_output_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": job.num_prompt_tokens + job.num_output_tokens,
-            },
-        }
-
-    def _item(self, status: str, text: str | None) -> dict[str, Any]:
-        content = [] if text is None else [_part(text)]
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-
-    def _event(self, kind: str, **data: Any) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return f"event: {kind}\ndata: ".encode() + encode({"type": kind, **data, "sequence_number": number}) + b"\n\n"
+def _result(item: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(item.get("call_id"), str) or item.get("output") is None:
+        raise bad_request("input: expected a function_call_output with call_id and output", "input")
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])}
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _add(answer: dict[str, Any], kind: str, item: dict[str, Any]) -> None:
+    """Adds an item to the assistant's message."""
+    if kind == "message":
+        answer["content"] = _content(item.get("content"))
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+    else:
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(_is_part(part, ("reasoning_text",)) for part in parts):
+            raise bad_request("input: expected reasoning_text as the content of reasoning", "input")
+        if parts:
+            answer["reasoning_content"] = "\n".join(part["text"] for part in parts)
+
+
+def _content(content: Any) -> Any:
+    """The content of a message: a text, or parts of text."""
+    if not isinstance(content, list):
+        return content
+    if not all(_is_part(part, _TEXTS) for part in content):
+        raise bad_request("input: expected parts of text; only text is served", "input")
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _is_part(part: Any, kinds: tuple[str, ...]) -> bool:
+    return isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str)

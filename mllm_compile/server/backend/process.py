@@ -23,7 +23,8 @@ import zmq
 from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
-from mllm_compile.process.progress import NullReporter, Reporter, Stage, reporter_for
+from mllm_compile.process.log_lines import start_log
+from mllm_compile.process.progress import LogReporter, NullReporter, Reporter, Stage, reporter_for
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.backend.form_queue import FormQueue
 from mllm_compile.server.backend.step_news import StepNews
@@ -210,11 +211,15 @@ def _make_engine(model: str) -> MakeEngine:
 
 
 def main() -> None:
-    """Entry point of the process: MODEL, the addresses of the front's sockets, and how much to show."""
-    model, commands, tidings, how = sys.argv[1:]
+    """Entry point of the process: MODEL, the addresses of the front's sockets, how much to show, and in which lines."""
+    model, commands, tidings, how, log = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level)
-    reporter = NullReporter() if how == "quiet" else reporter_for(plain_lines=True, details=how == "verbose")
+    start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    reporter: Reporter = NullReporter()
+    if log == "json":
+        reporter = LogReporter()
+    elif how != "quiet":
+        reporter = reporter_for(plain_lines=True, details=how == "verbose")
     with kept_bytecode(), ended_by_sigterm():
         code = EngineServer(commands, tidings).run(_make_engine(model), reporter)
     sys.exit(code)

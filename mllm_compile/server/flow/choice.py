@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.wire.messages import Scores, StopReason
-from mllm_compile.text.calls.events import End, Event
+from mllm_compile.text.calls.events import End, Event, ReasoningDelta
 from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.detokenizer import Decoder, Detokenizer
 from mllm_compile.text.stop_strings import StopMatcher
@@ -42,6 +42,7 @@ class Choice:
         index: its number in the answer, over all prompts.
         text, token_ids, scores: what is not sent yet; of an answer that is sent whole, all of it.
         num_tokens: all so far.
+        num_reasoning_tokens: those that a parser found to be reasoning.
         offset: characters of the tokens whose log-probabilities were sent.
         events: what `parser` has made of the text, as far as it is not sent.
         finish_reason: None while it runs; "stop", "length", "abort" or "error", by a parser also "tool_calls".
@@ -55,6 +56,7 @@ class Choice:
         "_ending",
         "_matcher",
         "_min_tokens",
+        "_num_read",
         "_parser",
         "_shows_end",
         "end_is_told",
@@ -62,6 +64,7 @@ class Choice:
         "finish_reason",
         "has_begun",
         "index",
+        "num_reasoning_tokens",
         "num_tokens",
         "offset",
         "prompt",
@@ -87,6 +90,8 @@ class Choice:
         self.token_ids: list[int] = []
         self.scores: list[Scores] = []
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._num_read = 0  # tokens whose text is in events
         self.offset = 0
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
@@ -143,16 +148,24 @@ class Choice:
     def _show(self, text: str) -> None:
         self.text += text
         if self._parser is not None:
-            self.events += self._parser.push(text)
+            self._read(self._parser.push(text))
             if self._parser.is_done and self.finish_reason is None:
                 self.finish_reason = "stop"
+
+    def _read(self, events: list[Event]) -> None:
+        self.events += events
+        if events:
+            if isinstance(events[-1], ReasoningDelta):
+                self.num_reasoning_tokens += self.num_tokens - self._num_read
+            self._num_read = self.num_tokens
 
     def _end_parser(self) -> None:
         """Ends the parser with the completion: a stop behind a call is one for calls."""
         if self._parser is not None and self.finish_reason is not None:
             *events, end = self._parser.finish(self.finish_reason)
             self._parser = None
-            self.events += [*events, end]
+            self._read(events)
+            self.events.append(end)
             if isinstance(end, End):
                 self.finish_reason = end.finish_reason
 

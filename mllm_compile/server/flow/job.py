@@ -134,6 +134,10 @@ class Job:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
     def num_cached_tokens(self) -> int:
         return sum(prompt.num_cached_tokens for prompt in self.prompts)
 
@@ -182,7 +186,7 @@ class Job:
         if choice.finish_reason is None and choice.has_begun and len(choice.token_ids) < self._stream_interval:
             return
         if not self.writer.has_begun:
-            if not choice.text and choice.finish_reason is None:
+            if not choice.token_ids and choice.finish_reason is None:
                 return
             self.begin_stream()
         choice.end_is_told = choice.finish_reason is not None

@@ -137,20 +137,25 @@ def _shortened(given: str) -> str:
 # --- answers ---
 
 
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The events with neighbours of one kind as one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
+            found[-1] = ContentDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            found[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta) and last.index == event.index:
+            found[-1] = ArgumentsDelta(event.index, last.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
 def chunk_deltas(events: Iterable[Event]) -> list[dict[str, Any]]:
     """The `delta` of each chunk, in order; none for ends. Neighbours of one kind are one chunk."""
-    joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta) and last.index == event.index:
-            joined[-1] = ArgumentsDelta(event.index, last.text + event.text)
-        else:
-            joined.append(event)
-    return [delta for event in joined if (delta := _delta(event)) is not None]
+    return [delta for event in joined(events) if (delta := _delta(event)) is not None]
 
 
 def _delta(event: Event) -> dict[str, Any] | None:

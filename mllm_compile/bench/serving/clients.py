@@ -1,0 +1,98 @@
+"""The clients of a load, in processes of their own: one that shares a core with the rest measures itself.
+
+Run as a module it is one of them: its share of the requests comes as a line of standard input and, once it has said
+that it is ready, the time to begin as a second one; what it saw goes to standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.serving.client import Seen, Server
+from mllm_compile.process.group import ProcessGroup
+
+_HEAD_START_S = 0.05  # all have read the time to begin by then
+_END_S = 10.0
+
+Arrival = tuple[float, dict[str, Any]]  # seconds after the begin, the fields of the request
+
+
+def send_all(
+    url: str, api_key: str | None, path: str, arrivals: Sequence[Arrival], clients: int, concurrency: int | None
+) -> tuple[float, list[Seen]]:
+    """Sends requests from so many processes, and waits for their answers.
+
+    Returns:
+        When the load began, as time.perf_counter(), and what was seen of each request.
+
+    Raises:
+        BenchmarkError: a client has ended early.
+    """
+    command = [sys.executable, "-m", __name__]
+    with contextlib.ExitStack() as ends:
+        processes = []
+        for index in range(clients):
+            process = ProcessGroup(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            ends.callback(_end, process)
+            share = arrivals[index::clients]
+            bound = len(share) if concurrency is None else (concurrency + clients - 1 - index) // clients
+            _tell(process, [url, api_key, path, share, bound])
+            processes.append(process)
+        for process in processes:
+            _hear(process)
+        begin = time.perf_counter() + _HEAD_START_S  # the same clock in all processes
+        for process in processes:
+            _tell(process, begin)
+        return begin, [Seen(**one) for process in processes for one in _hear(process)]
+
+
+def _tell(process: ProcessGroup, message: Any) -> None:
+    assert process.stdin is not None, "a pipe"
+    with contextlib.suppress(BrokenPipeError):  # one that has ended is met when it is to answer
+        print(json.dumps(message), file=process.stdin, flush=True)
+
+
+def _hear(process: ProcessGroup) -> Any:
+    assert process.stdout is not None, "a pipe"
+    line = process.stdout.readline()
+    if not line:
+        raise BenchmarkError(f"a client has ended early, with exit code {process.wait()}; what it said is above")
+    return json.loads(line)
+
+
+def _end(process: ProcessGroup) -> None:
+    process.kill_group()
+    process.wait(_END_S)
+
+
+async def _send(server: Server, path: str, arrivals: Sequence[Arrival], bound: int, begin: float) -> list[Seen]:
+    free = asyncio.Semaphore(bound)
+
+    async def one(after: float, fields: dict[str, Any]) -> Seen:
+        await asyncio.sleep(begin + after - time.perf_counter())
+        async with free:
+            return await server.stream(path, fields)
+
+    return await asyncio.gather(*(one(after, fields) for after, fields in arrivals))
+
+
+def main() -> None:
+    """One client."""
+    url, api_key, path, arrivals, bound = json.loads(sys.stdin.readline())
+    server = Server(url, api_key)
+    print(json.dumps("ready"), flush=True)
+    begin = json.loads(sys.stdin.readline())
+    print(json.dumps([asdict(seen) for seen in asyncio.run(_send(server, path, arrivals, bound, begin))]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Says what a server of a model would be, without loading it (`mllm-compile serve MODEL --check`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from mllm_compile.compiler.load_or_compile import open_runtime
+from mllm_compile.compiler.target import Target, find_target
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import ArtifactError, CheckpointError
+from mllm_compile.files.json_file import held_files
+from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.device.memory import most_kv_budget
+from mllm_compile.runtime.memory_pool import KVPool
+from mllm_compile.runtime.program.spec import LayerSpec
+from mllm_compile.server.engine_facts import syntax_of
+from mllm_compile.store.artifact import TOKENIZER
+from mllm_compile.store.measurements import device_key, read_measured, start_with
+from mllm_compile.text.tokenizer import Tokenizer, export_tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The part of a model that a server is decided by.
+
+    Attributes:
+        origin: where it is from.
+        start: the figures of the last start with this config on this device; {} if there was none.
+    """
+
+    config: ResolvedConfig
+    origin: str
+    layers: Sequence[LayerSpec]
+    weight_bytes: int
+    tokenizer: Tokenizer | None
+    start: Mapping[str, Any]
+
+
+def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[str, str]]:
+    """Lines: a name, and what was decided about it.
+
+    A model that is not compiled is traced, and its checkpoint's headers are read: that says if it can be.
+
+    Raises:
+        MllmError: it would not be served, with the reason.
+    """
+    known = _of_runtime(source, reporter) if isinstance(source, Path) else _of_config(source, reporter)
+    config, runtime = known.config, known.config.runtime
+    tokens, how = _kv_tokens(known)
+    syntax = syntax_of(known.tokenizer)
+    has_chat = known.tokenizer is not None and known.tokenizer.has_chat_template
+    text = "no tokenizer: token ids only" if known.tokenizer is None else "chat" if has_chat else "no chat template"
+    whole = tokens // runtime.max_model_len
+    return [
+        ("model", f"{config.model.source}  {config.model.dtype}  {runtime.device}"),
+        ("runtime", known.origin),
+        ("memory", f"weights {known.weight_bytes / 2**30:.2f} GiB, KV {_kv_bytes(known) / 2**10:.1f} KiB a token"),
+        ("", f"{tokens:,} KV tokens: {whole:,} requests of {runtime.max_model_len:,} ({how})"),
+        ("limits", f"{runtime.max_running_requests} running, prompt and answer {runtime.max_model_len:,} tokens"),
+        ("template", f"{text}; {syntax.described()}"),
+    ]
+
+
+def _of_runtime(folder: Path, reporter: Reporter, origin: str | None = None) -> _Known:
+    opened = open_runtime(folder, reporter)
+    artifact, config = opened.artifact, opened.config
+    return _Known(
+        config,
+        origin or f"compiled: {folder}",
+        artifact.program.layers,
+        sum(spec.num_bytes for spec in artifact.weights),
+        load_tokenizer(folder / TOKENIZER, held_files(artifact.texts, TOKENIZER + "/")),
+        start_with(read_measured(artifact.measured_folder, device_key(config.runtime.device)), config),
+    )
+
+
+def _of_config(config: EngineConfig, reporter: Reporter) -> _Known:
+    target = find_target(config)
+    try:
+        known = _of_runtime(target.folder, reporter)
+    except (ArtifactError, CheckpointError):  # also where there is none
+        return _of_target(target, reporter)
+    # The runtime's own config is that of its compilation; what only serving needs may differ.
+    return _Known(target.config, known.origin, known.layers, known.weight_bytes, known.tokenizer, known.start)
+
+
+def _of_target(target: Target, reporter: Reporter) -> _Known:
+    """Traces a model that is not compiled.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: it cannot be.
+    """
+    from mllm_compile.compiler.lowering import build_model, lower, plan_lowered_weights, private_inductor_cache
+
+    with TemporaryDirectory(prefix="mllm-check-") as name, private_inductor_cache(Path(name)):
+        scratch = Path(name)
+        lowered = lower(target.config, build_model(target.config, target.model, reporter), scratch, reporter)
+        _, weights = plan_lowered_weights(target.config, target.model, lowered)
+        tokenizer = scratch / TOKENIZER
+        tokenizer.mkdir()
+        export_tokenizer(target.model.path, tokenizer, trust_remote_code=target.config.model.trust_remote_code)
+        return _Known(
+            target.config,
+            "not compiled yet, which the server does first; nothing in its trace or its checkpoint is against it",
+            lowered.program.layers,
+            sum(spec.num_bytes for spec in weights),
+            load_tokenizer(tokenizer),
+            {},
+        )
+
+
+def _kv_bytes(known: _Known) -> int:
+    """Bytes that a token takes in the KV cache."""
+    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in known.layers]
+    return KVPool.bytes_per_page(1, shapes, getattr(torch, known.config.runtime.kv_cache_dtype))
+
+
+def _kv_tokens(known: _Known) -> tuple[int, str]:
+    """Tokens that the KV cache will hold, and how that is known.
+
+    Raises:
+        DeviceMemoryError: not one request fits.
+    """
+    if known.start:
+        return known.start["kv_tokens"], "measured by the last start with this config"
+    runtime = known.config.runtime
+    budget = most_kv_budget(known.weight_bytes, runtime, torch.device(runtime.device))
+    pages = budget.num_pages(runtime.page_size * _kv_bytes(known), runtime) - 1
+    return pages * runtime.page_size, budget.explanation

@@ -1,0 +1,107 @@
+"""`serve --check`: what a server would be, against the engine that is then made, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mllm_compile import Engine
+from mllm_compile.cli import run
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import CheckpointError, DeviceMemoryError, UnsupportedModelError
+from mllm_compile.process.progress import NullReporter
+from mllm_compile.report.serve_check import serve_check
+from mllm_compile.runtime.device import memory
+from tests.tiny_model import TINY, tiny_config
+
+EAGER = {"compile": {"backend": "eager"}}
+
+
+def told(source: EngineConfig | Path) -> list[tuple[str, str]]:
+    return serve_check(source, NullReporter())
+
+
+def test_a_compiled_model_has_the_tokens_that_its_engine_has(eager_cache):
+    config = tiny_config(eager_cache, **EAGER)
+    with Engine(config) as engine:
+        limits = engine.core.scheduler_config
+    found = told(config)
+    lines = dict(found[:3])
+    assert lines["model"] == f"{TINY}  float32  cpu"
+    assert lines["runtime"] == f"compiled: {engine.folder}"
+    weights = (TINY / "model.safetensors").stat().st_size
+    assert lines["memory"] == f"weights {weights / 2**30:.2f} GiB, KV 8.0 KiB a token"
+    tokens = limits.usable_pages * limits.page_size
+    assert (
+        found[3][1]
+        == f"{tokens:,} KV tokens: {tokens // 512} requests of 512 (measured by the last start with this config)"
+    )
+    assert dict(found)["limits"] == "8 running, prompt and answer 512 tokens"
+    assert dict(found)["template"].startswith("chat; tools: not recognised")
+    assert [line for line in told(engine.folder) if line[0] != ""] == [line for line in found if line[0] != ""]
+
+
+def test_a_model_that_is_not_compiled_is_traced_and_nothing_is_left(eager_cache, tmp_path):
+    found = told(tiny_config(tmp_path / "cache", **EAGER))
+    compiled = told(tiny_config(eager_cache, **EAGER))
+    assert dict(found)["runtime"].startswith("not compiled yet")
+    assert "of" in found[3][1]
+    assert "available memory" in found[3][1]
+    same = [name for name, _ in found if name not in ("", "runtime")]
+    assert [dict(found)[name] for name in same] == [dict(compiled)[name] for name in same]
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_what_would_not_be_served_is_refused_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2}
+        )
+    )
+    model = {"path": str(tmp_path), "load_format": "dummy", "dtype": "float32"}
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        told(tiny_config(tmp_path / "cache", model=model))
+    config = tiny_config(tmp_path / "cache", **EAGER)
+    monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (1 << 20, 1 << 30))
+    with pytest.raises(DeviceMemoryError, match=r"the weights need 0\.01 GiB; cpu has 0\.00 GiB free"):
+        told(config)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    data = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(data | {"num_hidden_layers": data["num_hidden_layers"] + 1, "layer_types": None})
+    )
+    config = tiny_config(tmp_path / "cache", model={"path": str(model)}, **EAGER)
+    with pytest.raises(CheckpointError, match="layers"):
+        told(config)
+
+
+def test_the_command_prints_it_and_starts_nothing(capsys, tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        json.dumps(
+            {
+                "model": {"path": str(TINY)},
+                "cache": {"dir": str(tmp_path / "cache")},
+                "runtime": {"device": "cpu"},
+                **EAGER,
+            }
+        )
+    )
+    assert run(["serve", str(path), "--check", "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert [line[:9].strip() for line in said.out.splitlines()] == [
+        "model",
+        "runtime",
+        "memory",
+        "",
+        "limits",
+        "template",
+    ]
