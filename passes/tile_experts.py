@@ -53,10 +53,11 @@ class TileExperts(GraphPass):
 
 def _tile(graph: fx.Graph, node: fx.Node) -> bool:
     """Rewrites an order of rows and the two linears that read it."""
-    linears = _linears_of(node) if is_op(node, "order_experts") else None
-    if linears is None:
+    found = _linears_of(node) if is_op(node, "order_experts") else None
+    if found is None:
         return False
-    up, down = linears
+    up, down = found
+    ids: Any
     ids, slots, num_experts, *_ = node.args
     x, gate_up, num_chosen, down_weight = up.args[0], up.args[3], up.args[5], down.args[3]
     order, blocks = up.args[1], up.args[2]
@@ -77,7 +78,7 @@ def _tile(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _linears_of(order: fx.Node) -> tuple[Any, Any] | None:
     """The gated linear of tokens and the linear of its outputs that alone read an order, if the kernels take them."""
-    readers = {reader for part in order.users for reader in part.users}
+    readers: set[Any] = {reader for part in order.users for reader in part.users}
     if len(readers) != 2 or not all(is_op(reader, "grouped_linear") for reader in readers):
         return None
     up, down = sorted(readers, key=lambda reader: reader.args[7], reverse=True)  # of_tokens

@@ -27,13 +27,10 @@ class Family(KernelFamily):
         from mllm_compile.runtime.ops import op
 
         gated, plain = op("gated_expert_tiles"), op("expert_tiles")
-        found = [
-            (tuple(map(int, node.args[3].meta["val"].shape[1:])), node.target is gated)  # type: ignore[union-attr]
-            for piece, _ in pieces
-            for node in piece.graph.nodes
-            if node.target in (gated, plain)
-        ]
-        return tuple(ExpertTilesKernel(*shape, is_gated) for shape, is_gated in dict.fromkeys(found))
+        nodes: list[Any] = [node for piece, _ in pieces for node in piece.graph.nodes if node.target in (gated, plain)]
+        found = [(node.args[3].meta["val"].shape, node.target is gated) for node in nodes]
+        kernels = (ExpertTilesKernel(int(rows), int(columns), is_gated) for (_, rows, columns), is_gated in found)
+        return tuple(dict.fromkeys(kernels))
 
     def from_json(self, data: Mapping[str, Any]) -> ExpertTilesKernel:
         return ExpertTilesKernel.from_json(data)
