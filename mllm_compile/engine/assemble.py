@@ -233,7 +233,7 @@ def _grammars(
     asked = config.structured_outputs
 
     def read_vocabulary() -> Vocabulary:
-        return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids)
+        return Vocabulary.of(tokenizer.token_bytes(vocab_size), eos_token_ids, tokenizer.special_token_ids)
 
     return Grammars(read_vocabulary, asked.backends, asked.threads)
 

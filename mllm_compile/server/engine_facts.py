@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from mllm_compile.engine.requests import RequestBuilder
@@ -23,6 +24,7 @@ class EngineFacts:
         tokenizer: None: prompts are token ids, answers too.
         syntax: how the model writes tool calls and reasoning.
         special_tokens: the tokenizer's, by their use to the syntax.
+        marks: ids of those that the syntax has, None for what ends an answer.
         defaults: sampling parameters of a request that says none.
         builder: checks prompts as the engine does.
     """
@@ -32,6 +34,7 @@ class EngineFacts:
         self.tokenizer = tokenizer
         self.syntax = syntax
         self.special_tokens = syntax.special_tokens(_special_texts(tokenizer))
+        self.marks = _ids_of(self.special_tokens.kept, tokenizer, hello.eos_token_ids)
         self.defaults = params_of_wire(hello.default_params)
         self.builder = RequestBuilder(
             tokenizer=tokenizer,
@@ -70,3 +73,11 @@ def _special_texts(tokenizer: Tokenizer | None) -> list[str]:
         return []
     texts = map(tokenizer.id_to_token, tokenizer.special_token_ids)
     return [text for text in texts if text is not None]
+
+
+def _ids_of(texts: Collection[str], tokenizer: Tokenizer | None, ends: Collection[int]) -> dict[str, int | None]:
+    """Ids of special tokens by their texts; None for one that ends an answer."""
+    if tokenizer is None:
+        return {}
+    ids = {text: tokenizer.token_to_id(text) for text in texts}
+    return {text: None if token_id in ends else token_id for text, token_id in ids.items()}

@@ -15,14 +15,21 @@ class Vocabulary:
     Attributes:
         tokens: bytes by token id, for every row of the logits; none for special tokens and for rows without a token.
         eos_token_ids: the tokens that end an answer, at least one; special.
+        marks: the other special tokens that the tokenizer has; a structural tag may name one by its id.
     """
 
     tokens: tuple[bytes, ...]
     eos_token_ids: tuple[int, ...]
+    marks: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tokens: Sequence[bytes], eos_token_ids: Collection[int]) -> Vocabulary:
+    def of(
+        cls, tokens: Sequence[bytes], eos_token_ids: Collection[int], special_token_ids: Collection[int] = ()
+    ) -> Vocabulary:
         """
+        Args:
+            special_token_ids: the tokenizer's.
+
         Raises:
             RequestError: no token ends an answer.
         """
@@ -32,7 +39,10 @@ class Vocabulary:
                 "structured_outputs: the model names no end-of-sequence token, so an answer of a form could not end. "
                 "Set eos_token_id in its generation_config.json."
             )
-        return cls(tuple(b"" if token_id in ends else data for token_id, data in enumerate(tokens)), tuple(ends))
+        marks = sorted(token_id for token_id in set(special_token_ids) - set(ends) if token_id < len(tokens))
+        silent = {*ends, *marks}
+        texts = tuple(b"" if token_id in silent else data for token_id, data in enumerate(tokens))
+        return cls(texts, tuple(ends), tuple(marks))
 
     @property
     def special_token_ids(self) -> list[int]:
@@ -46,10 +56,12 @@ class Vocabulary:
 
     def to_json(self) -> str:
         """Itself as JSON text, a character a byte."""
-        return json.dumps({"tokens": [data.decode("latin-1") for data in self.tokens], "eos": self.eos_token_ids})
+        tokens = [data.decode("latin-1") for data in self.tokens]
+        return json.dumps({"tokens": tokens, "eos": self.eos_token_ids, "marks": self.marks})
 
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
         """The vocabulary that `to_json` has written."""
         data = json.loads(text)
-        return cls(tuple(token.encode("latin-1") for token in data["tokens"]), tuple(data["eos"]))
+        tokens = tuple(token.encode("latin-1") for token in data["tokens"])
+        return cls(tokens, tuple(data["eos"]), tuple(data["marks"]))

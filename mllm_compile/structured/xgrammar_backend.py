@@ -72,9 +72,10 @@ class XgrammarBackend:
 
     def __init__(self, vocabulary: Vocabulary, threads: int) -> None:
         self.vocabulary = vocabulary
-        info = xgrammar.TokenizerInfo(
-            list(vocabulary.tokens), vocab_size=len(vocabulary.tokens), stop_token_ids=list(vocabulary.eos_token_ids)
-        )
+        tokens = list(vocabulary.tokens)
+        for token_id in vocabulary.marks:  # no text has these bytes, and a token without any is never allowed
+            tokens[token_id] = b"\xff%d" % token_id
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=len(tokens), stop_token_ids=list(vocabulary.eos_token_ids))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
         self._worker: _Worker | None = None
         self._num_left_behind = 0

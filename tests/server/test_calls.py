@@ -224,11 +224,20 @@ def test_reasoning_that_the_prompt_has_begun_is_told_apart_unless_the_answer_has
         assert formed.json["choices"][0]["message"] == {"role": "assistant", "content": "{}", "refusal": None}
 
 
-@pytest.fixture(scope="module")
-def caller(eager_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """The embedded model, whose words mean nothing, under a template for tools."""
+SPECIAL = 1  # the embedded model's one special token that ends no answer
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def caller(
+    request: pytest.FixtureRequest, eager_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
+    """The embedded model, whose words mean nothing, under a template for tools; calls may open with a special token."""
     model = tmp_path_factory.mktemp("model")
     shutil.copytree(TINY, model, dirs_exist_ok=True)
+    if request.param == "special":
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            text = (model / name).read_text(encoding="utf-8")
+            (model / name).write_text(text.replace('"<|im_start|>"', '"<tool_call>"'), encoding="utf-8")
     (model / "chat_template.jinja").write_text(templates.QWEN25)
     config = tiny_config(eager_cache, compile={"backend": "eager"}, model={"path": str(model)})
     path = model / "config.yaml"
@@ -242,7 +251,7 @@ def caller(eager_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
-def test_a_call_that_is_required_is_one_of_the_tools_schema(caller, choice):
+def test_a_call_that_is_required_is_one_of_the_tools_schema(caller, choice, request):
     schema = {
         "type": "object",
         "properties": {"size": {"enum": ["small", "large"]}},
@@ -258,11 +267,13 @@ def test_a_call_that_is_required_is_one_of_the_tools_schema(caller, choice):
         parallel_tool_calls=False,
         max_tokens=400,
         temperature=0,
+        extra_body={"return_token_ids": True},
     ).choices[0]
     assert told.finish_reason == "tool_calls", told
     (made,) = told.message.tool_calls
     assert made.function.name == "pick"
     assert json.loads(made.function.arguments)["size"] in ("small", "large")
+    assert told.token_ids.count(SPECIAL) == (1 if request.node.callspec.params["caller"] == "special" else 0)
 
 
 def test_a_tool_whose_schema_cannot_be_held_to_is_refused_by_the_fields_name(server):

@@ -14,7 +14,8 @@ BACKENDS = ("llguidance", "xgrammar")
 def vocabulary():
     tokenizer = load_tokenizer(TINY)
     # As many rows as no model has words of 32 for, so that masks have bits of no token.
-    return Vocabulary.of(tokenizer.token_bytes(tokenizer.vocab_size + 5), {tokenizer.eos_token_id})
+    tokens = tokenizer.token_bytes(tokenizer.vocab_size + 5)
+    return Vocabulary.of(tokens, {tokenizer.eos_token_id}, tokenizer.special_token_ids)
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

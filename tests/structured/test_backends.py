@@ -277,6 +277,22 @@ def test_a_structural_tag_is_text_with_parts_that_have_a_form(xgrammar, vocabula
     assert following <= {bytes([byte]) for byte in b"-0123456789"}
 
 
+def test_a_structural_tag_names_special_tokens_by_their_ids_and_its_text_has_none(xgrammar, vocabulary):
+    (mark,) = vocabulary.marks[-1:]
+    token = {"type": "token", "token": mark}
+    tag = {"type": "tag", "begin": token, "content": {"type": "any_text"}, "end": token}
+    grammar = compiled(xgrammar, structural_tag={"type": "structural_tag", "format": tag})
+    matcher, found = grammar.matcher(), []
+    for new in ([], [mark], [vocabulary.tokens.index(b"a")], [mark]):
+        mask = np.zeros((1, vocabulary.mask_words), np.int32)
+        assert not xgrammar.fill([MaskWork(matcher, new, 0)], mask)
+        found.append(allowed_ids(mask[0]))
+    assert found[0] == {mark}
+    assert found[1] & set(vocabulary.special_token_ids) == found[2] & set(vocabulary.special_token_ids) == {mark}
+    assert len(found[1]) > 2000
+    assert found[3] == set(vocabulary.eos_token_ids)
+
+
 def test_a_structural_tag_without_its_parts_is_refused(xgrammar):
     with pytest.raises(Refused, match=r"expected triggers, and structures of begin, schema and end; 'end' is missing"):
         compiled(xgrammar, structural_tag={"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]})

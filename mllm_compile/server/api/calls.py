@@ -46,10 +46,15 @@ class AnswerReading:
         is_open = syntax.reasoning is not None and syntax.reasoning.is_opened_by(prompt)
         # An answer with a form has it from its first token on.
         self._reasoning_is_open = is_open and form is None
-        tag = structural_tag(
-            syntax, self._tools, choice, is_parallel=self._is_parallel, reasoning_is_open=self._reasoning_is_open
-        )
         special = facts.special_tokens
+        tag = structural_tag(
+            syntax,
+            self._tools,
+            choice,
+            is_parallel=self._is_parallel,
+            reasoning_is_open=self._reasoning_is_open,
+            special_tokens=facts.marks,
+        )
         self._stripped: frozenset[str] = frozenset()
         changes: dict[str, Any] = {}
         if tag is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from mllm_compile.text.calls.tools import Tool, ToolChoice
 from mllm_compile.text.calls.values import allows_text_only
 
 Format = dict[str, Any]
+SpecialIds = Mapping[str, int | None]  # text of a special token → its id; None: it ends an answer
 
 _SPACE = {"type": "regex", "pattern": r"[ \n]{0,4}"}  # that models write around reasoning
 _SHORT_ID = {"type": "regex", "pattern": "[A-Za-z0-9]{9}"}  # as the models that write one were trained to
@@ -29,6 +31,10 @@ _LONG_ID = {"type": "regex", "pattern": "[A-Za-z0-9_-]{1,40}"}
 _QUOTE = '"'
 _ANY = {"type": "any_text"}
 _ANY_OBJECT = {"type": "object"}
+_STRICT_IF_CHOSEN = (
+    "tools: strict is possible with tool_choice 'required' or a named one only, as nothing tells this model's calls "
+    "from its other answers. Leave strict out, or choose so."
+)
 
 
 def structural_tag(
@@ -38,6 +44,7 @@ def structural_tag(
     *,
     is_parallel: bool = True,
     reasoning_is_open: bool = False,
+    special_tokens: SpecialIds | None = None,
 ) -> Format | None:
     """The structural tag that an answer is held to; None if it may be anything.
 
@@ -47,10 +54,26 @@ def structural_tag(
     Args:
         is_parallel: there may be several calls.
         reasoning_is_open: the prompt's end has begun the reasoning.
+        special_tokens: the marks of the syntax that are special tokens, which the tag then names by their ids.
 
     Raises:
         RequestError: the model's syntax is not known, or not one that allows this.
     """
+    written = _written(syntax, tools, choice, is_parallel, reasoning_is_open, special_tokens or {})
+    if written is None:
+        return None
+    return {"type": "structural_tag", "format": _by_ids(written, special_tokens) if special_tokens else written}
+
+
+def _written(
+    syntax: ChatSyntax,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    is_parallel: bool,
+    reasoning_is_open: bool,
+    special_tokens: SpecialIds,
+) -> Format | None:
+    """The format of the tag, marks as texts."""
     if choice.mode == "none" or (choice.mode == "auto" and not any(tool.is_strict for tool in tools)):
         return None
     if syntax.calls is None:
@@ -62,12 +85,14 @@ def structural_tag(
     is_free = choice.mode == "auto"
     is_single = not is_parallel or syntax.is_single
     if isinstance(syntax.calls, Channels):
-        return {"type": "structural_tag", "format": _channels(syntax.calls, offered, is_free)}
+        if is_free and syntax.calls.channel in special_tokens:  # free text has no special tokens, and no channels then
+            raise RequestError(_STRICT_IF_CHOSEN)
+        return _channels(syntax.calls, offered, is_free)
     tags = [_call(syntax.calls, tool, is_free and not tool.is_strict) for tool in offered]
     if is_free:
-        return {"type": "structural_tag", "format": _where_called(syntax.calls, tags, is_single)}
+        return _where_called(syntax.calls, tags, is_single)
     elements = [*_ahead(syntax.reasoning, reasoning_is_open), _section(syntax.calls, tags, is_single)]
-    return {"type": "structural_tag", "format": _sequence(elements)}
+    return _sequence(elements)
 
 
 def _ahead(reasoning: Reasoning | None, is_open: bool) -> list[Format]:
@@ -93,10 +118,7 @@ def _several(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
 
 def _where_called(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
     if not calls.is_marked:
-        raise RequestError(
-            "tools: strict is possible with tool_choice 'required' or a named one only, as nothing tells this model's "
-            "calls from its other answers. Leave strict out, or choose so."
-        )
+        raise RequestError(_STRICT_IF_CHOSEN)
     if calls.begin:
         tags = [_tag(calls.begin, _several(calls, tags, is_single), calls.end)]
     return {
@@ -239,3 +261,51 @@ def _either(elements: list[Format]) -> Format:
 
 def _optional(content: Format) -> Format:
     return {"type": "optional", "content": content}
+
+
+# --- marks that are special tokens ---
+
+
+def _by_ids(part: Any, special: SpecialIds) -> Any:
+    """A part of a tag whose marks are tokens by their ids, where they are special: these are no text to a grammar."""
+    if isinstance(part, list):
+        return [_by_ids(one, special) for one in part]
+    if not isinstance(part, dict) or part.get("type") == "json_schema":
+        return part
+    if part.get("type") == "const_string":
+        return _sequence(_pieces(part["value"], special))
+    if part.get("type") == "tag":
+        return _tag_by_ids(part, special)
+    part = {name: _by_ids(value, special) for name, value in part.items()}
+    if part.get("type") == "triggered_tags":
+        tokens = [tag["begin"]["token"] for tag in part["tags"] if isinstance(tag["begin"], dict)]
+        if tokens:  # all tags begin alike
+            del part["triggers"]
+            return part | {"type": "token_triggered_tags", "trigger_tokens": sorted(set(tokens))}
+    return part
+
+
+def _tag_by_ids(tag: Format, special: SpecialIds) -> Format:
+    """A tag begins and ends with one token or text; what else its marks have goes to its content."""
+    ahead, behind = _pieces(tag["begin"], special), _pieces(tag["end"], special)
+    begin, end = (ahead.pop(0) if ahead else None), (behind.pop() if behind else None)
+    content = _sequence([*ahead, _by_ids(tag["content"], special), *behind])
+    return {"type": "tag", "begin": _mark(begin), "content": content, "end": _mark(end)}
+
+
+def _mark(piece: Format | None) -> Any:
+    if piece is None:
+        return ""
+    return piece if piece["type"] == "token" else piece["value"]
+
+
+def _pieces(text: str, special: SpecialIds) -> list[Format]:
+    """A text as texts and tokens; what ends an answer is left out, as the answer's end has its place."""
+    pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
+    pieces: list[Format] = []
+    for index, part in enumerate(re.split(f"({pattern})", text)):
+        if index % 2 == 0:
+            pieces += _text(part)
+        elif special[part] is not None:
+            pieces.append({"type": "token", "token": special[part]})
+    return pieces

@@ -28,6 +28,7 @@ TOOLS = [
 TOOLS[0]["function"]["parameters"]["$defs"] = {"tag": {"type": "string"}}
 STRICT = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
 REQUIRED = ToolChoice("required")
+MARK = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]")  # texts that may be special tokens
 VALUES = {"string": "a b", "integer": 3, "array": ["x"], "boolean": True, "object": {}}
 
 
@@ -36,6 +37,8 @@ def write(part, random):
     kind = part["type"]
     if kind == "const_string":
         return part["value"]
+    if kind == "token":
+        return MARKS[part["token"]]
     if kind == "any_text":
         return "Some text."
     if kind == "regex":
@@ -49,10 +52,14 @@ def write(part, random):
     if kind == "optional":
         return write(part["content"], random) if random.random() < 0.5 else ""
     if kind == "tag":
-        return part["begin"] + write(part["content"], random) + part["end"]
+        begin, end = (one if isinstance(one, str) else write(one, random) for one in (part["begin"], part["end"]))
+        return begin + write(part["content"], random) + end
     if kind == "tags_with_separator":
         number = 1 if part["stop_after_first"] else random.randint(1, 3)
         return part["separator"].join(write(random.choice(part["tags"]), random) for _ in range(number))
+    if kind == "token_triggered_tags":
+        assert {tag["begin"]["token"] for tag in part["tags"]} == set(part["trigger_tokens"])
+        return "Text. " + write(random.choice(part["tags"]), random)
     assert kind == "triggered_tags" and all(
         any(tag["begin"].startswith(trigger) for trigger in part["triggers"]) for tag in part["tags"]
     )
@@ -133,6 +140,51 @@ def test_a_strict_call_is_read_where_the_model_chose_it(name):
         found = read(name, write(tag, random.Random(seed)), tools=TOOLS)
         assert found.calls and all(is_valid(*one) for one in named(found))
         assert found.content == "Text." or isinstance(syntax(name).calls, Channels)
+
+
+MARKS: list[str] = []
+
+
+def special_tokens(name):
+    """Every text of a syntax that looks like a mark, as a special token."""
+    found = syntax(name)
+    texts = [*found.calls.literals(), *((found.reasoning.begin, found.reasoning.end) if found.reasoning else ())]
+    MARKS[:] = dict.fromkeys(mark for text in texts for mark in MARK.findall(text))
+    return {mark: token_id for token_id, mark in enumerate(MARKS)}
+
+
+def texts_of(part):
+    if isinstance(part, str):
+        return [part]
+    if isinstance(part, dict):
+        part = [value for key, value in part.items() if key not in ("json_schema", "separator", "type")]
+    return [text for one in part for text in texts_of(one)] if isinstance(part, list) else []
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_marks_that_are_special_tokens_are_named_by_their_ids_and_the_texts_are_the_same(name):
+    special = special_tokens(name)
+    for tools, choice in ((TOOLS, REQUIRED), (STRICT, ToolChoice("auto"))):
+        if choice.mode == "auto" and (isinstance(syntax(name).calls, Channels) or not syntax(name).calls.is_marked):
+            continue
+        plain = structural_tag(syntax(name), read_tools(tools), choice)["format"]
+        by_ids = structural_tag(syntax(name), read_tools(tools), choice, special_tokens=special)["format"]
+        spelled, named = (
+            {mark for mark in special for text in texts_of(part) if mark in text} for part in (plain, by_ids)
+        )
+        assert not named
+        assert (by_ids == plain) == (not spelled)
+        for seed in range(20):
+            assert write(by_ids, random.Random(seed)) == write(plain, random.Random(seed))
+
+
+def test_a_mark_that_ends_an_answer_is_left_to_its_end_and_strict_channels_have_to_be_chosen():
+    special = special_tokens("GPT_OSS")
+    tag = structural_tag(syntax("GPT_OSS"), read_tools(TOOLS), REQUIRED, special_tokens=special | {"<|call|>": None})
+    text = write(tag["format"], random.Random(0))
+    assert "<|call|>" not in text and read("GPT_OSS", text, tools=TOOLS).calls
+    with pytest.raises(RequestError, match="tools: strict is possible with tool_choice 'required' or a named one only"):
+        structural_tag(syntax("GPT_OSS"), read_tools(STRICT), ToolChoice("auto"), special_tokens=special)
 
 
 def test_what_a_model_s_syntax_does_not_allow_is_refused():
