@@ -58,6 +58,7 @@ def _tile(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     up, down = found
     ids: Any
+    num_experts: Any
     ids, slots, num_experts, *_ = node.args
     x, gate_up, num_chosen, down_weight = up.args[0], up.args[3], up.args[5], down.args[3]
     order, blocks = up.args[1], up.args[2]
