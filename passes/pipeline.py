@@ -34,6 +34,7 @@ from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_linears import StreamLinears
+from mllm_compile.passes.sum_experts import SumExperts
 from mllm_compile.passes.tile_experts import TileExperts
 from mllm_compile.passes.verify import no_new_size_equalities, size_equalities, verify_graph
 
@@ -56,7 +57,8 @@ PASSES: tuple[type[GraphPass], ...] = (
     StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
     FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears
     GroupExperts,  # the rows of each expert as one product, in forms for 1, 64, 256 and any number of tokens
-    TileExperts,  # those of many tokens by kernels for Hopper's tensor cores
+    SumExperts,  # the weighted sum of each token's rows, for more tokens
+    TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
 )

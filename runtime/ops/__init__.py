@@ -48,6 +48,7 @@ OPS = {
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
+    "sum_experts": "experts.sum",
 }
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.

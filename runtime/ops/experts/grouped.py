@@ -121,8 +121,9 @@ def _grouped_linear_kernel(
 
 
 # By the largest block that it is for: columns of a program's tile (of gate and up together), how deep its products are
-# at once, warps, and loads under way. The fastest of seven or eight each on an H200, at Qwen3-30B-A3B's shapes with 1, 8,
-# 64 and 256 tokens (each linear in a CUDA graph, over several sets of experts); the last of seven with 4096 on an H100.
+# at once, warps, and loads under way. The fastest of seven or eight each on an H200, at Qwen3-30B-A3B's shapes with 1,
+# 8, 64 and 256 tokens (each linear in a CUDA graph, over several sets of experts); the last of seven with 4096 on an
+# H100.
 _TILINGS = {
     ONE_ROW: (64, 128, 4, 5),
     32: (128, 128, 4, 3),

@@ -193,6 +193,10 @@ def gated_expert_tiles(x, order, blocks, weight):
     return silu(out.chunk(2, -1)[0]) * out.chunk(2, -1)[1]
 
 
+def sum_experts(rows, weights):
+    return (rows * weights.reshape(-1, 1)).view(*weights.shape, -1).sum(1).to(rows.dtype)
+
+
 def expert_tiles(x, order, blocks, weight, ids):
     out = torch.full((ids.numel(), weight.shape[1]), torch.nan, dtype=x.dtype)
     for block, (expert, count) in enumerate(blocks.tolist()):
@@ -230,6 +234,7 @@ EXPERTS = {
     ),
     "grouped_linear(Tensor x, Tensor order, Tensor? blocks, Tensor weight, Tensor? bias, int num_chosen, "
     "bool is_transposed, bool of_tokens, bool is_gated, int block) -> Tensor": grouped_linear,
+    "sum_experts(Tensor rows, Tensor weights) -> Tensor": sum_experts,
     "gather_expert_rows(Tensor x, Tensor order, Tensor blocks, int num_chosen) -> Tensor": gather_expert_rows,
 }
 ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE
