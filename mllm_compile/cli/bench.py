@@ -196,14 +196,20 @@ def serve_command(
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
     api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="MLLM_API_KEY")] = None,
     json_path: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, against the rate, into this file.")] = None,
 ) -> None:
     """Load a server over HTTP: percentiles of the first token and of gaps between tokens, and goodput, by rate."""
     check_output_file("--json", json_path)
+    check_output_file("--plot", plot)
 
     from mllm_compile.bench.serving.load import ServeWork, run_load
     from mllm_compile.bench.serving.own_server import served
+    from mllm_compile.bench.show.plot import check_picture
+    from mllm_compile.bench.show.rates_plot import plot_rates
     from mllm_compile.bench.show.serving import print_rates
 
+    if plot is not None:
+        check_picture(plot)
     try:
         rates = tuple(float(part) for part in rate.split(","))
     except ValueError:
@@ -226,6 +232,8 @@ def serve_command(
         with served(target) as server:
             result = run_load(server.url, api_key, work)
     _save_and_show(result, json_path, lambda: print_rates(result, sys.stdout))
+    if plot is not None:
+        plot_rates(result, plot)
 
 
 def _save_and_show(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.results import Measurement
+from mllm_compile.bench.serving.client import Seen
+from mllm_compile.bench.serving.load import ServeResult, ServeWork, figures
 from mllm_compile.bench.show.plot import _apart, draw_latency, plot_latency
+from mllm_compile.bench.show.rates_plot import draw_rates, plot_rates
 from tests.bench.result_cases import result, run, tpot
 
 pytest.importorskip("matplotlib")
@@ -72,3 +76,24 @@ def test_values_of_many_batch_sizes_do_not_stand_on_each_other() -> None:
     assert all(later / earlier > 1.5 for earlier, later in pairwise(kept))
     many = result(run("mllm", *(tpot(size, float(size), limit=0.5 * size) for size in sizes)))
     assert sum(text == "50 %" for text in texts(draw_latency(many))) == len(kept)
+
+
+def test_a_server_under_load_is_drawn_by_its_rates(tmp_path: Path) -> None:
+    work = ServeWork(rates=(4.0, math.inf), requests=2, input_tokens=16)
+    seen = [Seen(0.0, [0.02 * (one + 1), 0.03 * (one + 1)], 0.1, output_tokens=2) for one in range(2)]
+    lost = Seen(0.0, [], 0.1, error="429 queue full")
+    rates = (figures(4.0, 1.0, seen, work), figures(math.inf, 1.0, [lost], work))
+    told = ServeResult("http://h:1", "tiny", asdict(work), rates)
+    plot_rates(told, tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+    figure = draw_rates(told)
+    first, gaps, tokens = figure.axes
+    assert [line.get_ydata()[0] for line in first.lines] == pytest.approx([30.0, 38.0, 39.8])
+    assert [line.get_ydata()[0] for line in gaps.lines] == pytest.approx([15.0, 19.0, 19.9])
+    assert tokens.lines[0].get_ydata()[0] == 4.0
+    assert all(math.isnan(line.get_ydata()[1]) for axes in figure.axes for line in axes.lines)
+    written = texts(figure)
+    assert {"4/s", "all at once", "p99", "tiny at http://h:1: 16 tokens in, 128 tokens out"} <= set(written)
+    assert not [text for text in written if "10^" in text]
+    with pytest.raises(BenchmarkError, match=r"rates\.nosuch"):
+        plot_rates(told, tmp_path / "rates.nosuch")

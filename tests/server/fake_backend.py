@@ -113,6 +113,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         tokenizer = load_tokenizer(TINY, files.get)
     if "template" in settings:
         files["chat_template.jinja"] = getattr(templates, settings["template"]).encode()
+    if "template" in settings and settings.get("says", True):
         next_token = partial(said_text, tokenizer, settings.get("header", "<|im_start|>assistant\n"))
     has_tokenizer = settings.get("has_tokenizer", True)
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mllm_compile.bench.serving.load import ServeWork, run_load
 from tests.hang_guard import HANG_S
 from tests.server.harness import Server, eventually, fake_server
 
@@ -131,3 +134,22 @@ def test_a_request_that_takes_or_waits_too_long_is_ended():
         assert (second.status, second.error["code"]) == (429, "queue_timeout")
         assert (first.result().status, first.result().error["code"]) == (408, "request_timeout")
         eventually(lambda: is_running(server, 0))
+
+
+def resident_mib(pid: int) -> float:
+    """The memory of a process that is in RAM."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+def test_a_thousand_connections_at_once_are_all_answered():
+    limits = {"max_running_requests": 256, "max_num_batched_tokens": 4096, "num_pages": 256 * 10}
+    work = ServeWork(rates=(math.inf,), requests=1000, input_tokens=16, output_tokens=8, clients=4)
+    with fake_server(settings={"limits": limits, "quick": True}) as server:
+        run_load(server.url, None, ServeWork(rates=(math.inf,), requests=4, input_tokens=16, output_tokens=8))
+        before = resident_mib(server.process.pid)
+        (rate,) = run_load(server.url, None, work).rates
+        assert (rate.answered, rate.errors, rate.output_tokens) == (1000, {}, 8000)
+        assert resident_mib(server.process.pid) - before < 100
+        assert server.figure("mllm:requests_waiting") == server.figure("mllm:connections_generating") == 0

@@ -14,7 +14,7 @@ from mllm_compile.bench.show.report import show_figure
 
 _TITLES = {"tpot": "Time per output token", "prefill": "Time to the first token of all prompts"}
 # Okabe and Ito's, which colour-blind people tell apart.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _SOFT = "#5b6470"
 _MOST_VALUES = 9  # of one line; more would stand in each other's way
 _LIMIT_NAME = "limit: measured ceilings"
@@ -28,12 +28,17 @@ def check_picture(path: Path) -> None:
     Raises:
         BenchmarkError: matplotlib is not installed, or does not write files with this ending.
     """
-    known = sorted(_figure_class()().canvas.get_supported_filetypes())
+    known = sorted(figure_class()().canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
         raise BenchmarkError(f"--plot {path}: expected a file that ends in one of {', '.join(known)}")
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """Figure of matplotlib.
+
+    Raises:
+        BenchmarkError: it is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -62,12 +67,12 @@ def draw_latency(result: BenchResult) -> Any:
     has_share = any(_limits(result, name) for name in names)
     has_lines = len(_batches(result)) > 1
     if not has_lines:
-        figure = _figure_class()(figsize=(11, 1.9 + 0.55 * len(result.runs)), layout="constrained")
+        figure = figure_class()(figsize=(11, 1.9 + 0.55 * len(result.runs)), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
             _draw_bars(axes, result, name)
     else:
         heights = [3, 1.1] if has_share else [1]
-        figure = _figure_class()(figsize=(12, 6.6 if has_share else 5), layout="constrained")
+        figure = figure_class()(figsize=(12, 6.6 if has_share else 5), layout="constrained")
         grid = figure.subplots(len(heights), len(names), squeeze=False, sharex=True, height_ratios=heights)
         for column, name in enumerate(names):
             _draw_times(grid[0][column], result, name)
@@ -101,7 +106,7 @@ def _where(result: BenchResult) -> str:
 def _draw_times(axes: Any, result: BenchResult, name: str) -> None:
     """Draws a line an engine over its samples' range, the limit below, a value at each point."""
     for index, run in enumerate(result.runs):
-        lines, colour = _lines(run, name), _COLOURS[index % len(_COLOURS)]
+        lines, colour = _lines(run, name), COLOURS[index % len(COLOURS)]
         medians = [line.median for line in lines]
         below = [max(0.0, line.median - min(line.samples)) for line in lines]
         above = [max(0.0, max(line.samples) - line.median) for line in lines]
@@ -120,7 +125,7 @@ def _draw_times(axes: Any, result: BenchResult, name: str) -> None:
     axes.set_title(f"{_TITLES[name]}, {_unit(result, name)}", loc="left", fontsize=11)
     axes.set_yscale("log")
     axes.margins(x=0.08, y=0.14)
-    _plain_ticks(axes.yaxis)
+    plain_ticks(axes.yaxis)
     _batch_axis(axes, result)
     axes.legend(frameon=False, fontsize=9)
 
@@ -129,7 +134,7 @@ def _draw_shares(axes: Any, result: BenchResult, name: str) -> None:
     limits = {line.batch: line.limit for line in _limits(result, name)}
     for index, run in enumerate(result.runs):
         lines = [replace(line, limit=limits[line.batch]) for line in _lines(run, name) if line.batch in limits]
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = COLOURS[index % len(COLOURS)]
         axes.plot([line.batch for line in lines], list(map(_percent, lines)), marker="o", ms=4, color=colour)
         for line in _spread(lines):
             # Opposite to the times: an engine that takes less reaches more.
@@ -152,7 +157,7 @@ def _draw_bars(axes: Any, result: BenchResult, name: str) -> None:
     measured = [(run.engine, replace(line, limit=limit)) for run in result.runs for line in _lines(run, name)]
     longest = max([line.median for _, line in measured] + [line.limit or 0.0 for _, line in measured], default=1.0)
     for index, (_, line) in enumerate(measured):
-        axes.barh(index, line.median, height=0.62, color=_COLOURS[index % len(_COLOURS)])
+        axes.barh(index, line.median, height=0.62, color=COLOURS[index % len(COLOURS)])
         share = line.share_of_limit
         told = f"{show_figure(line.median)} {line.unit}" + ("" if share is None else f", {share:.0%} of the limit")
         axes.text(line.median + longest * 0.015, index, told, va="center", fontsize=9.5)
@@ -179,7 +184,7 @@ def _batch_axis(axes: Any, result: BenchResult) -> None:
     _frame(axes, grid_axis="both")
 
 
-def _plain_ticks(axis: Any) -> None:
+def plain_ticks(axis: Any) -> None:
     """Writes the ticks 1, 2, 5, 10, … out, without powers of ten; more of them where the axis spans little."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

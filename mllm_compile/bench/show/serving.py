@@ -14,18 +14,22 @@ _COLUMNS = (
 
 def print_rates(result: ServeResult, stream: TextIO) -> None:
     """Prints a line a rate, and what went wrong."""
-    work = result.work
-    given = f"{work['input_words']} words" if work["input_tokens"] is None else f"{work['input_tokens']} tokens"
-    title = f"{result.model} at {result.server}: {given} in, {work['output_tokens']} tokens out"
-    print_table(stream, title, _COLUMNS, [_row(rate) for rate in result.rates])
+    print_table(stream, title_of(result), _COLUMNS, [_row(rate) for rate in result.rates])
     for rate in result.rates:
         for error, count in rate.errors.items():
-            print(f"rate {_rate(rate)}: {count} × {error}", file=stream)
+            print(f"rate {rate_text(rate)}: {count} × {error}", file=stream)
+
+
+def title_of(result: ServeResult) -> str:
+    """The server, and what each request was."""
+    work = result.work
+    given = f"{work['input_words']} words" if work["input_tokens"] is None else f"{work['input_tokens']} tokens"
+    return f"{result.model} at {result.server}: {given} in, {work['output_tokens']} tokens out"
 
 
 def _row(rate: RateResult) -> tuple[str, ...]:
     return (
-        _rate(rate),
+        rate_text(rate),
         f"{rate.answered}/{rate.requests}",
         f"{rate.output_tokens_per_second:.1f}",
         *(_ms(rate.ttft, name) for name in ("p50", "p90", "p99")),
@@ -35,7 +39,8 @@ def _row(rate: RateResult) -> tuple[str, ...]:
     )
 
 
-def _rate(rate: RateResult) -> str:
+def rate_text(rate: RateResult) -> str:
+    """A rate as people write it."""
     return "all at once" if rate.rate is None else f"{rate.rate:g}/s"
 
 
