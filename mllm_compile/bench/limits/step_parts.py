@@ -74,12 +74,14 @@ def step_parts(
         else:
             num_bytes, flops = 0.0, 0.0
             for name in read_weights(step, weights):
-                weight, chosen = weights[name], program.chosen_experts.get(name)
-                share = 1.0 if chosen is None else active_experts(weight.shape[0], chosen, batch) / weight.shape[0]
+                weight, experts = weights[name], program.expert_weights.get(name)
+                share, chosen = 1.0, 1.0
+                if experts is not None:
+                    share = active_experts(experts.num_experts, experts.num_chosen, batch) / experts.num_experts
+                    chosen = experts.num_chosen / experts.num_experts
                 num_bytes += share * weight.num_bytes
                 if len(weight.shape) > 1:
-                    a_token = 1.0 if chosen is None else chosen / weight.shape[0]
-                    flops += 2 * batch * a_token * math.prod(weight.shape)
+                    flops += 2 * batch * chosen * math.prod(weight.shape)
             parts.append(StepPart(index, step.piece, seen, round(num_bytes), 0, round(flops)))
     return parts
 
