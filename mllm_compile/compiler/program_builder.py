@@ -12,7 +12,7 @@ from mllm_compile.compiler.piece_source import size_of
 from mllm_compile.errors import CompileError
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
-from mllm_compile.passes.match.nodes import is_attention_with_output, is_op, is_symbolic, is_weight
+from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
@@ -109,7 +109,9 @@ def _num_chosen(ids: fx.Node) -> int:
 
 
 def _weight_behind(node: fx.Node, given: dict[fx.Node, fx.Node]) -> str | None:
-    """The name of the weight that a piece is given as this node."""
+    """The name of the weight that a piece is given as this node, or as what it is a view of."""
+    while node not in given and (is_call(node, operator.getitem) or node.target == "view"):
+        node = node.args[0]  # type: ignore[assignment]
     return given[node].meta["weight_name"] if is_weight(given.get(node)) else None
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mllm_compile.bench.limits.active_experts import active_experts
+from mllm_compile.bench.limits.active_experts import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel, short_name
 from mllm_compile.runtime.json_data import from_json
@@ -49,11 +49,9 @@ class MatrixFacts:
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
-        whole = math.prod(self.shape) * self.itemsize
         if self.experts is None:
-            return whole
-        num_experts = self.experts.num_experts
-        return round(whole * active_experts(num_experts, self.experts.num_chosen, rows) / num_experts)
+            return math.prod(self.shape) * self.itemsize
+        return round(active_bytes(self.experts, rows, self.itemsize))
 
     def out_bytes(self, rows: int) -> int:
         outputs = self.shape[0] if self.experts is None else self.experts.num_chosen * self.experts.outputs
@@ -67,7 +65,7 @@ class MatrixFacts:
     def flops(self, rows: int) -> int:
         if self.experts is None:
             return 2 * rows * math.prod(self.shape)
-        return 2 * rows * self.experts.num_chosen * self.experts.inputs * self.experts.outputs
+        return expert_flops(self.experts, rows)
 
 
 @dataclass(frozen=True, slots=True)
