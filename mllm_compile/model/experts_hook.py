@@ -90,7 +90,7 @@ def _parts_of(config: Any) -> Iterator[Any]:
 
 
 def _numbers(config: Any, key: str) -> list[int]:
-    """What a config says under this key: one number, or one for each layer."""
+    """The numbers that a config has under this key: one, or one for each layer."""
     said = getattr(config, key, None)
     return [number for number in (said if isinstance(said, list) else [said]) if isinstance(number, int)]
 

@@ -52,7 +52,7 @@ def _looped(module: Any) -> LoopedExperts | None:
         if all(hasattr(getattr(module, "mlp", None), name) for name in ("w1", "v1", "w2", "activation_fn")):
             sizes = ExpertSizes(_num_params(module), 0, module.num_experts)
             return LoopedExperts(module, {"forward": _experts_in_rows}, sizes)
-        if hasattr(module, "zero_expert_num"):
+        if hasattr(module, "zero_expert_num") and module.down_proj is not None:
             unread = module.gate_up_proj[len(module.down_proj) :].numel()
             sizes = ExpertSizes(_num_params(module) - unread, unread, len(module.gate_up_proj))
             return LoopedExperts(module, {"forward": _experts_and_none}, sizes)
@@ -72,7 +72,7 @@ def weighted_sum(outer: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tens
 
 
 def _inputs(module: torch.nn.Module | None) -> tuple[str, ...]:
-    """What a module's forward takes; () where Transformers chooses the forward."""
+    """The arguments of a module's forward; () where Transformers chooses the forward."""
     if module is None or hasattr(module, "is_concatenated"):  # its interface's decorator
         return ()
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
@@ -98,17 +98,17 @@ def _experts_in_rows(
 def _experts_and_none(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Choices beyond the experts give the token itself."""
+    """Choices beyond the experts, of none, give the token itself."""
     op = torch.ops.mllm.expert_linear
     num_experts, num_chosen = len(module.down_proj), top_k_index.shape[1]
     # A choice of none computes a row that nobody reads, of an expert that the token has chosen besides: no further
     # weight is read for it.
-    is_expert = top_k_index < num_experts
-    expert = torch.where(is_expert, top_k_index, top_k_index.amin(dim=-1, keepdim=True).clamp(max=num_experts - 1))
+    is_none = (top_k_index >= num_experts) & (top_k_index < len(module.gate_up_proj))
+    expert = torch.where(is_none, top_k_index.amin(dim=-1, keepdim=True).clamp(max=num_experts - 1), top_k_index)
     gate, up = op(hidden_states, expert, module.gate_up_proj[:num_experts], None, False, True).chunk(2, dim=-1)
     outer = op(module.act_fn(gate) * up, expert, module.down_proj, None, False, False)
     itself = hidden_states.repeat_interleave(num_chosen, dim=0)
-    outer = torch.where(is_expert.reshape(-1, 1), outer, itself)
+    outer = torch.where(is_none.reshape(-1, 1), itself, outer)
     return weighted_sum(outer, top_k_weights).to(hidden_states.dtype)
 
 

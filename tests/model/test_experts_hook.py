@@ -105,5 +105,5 @@ def test_a_gate_that_chooses_an_expert_that_is_not_there_is_named_when_the_model
             "cache": {"dir": str(tmp_path / "cache")},
         }
     )
-    with pytest.raises(CompileError, match="a router chose an expert beyond the 4 there are: .*4"):
+    with pytest.raises(CompileError, match=r"a router chose an expert beyond the 4 there are: .*4"):
         load_or_compile(config)

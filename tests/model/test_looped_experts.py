@@ -14,9 +14,12 @@ from mllm_compile.model.gate import check_trace
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.looped_experts import looped_experts
 from mllm_compile.model.trace import trace_model
+from mllm_compile.passes.group_experts import GroupExperts
+from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.program.spec import ExpertWeight
 from tests.model.tiny_configs import save_tiny_model, tiny_config
+from tests.passes.support.stand_ins import ALL, stand_in_ops
 
 HIDDEN, TOKENS = 64, 40
 EXPERTS, CHOSEN, CHOICES_OF_NONE = 4, 2, 3
@@ -99,15 +102,19 @@ def around_attention(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_program_has_their_weights_as_experts(name):
+def test_a_program_has_their_weights_as_experts_with_kernels_and_without(name):
     hf_model = build_config_on_meta(config_of(name), torch.float32)
     trace = trace_model(hf_model, "cpu", 8192)
     check_trace(trace, hf_model)
     gm = trace.graph_module
-    for graph_pass in PASSES:
-        if not graph_pass.needs:
+    with stand_in_ops(ALL):
+        for graph_pass in (*(one for one in PASSES if not one.needs), GroupExperts):
+            if graph_pass is GroupExperts:
+                assert build_program(gm).expert_weights == WEIGHTS[name]
             gm = graph_pass()(gm).gm
     assert build_program(gm).expert_weights == WEIGHTS[name]
+    pieces = [gm.get_submodule(piece).graph for piece in called_pieces(gm)]
+    assert not any(is_op(node, "expert_linear") for graph in pieces for node in graph.nodes)
 
 
 def test_choices_of_none_have_no_parameters_that_are_read():
@@ -115,3 +122,11 @@ def test_choices_of_none_have_no_parameters_that_are_read():
     assert sizes.params == EXPERTS * 3 * 32 * HIDDEN
     assert sizes.unread_params == CHOICES_OF_NONE * 2 * 32 * HIDDEN
     assert sizes.num_choices == EXPERTS + CHOICES_OF_NONE
+
+
+def test_a_choice_beyond_experts_and_none_is_an_error(tmp_path):
+    model = save_tiny_model(config_of("longcat_flash"), tmp_path)
+    (module,) = [found.module for found in looped_experts(model)]
+    ids = torch.tensor([[0, EXPERTS + CHOICES_OF_NONE]])
+    with experts_as_ops(model), pytest.raises(IndexError, match="a router chose an expert beyond the 4 there are"):
+        module(torch.ones(1, HIDDEN), ids, torch.ones(1, CHOSEN))
