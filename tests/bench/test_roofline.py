@@ -28,6 +28,8 @@ from mllm_compile.bench.limits.roofline import (
 from mllm_compile.bench.limits.roofline_report import Roofline, StepMap, print_roofline
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.ops import FAMILIES, family
 from mllm_compile.runtime.program.spec import ExpertWeight
 
 CEILINGS = Ceilings(read_bytes_s=1e9, flops_s=1e12)  # 1000 bytes a microsecond
@@ -101,6 +103,26 @@ def test_gemms_whose_names_are_not_known_are_the_longest_kernels():
 def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
     step = [kernel("triton_red_fused_mm_norm_0", 50, 0), kernel("triton_tem_fused_mm_1", 9, 0)]
     assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", QKV.name]
+
+
+# Functions of the kernel families, and Triton's of experts.
+OUR_GEMMS = {"expert_tiles", "gated_linear", "stream_linear", "wide_linear", "_grouped_linear_kernel"}
+
+
+@pytest.mark.parametrize("name", sorted(OUR_GEMMS))
+def test_kernels_of_ours_are_known_by_name_though_others_take_longer(name):
+    step = [kernel("_gather_kernel", 50, 0), kernel("_order_kernel", 60, 0), kernel(name, 9, 0)]
+    assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}"] * 2 + [QKV.name]
+
+
+def test_those_are_the_functions_of_all_families():
+    for name in FAMILIES:
+        family(name)
+    kinds = [CudaKernel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    functions = {kind.function for kind in kinds if hasattr(kind, "function") and ".runtime.ops." in kind.__module__}
+    assert functions == OUR_GEMMS - {"_grouped_linear_kernel"}
 
 
 def test_a_piece_of_compiled_loops_does_all_its_gemms_in_one():

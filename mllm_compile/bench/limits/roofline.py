@@ -30,7 +30,9 @@ SAMPLE = "logits to tokens"
 UNKNOWN = "?"
 # GEMM kernels of cuBLAS, CUTLASS, Triton and ours; on a CPU the innermost operators. A split-K's reduction is no GEMM.
 _GEMM_NAME = re.compile(
-    r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$)|^aten::(add)?mm$", re.I
+    r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$|expert_tiles$)"
+    r"|^aten::(add)?mm$",
+    re.I,
 )
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 # Kernels of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
