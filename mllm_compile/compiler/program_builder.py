@@ -12,9 +12,17 @@ from mllm_compile.compiler.piece_source import size_of
 from mllm_compile.errors import CompileError
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
-from mllm_compile.passes.match.nodes import is_attention_with_output, is_op, is_symbolic, is_weight
+from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, SmallForm, Step, UnrotatedStep
+from mllm_compile.runtime.program.spec import (
+    AttentionStep,
+    ExpertWeight,
+    PieceStep,
+    Program,
+    SmallForm,
+    Step,
+    UnrotatedStep,
+)
 
 _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L"}
 
@@ -43,43 +51,68 @@ def build_program(graph: fx.GraphModule) -> Program:
     (logits,) = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]
     weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
-    chosen, counted = _experts(graph)
+    expert_weights, counted = _experts(graph)
     return Program(
         tuple(steps),
         layers,
         weights,
         _value_name(logits),
         _small_forms(graph),
-        chosen_experts=chosen,
+        expert_weights=expert_weights,
         counted_experts=counted,
     )
 
 
-def _experts(graph: fx.GraphModule) -> tuple[dict[str, int], tuple[str, ...]]:
-    """How many experts a token chooses of those in a weight, for each weight of experts; and the first weight behind
-    each counter, in order."""
-    chosen: dict[str, int] = {}
+def _experts(graph: fx.GraphModule) -> tuple[dict[str, ExpertWeight], tuple[str, ...]]:
+    """The weights of experts, by their names; and the first weight behind each counter, in order."""
+    found: dict[str, ExpertWeight] = {}
     counted: list[str] = []
     for call in graph.graph.find_nodes(op="call_module"):
         piece: Any = graph.get_submodule(str(call.target))
         given: dict[Any, Any] = dict(zip(piece.graph.find_nodes(op="placeholder"), call.args, strict=True))
         is_counted = False
         for node in piece.graph.nodes:
-            operands: Any = node.args
             is_counted = is_counted or is_op(node, "count_experts")
-            if is_op(node, "expert_linear"):
-                weight, num_chosen = operands[2], int(operands[1].meta["val"].shape[1])
-            elif is_op(node, "grouped_linear"):
-                weight, num_chosen = operands[3], operands[5]
-            else:
+            product = _product_of_experts(node)
+            if product is None:
                 continue
-            if is_weight(given.get(weight)):
-                name = given[weight].meta["weight_name"]
-                chosen[name] = num_chosen
+            name = _weight_behind(product[0], given)
+            if name is not None:
+                found[name] = product[1]
                 if is_counted:
                     counted.append(name)
                 is_counted = False
-    return chosen, tuple(counted)
+    return found, tuple(counted)
+
+
+def _product_of_experts(node: fx.Node) -> tuple[fx.Node, ExpertWeight] | None:
+    """The weight that the node multiplies rows of experts with; None: it does something else."""
+    operands: Any = node.args
+    is_transposed: Any = False
+    if is_op(node, "expert_linear"):
+        weight, num_chosen, (is_transposed, of_tokens) = operands[2], _num_chosen(operands[1]), operands[4:6]
+    elif is_op(node, "grouped_linear"):
+        weight, (num_chosen, is_transposed, of_tokens) = operands[3], operands[5:8]
+    elif is_op(node, "gated_expert_tiles"):
+        weight, num_chosen, of_tokens = operands[3], operands[0].args[3], True  # of gathered rows
+    elif is_op(node, "expert_tiles"):
+        weight, num_chosen, of_tokens = operands[3], _num_chosen(operands[4]), False
+    else:
+        return None
+    num_experts, *sides = map(int, weight.meta["val"].shape)
+    inputs, outputs = sides if is_transposed else reversed(sides)
+    return weight, ExpertWeight(num_experts, num_chosen, inputs, outputs, of_tokens)
+
+
+def _num_chosen(ids: fx.Node) -> int:
+    return int(ids.meta["val"].shape[1])
+
+
+def _weight_behind(node: fx.Node, given: dict[fx.Node, fx.Node]) -> str | None:
+    """The name of the weight that a piece is given as this node, or as what it is a view of."""
+    while node not in given and (is_call(node, operator.getitem) or node.target == "view"):
+        node = node.args[0]  # type: ignore[assignment]
+    return given[node].meta["weight_name"] if is_weight(given.get(node)) else None
 
 
 def _attention_step(node: fx.Node) -> AttentionStep:

@@ -8,7 +8,9 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import types
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +18,17 @@ import torch
 
 import mllm_compile.runtime.ops.experts.linear  # noqa: F401  (defines torch.ops.mllm.expert_linear)
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.hf_model import layer_configs
+from mllm_compile.model.looped_experts import ExpertSizes, looped_experts, weighted_sum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPERTS_IMPLEMENTATION = "mllm"
-# What configs call experts a token, and all experts.
-_CHOSEN = ("num_experts_per_tok", "top_k_experts")
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What configs call experts a token, all experts, and choices besides them that cost nothing.
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NO_EXPERTS = "zero_expert_num"
 
 
 def mllm_experts(
@@ -51,9 +56,7 @@ def mllm_experts(
     outer = op(inner, top_k_index, module.down_proj, down_bias, module.is_transposed, False)
     if getattr(module, "has_post_expert_norm", False):  # not in Transformers 5.17
         outer = module.post_expert_norm(outer)
-    weighted = outer * top_k_weights.reshape(-1, 1)
-    num_tokens, num_chosen = top_k_index.shape
-    return weighted.view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden_states.dtype)
+    return weighted_sum(outer, top_k_weights).to(hidden_states.dtype)
 
 
 def check_choices(config: Any) -> None:
@@ -62,32 +65,71 @@ def check_choices(config: Any) -> None:
     Raises:
         UnsupportedModelError: naming the two keys of config.json.
     """
-    named, chosen = experts_per_token(config)
-    for key in _COUNTS:
-        count = getattr(config, key, None)
-        if isinstance(count, int) and 0 < count < chosen:
-            raise UnsupportedModelError(
-                f"config.json says {named} {chosen} and {key} {count}: a token cannot choose more experts than there "
-                "are. Correct it"
-            )
+    for part in _parts_of(config):
+        others = next(iter(_numbers(part, _NO_EXPERTS)), 0)
+        for named, key in itertools.product(_CHOSEN, _COUNTS):
+            for chosen, count in _of_same_layers(_numbers(part, named), _numbers(part, key)):
+                if 0 < count + others < chosen:
+                    raise UnsupportedModelError(
+                        f"config.json says {named} {chosen} and {key} {count}: a token cannot choose more experts than "
+                        "there are. Correct it"
+                    )
 
 
-def experts_per_token(config: Any) -> tuple[str, int]:
-    """How the config calls the number of experts that a token chooses, and the number; 0 where it says none."""
-    said = ((key, getattr(config, key, None)) for key in _CHOSEN)
-    return next(((key, number) for key, number in said if isinstance(number, int)), (_CHOSEN[0], 0))
+def experts_per_token(config: Any) -> int:
+    """The number of experts that a token chooses, the largest of all layers; 1 where the config says none."""
+    numbers = (number for part in _parts_of(config) for key in _CHOSEN for number in _numbers(part, key))
+    return max(numbers, default=1)
 
 
-def expert_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters [E, …] of all experts that follow Transformers' interface."""
-    layers = [module for module in model.modules() if hasattr(module, "is_concatenated")]  # the interface's decorator
-    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+def _parts_of(config: Any) -> Iterator[Any]:
+    """The configs of a model's layers, with those inside of them: some say of their experts in a config of its own."""
+    for of_layer in layer_configs(config):
+        yield of_layer
+        yield from (getattr(of_layer, name) for name in of_layer.sub_configs)
+
+
+def _numbers(config: Any, key: str) -> list[int]:
+    """The numbers that a config has under this key: one, or one for each layer."""
+    said = getattr(config, key, None)
+    return [number for number in (said if isinstance(said, list) else [said]) if isinstance(number, int)]
+
+
+def _of_same_layers(chosen: list[int], counts: list[int]) -> Iterable[tuple[int, int]]:
+    return zip(chosen, counts, strict=True) if len(chosen) == len(counts) else itertools.product(chosen, counts)
+
+
+def experts_of_layers(model: torch.nn.Module) -> list[ExpertSizes]:
+    """The sizes of all experts."""
+    sizes = [found.sizes for found in looped_experts(model)]
+    for module in _modules_of_interface(model):
+        parameters = list(module.parameters(recurse=False))
+        sizes.append(ExpertSizes(sum(one.numel() for one in parameters), 0, len(parameters[0])))
+    return sizes
+
+
+def _modules_of_interface(model: torch.nn.Module) -> list[Any]:
+    """The layers of experts that follow Transformers' interface."""
+    return [module for module in model.modules() if hasattr(module, "is_concatenated")]  # the interface's decorator
 
 
 @contextmanager
 def experts_as_ops(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, layers of experts that follow Transformers' interface emit ops of ours."""
-    if not expert_parameters(model):
+    """Within the context, layers of experts emit ops of ours."""
+    looped = [(found.module, *method) for found in looped_experts(model) for method in found.methods.items()]
+    for module, name, method in looped:
+        setattr(module, name, types.MethodType(method, module))
+    try:
+        with _interface_as_ops(model):
+            yield
+    finally:
+        for module, name, _ in looped:
+            delattr(module, name)
+
+
+@contextmanager
+def _interface_as_ops(model: PreTrainedModel) -> Iterator[None]:
+    if not _modules_of_interface(model):
         yield
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

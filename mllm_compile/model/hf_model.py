@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 
 
 NO_LIMIT = 2**31 - 1
+
+
+class Heads(NamedTuple):
+    """One layer's."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -54,30 +62,49 @@ class HFModel:
         Raises:
             UnsupportedModelError: the config does not say what every causal LM has.
         """
-        hidden_size = self._size("hidden_size")
-        num_heads = max((layer.num_heads for layer in layers), default=0) or self._size("num_attention_heads")
-        num_kv_heads = max((layer.num_kv_heads for layer in layers), default=0)
-        head_dim = max((layer.head_dim for layer in layers), default=0)
+        heads = [Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        heads = heads or self.heads_of_layers()
         return ModelSizes(
             num_hidden_layers=self._size("num_hidden_layers"),
-            num_attention_heads=num_heads,
-            num_kv_heads=num_kv_heads or self._size("num_key_value_heads", num_heads),
-            head_dim=head_dim or self._size("head_dim", hidden_size // num_heads),
-            hidden_size=hidden_size,
+            num_attention_heads=max(one.num_heads for one in heads),
+            num_kv_heads=max(one.num_kv_heads for one in heads),
+            head_dim=max(one.head_dim for one in heads),
+            hidden_size=self._size("hidden_size"),
             vocab_size=self._size("vocab_size"),
             context_len=self._size("max_position_embeddings", NO_LIMIT),
         )
 
-    def _size(self, name: str, otherwise: int | None = None) -> int:
+    def heads_of_layers(self) -> list[Heads]:
+        """The heads of each layer, as the config says.
+
+        Raises:
+            UnsupportedModelError: the config does not say what every causal LM has.
+        """
+        hidden_size = self._size("hidden_size")
+        found = []
+        for config in layer_configs(self.text_config, self._size("num_hidden_layers")):
+            num_heads = self._size("num_attention_heads", config=config)
+            num_kv_heads = self._size("num_key_value_heads", num_heads, config)
+            found.append(Heads(num_heads, num_kv_heads, self._size("head_dim", hidden_size // num_heads, config)))
+        return found
+
+    def _size(self, name: str, otherwise: int | None = None, config: PreTrainedConfig | None = None) -> int:
         """Reads a size under its usual name: Transformers' attribute maps give each config these names."""
         with refusing(f"config.json of this {self.model.config.model_type!r} model"):
-            value = getattr(self.text_config, name, None)
+            value = getattr(self.text_config if config is None else config, name, None)
         value = otherwise if value is None else value
         if type(value) is not int or value < 1:
             raise UnsupportedModelError(
                 f"config.json of this {self.model.config.model_type!r} model says no {name} (got {value!r})"
             )
         return value
+
+
+def layer_configs(config: PreTrainedConfig, num_layers: int = 1) -> list[PreTrainedConfig]:
+    """The configs of layers that may differ in any size (in newer versions of Transformers); else the model's own,
+    `num_layers` times."""
+    is_of_layers = getattr(config, "is_heterogeneous", False)
+    return list(config.per_layer_config) if is_of_layers else [config] * num_layers
 
 
 def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:

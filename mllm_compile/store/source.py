@@ -62,7 +62,8 @@ class ArtifactSource:
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
             num_experts={
-                name.rpartition(".")[0]: executor.weights[name].shape[0] for name in artifact.program.counted_experts
+                name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts
+                for name in artifact.program.counted_experts
             },
             num_attention_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_kv_heads,

@@ -154,6 +154,25 @@ class DecodeLoopForms:
 
 
 @dataclass(frozen=True)
+class ExpertWeight:
+    """The products of a weight that holds a matrix for each expert.
+
+    Attributes:
+        num_experts: experts that it is of.
+        num_chosen: experts that a token chooses of them.
+        inputs: numbers of a row that an expert is given.
+        outputs: numbers of a row that it makes.
+        of_tokens: a token's experts are given one row; else each its own.
+    """
+
+    num_experts: int
+    num_chosen: int
+    inputs: int
+    outputs: int
+    of_tokens: bool
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
 
@@ -166,7 +185,7 @@ class Program:
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
-    chosen_experts: Mapping[str, int] = field(default_factory=dict)  # weight [E, …] of experts → those a token chooses
+    expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
 
     def piece_ids(self) -> list[str]:
@@ -208,7 +227,7 @@ class Program:
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
-            "chosen_experts": dict(self.chosen_experts),
+            "expert_weights": {name: asdict(weight) for name, weight in self.expert_weights.items()},
             "counted_experts": list(self.counted_experts),
         }
 
@@ -231,7 +250,7 @@ class Program:
                     name: tuple(family(name).from_json(kernel) for kernel in members)
                     for name, members in data["kernels"].items()
                 },
-                chosen_experts=from_json(dict[str, int], data["chosen_experts"]),
+                expert_weights=from_json(dict[str, ExpertWeight], data["expert_weights"]),
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:

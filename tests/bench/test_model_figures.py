@@ -4,6 +4,7 @@ import pytest
 
 from mllm_compile.bench.limits.model_figures import model_figures
 from mllm_compile.model import __file__ as models_file
+from tests.model.tiny_configs import tiny_config
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 
@@ -21,6 +22,22 @@ def test_a_tied_table_is_the_head_and_is_read_in_every_step():
     figures = model_figures(Path(models_file).parent / "tiny", "float32")
     assert figures.head_params == 192 * 3072
     assert figures.weight_itemsize == 4
+
+
+def test_layers_whose_heads_differ_count_each_with_its_own(tmp_path):
+    """Every second layer attends to everything, with heads of 512 in place of 16."""
+    tiny_config("gemma4_text").save_pretrained(tmp_path)
+    figures = model_figures(tmp_path, "float32")
+    assert figures.kv_bytes_per_token == 2 * (2 * 16 + 2 * 512) * 2 * 4
+    assert figures.attention_flops_per_pair == 4 * (2 * 16 + 2 * 512) * 4
+
+
+@pytest.mark.parametrize("name", ["aria_text", "dbrx", "jetmoe", "longcat_flash"])
+def test_experts_of_every_model_count_as_chosen(name, tmp_path):
+    tiny_config(name).save_pretrained(tmp_path)
+    figures = model_figures(tmp_path, "float32")
+    assert figures.num_chosen == 2 and figures.num_experts > 2
+    assert figures.weight_bytes(1) < figures.weight_bytes(100)
 
 
 def test_experts_count_as_often_as_tokens_choose_them():

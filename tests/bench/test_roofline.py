@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from mllm_compile.bench.limits.roofline import (
 from mllm_compile.bench.limits.roofline_report import Roofline, StepMap, print_roofline
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel
+from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.ops import FAMILIES, family
+from mllm_compile.runtime.program.spec import ExpertWeight
 
 CEILINGS = Ceilings(read_bytes_s=1e9, flops_s=1e12)  # 1000 bytes a microsecond
 QKV = MatrixFacts("model.layers.0.attn.qkv.weight", (64, 32), 2)
@@ -101,6 +105,26 @@ def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
     assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", QKV.name]
 
 
+# Functions of the kernel families, and Triton's of experts.
+OUR_GEMMS = {"expert_tiles", "gated_linear", "stream_linear", "wide_linear", "_grouped_linear_kernel"}
+
+
+@pytest.mark.parametrize("name", sorted(OUR_GEMMS))
+def test_kernels_of_ours_are_known_by_name_though_others_take_longer(name):
+    step = [kernel("_gather_kernel", 50, 0), kernel("_order_kernel", 60, 0), kernel(name, 9, 0)]
+    assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}"] * 2 + [QKV.name]
+
+
+def test_those_are_the_functions_of_all_families():
+    for name in FAMILIES:
+        family(name)
+    kinds = [CudaKernel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    functions = {kind.function for kind in kinds if hasattr(kind, "function") and ".runtime.ops." in kind.__module__}
+    assert functions == OUR_GEMMS - {"_grouped_linear_kernel"}
+
+
 def test_a_piece_of_compiled_loops_does_all_its_gemms_in_one():
     step = [kernel(COMPILED_LOOPS, 9, 0), kernel("aten::empty", 1, 2), kernel(COMPILED_LOOPS, 90, 2)]
     jobs = assign_jobs(step, FACTS)
@@ -158,8 +182,32 @@ def test_operations_bind_where_they_take_longer_than_bytes():
     assert by_label["attn.qkv"].limit_us == pytest.approx(2 * 4 * 64 * 32 / 1e9 * 1e6)
 
 
+# 8 experts of which a token chooses 2, hidden size 32, inner size 16.
+GATE_UP = MatrixFacts("experts.gate_up", (8, 32, 32), 2, ExpertWeight(8, 2, 32, 32, of_tokens=True))
+DOWN = MatrixFacts("experts.down", (8, 32, 16), 2, ExpertWeight(8, 2, 16, 32, of_tokens=False))
+
+
+def test_experts_are_read_and_multiplied_as_tokens_choose_them():
+    assert DOWN.num_bytes(1) == 2 * 32 * 16 * 2
+    assert DOWN.num_bytes(4) == round(8 * (1 - (3 / 4) ** 4) * 32 * 16 * 2)
+    assert DOWN.flops(4) == 2 * 4 * 2 * 32 * 16
+
+
+def test_both_linears_of_experts_make_a_row_a_choice_and_the_second_is_given_as_many():
+    assert (GATE_UP.in_bytes(4), GATE_UP.out_bytes(4)) == (4 * 32 * 2, 4 * 2 * 32 * 2)
+    assert (DOWN.in_bytes(4), DOWN.out_bytes(4)) == (4 * 2 * 16 * 2, 4 * 2 * 32 * 2)
+
+
+def test_transposed_experts_move_what_others_do():
+    transposed = MatrixFacts("experts.down", (8, 16, 32), 2, DOWN.experts)
+    for figure in ("num_bytes", "in_bytes", "out_bytes", "flops"):
+        assert getattr(transposed, figure)(4) == getattr(DOWN, figure)(4)
+
+
 def test_facts_go_to_json_and_back():
-    assert StepFacts.from_json(asdict(FACTS)) == FACTS
+    with_experts = replace(FACTS, pieces=(*FACTS.pieces, PieceFacts(4, 8, 8, (GATE_UP, DOWN))))
+    for facts in (FACTS, with_experts):
+        assert StepFacts.from_json(json.loads(json.dumps(asdict(facts)))) == facts
 
 
 def test_the_printed_map_is_at_most_120_columns_wide():

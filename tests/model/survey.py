@@ -27,7 +27,7 @@ _BATCH = 12  # architectures of one worker process: importing Transformers costs
 # Those that are compiled by Inductor too: what a dense model or one of experts may have.
 INDUCTOR = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "granite"),
-    *("smollm3", "gpt2", "opt", "mixtral", "qwen3_moe"),
+    *("smollm3", "gpt2", "opt", "mixtral", "qwen3_moe", "dbrx", "jetmoe", "longcat_flash"),
 )
 
 

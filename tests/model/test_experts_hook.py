@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import CompileError, UnsupportedModelError
+from mllm_compile.model.experts_hook import check_choices, experts_per_token
 from mllm_compile.model.gate import check_trace
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.trace import trace_model
 from mllm_compile.passes.match.nodes import is_op
-from tests.model.tiny_configs import LAYERS, tiny_config
+from tests.model.tiny_configs import LAYERS, save_tiny_model, tiny_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -48,3 +51,59 @@ def test_more_choices_than_experts_are_refused_when_the_model_is_traced(name, sa
     config = tiny_config(name, num_experts=4, moe_intermediate_size=32, **said)
     with pytest.raises(UnsupportedModelError, match=message):
         trace_model(build_config_on_meta(config, torch.float32), "cpu", 8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "chosen"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 3}, 3),
+        ("aria_text", {"moe_topk": 3}, 3),
+        ("dbrx", {"ffn_config": {"moe_top_k": 3}}, 3),
+        ("ernie4_5_moe", {"num_experts_per_tok": 3}, 3),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 3}, 3),
+        ("hunyuan_v1_moe", {"num_experts_per_tok": [1, 2, 3, 2]}, 3),
+        ("longcat_flash", {"num_experts_per_tok": 7, "zero_expert_num": 3}, 7),
+        ("llama", {}, 1),
+    ],
+)
+def test_experts_a_token_are_known_however_a_config_calls_them(name, said, chosen):
+    config = tiny_config(name, **said)
+    check_choices(config)
+    assert experts_per_token(config) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("aria_text", {"moe_num_experts": 4, "moe_topk": 5}, "moe_topk 5 and moe_num_experts 4"),
+        ("dbrx", {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 5}}, "moe_top_k 5 and moe_num_experts 4"),
+        ("hunyuan_v1_moe", {"num_experts_per_tok": [1, 2, 5, 2]}, "num_experts_per_tok 5 and num_experts 4"),
+        ("longcat_flash", {"num_experts_per_tok": 8, "zero_expert_num": 3}, "num_experts_per_tok 8 and num_local_exp"),
+    ],
+)
+def test_more_choices_than_experts_are_refused_however_a_config_calls_them(name, said, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_choices(tiny_config(name, **said))
+
+
+def test_a_gate_that_chooses_an_expert_that_is_not_there_is_named_when_the_model_is_compiled(tmp_path, monkeypatch):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    save_tiny_model(tiny_config("qwen3_moe", num_hidden_layers=1), tmp_path / "model")
+    route = Qwen3MoeTopKRouter.forward
+
+    def route_to_the_next(self, hidden_states):
+        *others, ids = route(self, hidden_states)
+        return (*others, ids + 1)
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", route_to_the_next)
+    config = EngineConfig.from_dict(
+        {
+            "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+            "compile": {"backend": "eager"},
+            "runtime": {"device": "cpu", "max_model_len": 64},
+            "cache": {"dir": str(tmp_path / "cache")},
+        }
+    )
+    with pytest.raises(CompileError, match=r"a router chose an expert beyond the 4 there are: .*4"):
+        load_or_compile(config)

@@ -30,6 +30,7 @@ SERVED = {
     "phi3": "window 8 on 4 of 4",  # the window is in the mask alone
     "gemma3": "window 8 on 2 of 4",  # a vision tower beside the text model
     "minicpm3": "values of another width",  # latent attention
+    "longcat_flash": "values of another width",  # its own loop over experts, some of which are none
 }
 REFUSED = {
     "bloom": "no attention goes through Transformers' attention interface",  # ALiBi

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mllm_compile.runtime.program.spec import ExpertWeight
+
 
 def active_experts(num_experts: int, num_chosen: int, num_tokens: int) -> float:
     """The expected number of different experts that tokens choose, each by itself and all alike likely.
@@ -9,3 +11,14 @@ def active_experts(num_experts: int, num_chosen: int, num_tokens: int) -> float:
     A trained router prefers some experts, so that fewer are active.
     """
     return num_experts * (1 - (1 - num_chosen / num_experts) ** num_tokens)
+
+
+def active_bytes(weight: ExpertWeight, num_tokens: int, itemsize: int) -> float:
+    """The expected bytes of a weight of experts that a step of so many tokens reads."""
+    active = active_experts(weight.num_experts, weight.num_chosen, num_tokens)
+    return active * weight.inputs * weight.outputs * itemsize
+
+
+def expert_flops(weight: ExpertWeight, num_tokens: int) -> int:
+    """The operations of so many tokens' products with a weight of experts."""
+    return 2 * num_tokens * weight.num_chosen * weight.inputs * weight.outputs

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from mllm_compile.bench.limits.limits import ModelFigures
-from mllm_compile.model.experts_hook import expert_parameters, experts_per_token
+from mllm_compile.model.experts_hook import experts_of_layers, experts_per_token
 from mllm_compile.model.hf_model import build_on_meta
 
 
 def model_figures(folder: Path, dtype: str, trust_remote_code: bool = False) -> ModelFigures:
     """The figures of a model folder, served in `dtype`.
 
-    Every matrix counts as one that each token is multiplied with, but for those of experts that follow Transformers'
-    interface, and every layer as one with full attention: for other models the limit is a bound, not a target.
+    Every matrix counts as one that each token is multiplied with, but for those of experts that the traced model has as
+    ops, and every layer as one with full attention: for other models the limit is a bound, not a target.
     """
     torch_dtype = getattr(torch, dtype)
     hf_model = build_on_meta(folder, torch_dtype, trust_remote_code)
@@ -24,20 +24,20 @@ def model_figures(folder: Path, dtype: str, trust_remote_code: bool = False) -> 
     sizes = hf_model.sizes()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    of_experts = expert_parameters(model)
+    experts = experts_of_layers(model)
     layers = sum(count for key, count in parameters.items() if key not in (id(embedding), id(head)))
-    heads_dim = sizes.num_hidden_layers * sizes.head_dim
-    num_experts = next((len(parameter) for parameter in of_experts), 1)
-    expert_params = sum(parameter.numel() for parameter in of_experts)
+    heads = hf_model.heads_of_layers()
+    num_experts = max((layer.num_choices for layer in experts), default=1)
+    expert_params = sum(layer.params for layer in experts)
     return ModelFigures(
-        layer_params=layers - expert_params,
+        layer_params=layers - expert_params - sum(layer.unread_params for layer in experts),
         expert_params=expert_params // num_experts,
         num_experts=num_experts,
-        num_chosen=experts_per_token(hf_model.text_config)[1] if of_experts else 1,
+        num_chosen=experts_per_token(hf_model.text_config) if experts else 1,
         head_params=head.numel(),
         weight_itemsize=torch_dtype.itemsize,
-        kv_bytes_per_token=2 * heads_dim * sizes.num_kv_heads * torch_dtype.itemsize,
-        attention_flops_per_pair=4 * heads_dim * sizes.num_attention_heads,
+        kv_bytes_per_token=2 * sum(layer.num_kv_heads * layer.head_dim for layer in heads) * torch_dtype.itemsize,
+        attention_flops_per_pair=4 * sum(layer.num_heads * layer.head_dim for layer in heads),
         vocab_size=sizes.vocab_size,
         context_len=sizes.context_len,
     )

@@ -19,16 +19,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mllm_compile.bench.limits.active_experts import active_experts
+from mllm_compile.bench.limits.active_experts import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel, short_name
+from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.program.spec import ExpertWeight
 
 PREPARE = "prepare the step"
 SAMPLE = "logits to tokens"
 UNKNOWN = "?"
 # GEMM kernels of cuBLAS, CUTLASS, Triton and ours; on a CPU the innermost operators. A split-K's reduction is no GEMM.
 _GEMM_NAME = re.compile(
-    r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$)|^aten::(add)?mm$", re.I
+    r"^(?!aten::).*(gemm|gemv|nvjet|cutlass|matmul|triton_tem_|_mm_|mkl|_linear_kernel|_linear$|expert_tiles$)"
+    r"|^aten::(add)?mm$",
+    re.I,
 )
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 # Kernels of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
@@ -38,28 +42,32 @@ _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kerne
 
 @dataclass(frozen=True, slots=True)
 class MatrixFacts:
-    """A weight [N, K] of a GEMM; or [E, N, K] of experts, of which each row goes to `num_chosen`."""
+    """A weight of a GEMM, [N, K] or one of experts, which multiplies `rows` tokens."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    num_chosen: int | None = None
+    experts: ExpertWeight | None = None
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
-        whole = math.prod(self.shape) * self.itemsize
-        if self.num_chosen is None:
-            return whole
-        return round(whole * active_experts(self.shape[0], self.num_chosen, rows) / self.shape[0])
+        if self.experts is None:
+            return math.prod(self.shape) * self.itemsize
+        return round(active_bytes(self.experts, rows, self.itemsize))
 
     def out_bytes(self, rows: int) -> int:
-        return rows * (self.num_chosen or 1) * self.shape[-2] * self.itemsize
+        outputs = self.shape[0] if self.experts is None else self.experts.num_chosen * self.experts.outputs
+        return rows * outputs * self.itemsize
 
     def in_bytes(self, rows: int) -> int:
-        return rows * self.shape[-1] * self.itemsize
+        if self.experts is None:
+            return rows * self.shape[1] * self.itemsize
+        return rows * (1 if self.experts.of_tokens else self.experts.num_chosen) * self.experts.inputs * self.itemsize
 
     def flops(self, rows: int) -> int:
-        return 2 * rows * (self.num_chosen or 1) * math.prod(self.shape[-2:])
+        if self.experts is None:
+            return 2 * rows * math.prod(self.shape)
+        return expert_flops(self.experts, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +102,7 @@ class StepFacts:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepFacts:
         """The inverse of dataclasses.asdict."""
-        pieces = tuple(
-            PieceFacts(
-                piece["index"],
-                piece["in_bytes"],
-                piece["out_bytes"],
-                tuple(MatrixFacts(**m | {"shape": tuple(m["shape"])}) for m in piece["matrices"]),
-            )
-            for piece in data["pieces"]
-        )
-        attentions = tuple(AttentionFacts(**attention) for attention in data["attentions"])
-        return cls(data["rows"], pieces, attentions, data["logits_bytes"])
+        return from_json(cls, data)
 
 
 @dataclass(frozen=True, slots=True)

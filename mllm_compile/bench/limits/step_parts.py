@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mllm_compile.bench.limits.active_experts import active_experts
+from mllm_compile.bench.limits.active_experts import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
@@ -72,15 +72,17 @@ def step_parts(
             parts.append(StepPart(index, None, seen, 0, kv_bytes, 0))
             seen += 1
         else:
-            num_bytes, flops = 0.0, 0.0
+            num_bytes, flops = 0.0, 0
             for name in read_weights(step, weights):
-                weight, chosen = weights[name], program.chosen_experts.get(name)
-                share = 1.0 if chosen is None else active_experts(weight.shape[0], chosen, batch) / weight.shape[0]
-                num_bytes += share * weight.num_bytes
+                weight, experts = weights[name], program.expert_weights.get(name)
+                if experts is not None:
+                    num_bytes += active_bytes(experts, batch, weight.itemsize)
+                    flops += expert_flops(experts, batch)
+                    continue
+                num_bytes += weight.num_bytes
                 if len(weight.shape) > 1:
-                    a_token = 1.0 if chosen is None else chosen / weight.shape[0]
-                    flops += 2 * batch * a_token * math.prod(weight.shape)
-            parts.append(StepPart(index, step.piece, seen, round(num_bytes), 0, round(flops)))
+                    flops += 2 * batch * math.prod(weight.shape)
+            parts.append(StepPart(index, step.piece, seen, round(num_bytes), 0, flops))
     return parts
 
 

@@ -203,9 +203,9 @@ class _PieceRecorder:
         names = [name for name in step.inputs if name in self._weights and self._weights[name].dim() > 1]
         if "input_ids" in step.inputs:
             names = names[1:]
-        chosen = self._program.chosen_experts
+        of_experts = self._program.expert_weights
         return tuple(
-            MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, chosen.get(name))
+            MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, of_experts.get(name))
             for name, weight in ((name, self._weights[name]) for name in names)
         )
 
