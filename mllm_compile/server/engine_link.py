@@ -48,6 +48,7 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self.exited = asyncio.Event()
         self._is_over = False
+        self._unsent: list[Command] = []
         self._folder = _socket_folder()
         self._context = zmq.Context()
         try:
@@ -75,9 +76,18 @@ class EngineLink:
         return self._process.poll()
 
     def send(self, command: Command) -> None:
-        """Sends a command; one to a process that has ended is dropped."""
+        """Sends a command, with those that this round of the event loop has for it: many requests wake it once.
+
+        One to a process that has ended is dropped.
+        """
+        if not self._unsent:
+            self._loop.call_soon(self._send_all)
+        self._unsent.append(command)
+
+    def _send_all(self) -> None:
+        commands, self._unsent = self._unsent, []
         with contextlib.suppress(zmq.ZMQError):
-            self._commands.send(messages.encode_command(command), zmq.NOBLOCK)
+            self._commands.send(messages.encode_commands(commands), zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Takes the frames that are there. The descriptor tells of the first one alone, so all are taken."""

@@ -148,9 +148,10 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
         else:
             one["prompt"] = prompt.text
         given.append(one)
+    if params.structured_outputs is not None:  # forms are compiled by the engine's process
+        params = dataclasses.replace(params, structured_outputs=None)
     try:
-        # Forms are compiled by the engine's process.
-        submissions = facts.builder.build(given, dataclasses.replace(params, structured_outputs=None))
+        submissions = facts.builder.build(given, params)
     except MllmError as error:
         raise of_error(error, None) from None
     most = facts.hello.max_model_len
