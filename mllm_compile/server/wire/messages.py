@@ -1,8 +1,8 @@
 """The messages between the front and the engine's process, and their bytes.
 
-Commands (front to engine) that come together are one frame, each tiding (engine to front) is one, both msgpack. A step is
-the exception, as there are hundreds a second: rows of the running requests and their new tokens as raw int32, and msgpack
-only of what is rare (who was admitted to which row, who has ended, log-probabilities). Nothing here is pickled.
+Commands (front to engine) that come together are one frame, each tiding (engine to front) is one, both msgpack. A step
+is the exception, as there are hundreds a second: rows of the running requests and their new tokens as raw int32, and
+msgpack only of what is rare (who was admitted to which row, who has ended, log-probabilities). Nothing is pickled.
 
 A request's row stands for it from the step that admits it to another row, or ends it.
 """
