@@ -20,6 +20,7 @@ from mllm_compile.server.wire.messages import Close, Command, Tiding
 
 _MODULE = "mllm_compile.server.backend.process"
 _FRAMES_AT_ONCE = 64
+_COMMANDS_AT_ONCE = 16  # about a step's prompts: the engine begins with them while the next ones are read
 _LONGEST_TMPDIR = 70
 _CLOSE_S = 10.0  # to end a step, and give the memory back
 
@@ -83,11 +84,14 @@ class EngineLink:
         if not self._unsent:
             self._loop.call_soon(self._send_all)
         self._unsent.append(command)
+        if len(self._unsent) == _COMMANDS_AT_ONCE:
+            self._send_all()
 
     def _send_all(self) -> None:
         commands, self._unsent = self._unsent, []
-        with contextlib.suppress(zmq.ZMQError):
-            self._commands.send(messages.encode_commands(commands), zmq.NOBLOCK)
+        if commands:
+            with contextlib.suppress(zmq.ZMQError):
+                self._commands.send(messages.encode_commands(commands), zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Takes the frames that are there. The descriptor tells of the first one alone, so all are taken."""
