@@ -179,12 +179,12 @@ class Front:
             facts = await self.facts(request.fields.model)
             try:
                 plan: Plan = request.plan(facts) if request.is_quick else await self.in_thread(request.plan, facts)
+                if self.supervisor.state != READY:
+                    raise not_ready("the engine is gone. It starts again.", "engine_lost")
+                name = self._name(prefix, request.fields.request_id, header_id)
+                job = self._job(name, request, plan, facts, send, client, headers)
             except MllmError as error:
                 raise of_error(error, request.fields.subject) from None
-            if self.supervisor.state != READY:
-                raise not_ready("the engine is gone. It starts again.", "engine_lost")
-            name = self._name(prefix, request.fields.request_id, header_id)
-            job = self._job(name, request, plan, facts, send, client, headers)
             job.arrived_s = arrived_s
         except BaseException:
             for _ in range(count):
