@@ -3,8 +3,8 @@
     python examples/server_speed.py configs/qwen-shape.yaml [--requests 1 8 64 256] [--wake configs/qwen-8b-shape.yaml]
 
 Prompts are token ids, and so are the answers of a model without a tokenizer. All requests begin at once; engine and
-server answer the same ones, which a run has not seen before, after the same rest. The clients are processes of their own
-(`bench serve`), and a first token counts from the moment when its request is sent on an open connection.
+server answer the same ones, which a run has not seen before, after the same rest. The clients are processes of their
+own (`bench serve`), and a first token counts from the moment when its request is sent on an open connection.
 `--wake` is a model whose server sleeps: the time from a request until its first token, the device being free.
 """
 
