@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from mllm_compile.server.api.interfaces import CompletionRequest
 from tests.server.harness import Server, fake_server
 
 CHAT = "/v1/chat/completions"
@@ -208,6 +210,20 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server):
         assert told["count"] == len(told["tokens"])
         assert server.post(prefix + "/detokenize", {"tokens": told["tokens"]}).json["prompt"] == "def f(x):"
     assert server.post("/detokenize", {"tokens": [10**7]}).error["param"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_quick"),
+    [
+        ({"prompt": "def"}, True),
+        ({"prompt": list(range(512))}, True),
+        ({"prompt": "def " * 300}, False),
+        ({"prompt": list(range(9000))}, False),
+        ({"prompt": [5], "bad_words": ["word"] * 200}, False),
+    ],
+)
+def test_only_what_takes_no_time_is_planned_in_the_event_loop(fields, is_quick):
+    assert CompletionRequest(json.dumps(fields).encode()).is_quick is is_quick
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])

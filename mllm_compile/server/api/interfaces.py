@@ -80,7 +80,7 @@ class CompletionRequest:
         self.fields, self.ignored = read_fields(CompletionFields, body)
         self._items = prompts.prompt_items(self.fields.prompt)
         self.num_prompts = len(self._items)
-        has_text = any(isinstance(item, str) for item in self._items)
+        has_text = bool(self.fields.bad_words) or any(isinstance(item, str) for item in self._items)
         self.is_quick = len(body) <= (_QUICK_TEXT_BYTES if has_text else _QUICK_IDS_BYTES)
         _check_stream(self.fields)
 
