@@ -19,7 +19,7 @@ from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.job import Format
 from mllm_compile.text.calls.parser import CallParser
 
-# Of a body that is planned where it is read: handing it to a thread, and getting it back, would take as long. A check of
+# Of a body that is planned where it is read: handing it to a thread, and getting it back, would take as long. To check
 # ids holds the interpreter's lock wherever it runs; the tokenizer, which lets go of it, takes 0.4 ms for such a text.
 _QUICK_TEXT_BYTES = 512
 _QUICK_IDS_BYTES = 16 << 10
