@@ -3,7 +3,8 @@
     python examples/server_speed.py configs/qwen-shape.yaml [--requests 1 8 64 256] [--wake configs/qwen-8b-shape.yaml]
 
 Prompts are token ids, and so are the answers of a model without a tokenizer. All requests begin at once; engine and
-server answer the same ones, which a run has not seen before. The clients are processes of their own (`bench serve`).
+server answer the same ones, which a run has not seen before, after the same rest. The clients are processes of their
+own (`bench serve`), and a first token counts from the moment when its request is sent on an open connection.
 `--wake` is a model whose server sleeps: the time from a request until its first token, the device being free.
 """
 
@@ -28,6 +29,7 @@ from mllm_compile.bench.serving.own_server import OwnServer, served
 
 STREAMS_OF_A_CLIENT = 32
 SLEEP_AFTER = "2s"
+REST_S = 1.0  # as long as a server is idle while the clients of a load start: caches and clocks are cold after it
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -92,6 +94,7 @@ def http_round(server: OwnServer, work: ServeWork) -> Round:
 
 def engine_round(engine: Engine, work: ServeWork) -> Round:
     params = SamplingParams(temperature=0, max_tokens=work.output_tokens, ignore_eos=True, detokenize=False)
+    time.sleep(REST_S)
     begun = time.perf_counter()
     outputs = engine.generate(prompts_of(work, 0), params, progress=False)
     seconds = time.perf_counter() - begun

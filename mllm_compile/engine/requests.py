@@ -139,6 +139,19 @@ class RequestBuilder:
             raise RequestError(f"prompt: expected one text, list of token ids or dict of such, got {brief(prompt)}")
         return self._one(self._prepare([prompt])[0], params, request_id, priority)
 
+    def check(self, prompts: Seq[Prompt], params: SamplingParams) -> list[list[int] | MllmError]:
+        """Token ids of each prompt, or the reason why `build` would refuse it; structured_outputs are not compiled.
+
+        Raises:
+            RequestError: `params` are not what is expected.
+        """
+        self._params_of_each(params, len(prompts))
+        found: list[list[int] | MllmError] = []
+        for prepared in self._prepare(prompts):
+            _, error = self._refusal(prepared, params)
+            found.append(error or prepared.token_ids or [])
+        return found
+
     def build_chat(
         self,
         messages: Seq[Message],
@@ -204,8 +217,7 @@ class RequestBuilder:
                 grammar=grammar,
             )
 
-        phrases, fault_of_words = self._bad_phrases(params)
-        error: MllmError | None = prepared.error or fault_of_words or self._fault(prepared.token_ids or [], params)
+        phrases, error = self._refusal(prepared, params)
         grammar = None
         if error is None and params.structured_outputs is not None:
             try:
@@ -219,6 +231,11 @@ class RequestBuilder:
         if error is not None:
             submission.refuse(error)
         return submission
+
+    def _refusal(self, prepared: _Prepared, params: SamplingParams) -> tuple[Phrases, MllmError | None]:
+        """The tokens of params.bad_words, and the reason why this prompt with these parameters is refused, if it is."""
+        phrases, fault_of_words = self._bad_phrases(params)
+        return phrases, prepared.error or fault_of_words or self._fault(prepared.token_ids or [], params)
 
     def _fault(self, token_ids: list[int], params: SamplingParams) -> RequestError | None:
         """The reason why these token ids with these parameters cannot be served, None when they can."""

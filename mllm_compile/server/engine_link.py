@@ -20,6 +20,7 @@ from mllm_compile.server.wire.messages import Close, Command, Tiding
 
 _MODULE = "mllm_compile.server.backend.process"
 _FRAMES_AT_ONCE = 64
+_COMMANDS_AT_ONCE = 16  # about a step's prompts: the engine begins with them while the next ones are read
 _LONGEST_TMPDIR = 70
 _CLOSE_S = 10.0  # to end a step, and give the memory back
 
@@ -48,6 +49,7 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self.exited = asyncio.Event()
         self._is_over = False
+        self._unsent: list[Command] = []
         self._folder = _socket_folder()
         self._context = zmq.Context()
         try:
@@ -75,9 +77,21 @@ class EngineLink:
         return self._process.poll()
 
     def send(self, command: Command) -> None:
-        """Sends a command; one to a process that has ended is dropped."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._commands.send(messages.encode_command(command), zmq.NOBLOCK)
+        """Sends a command, with those that this round of the event loop has for it: many requests wake it once.
+
+        One to a process that has ended is dropped.
+        """
+        if not self._unsent:
+            self._loop.call_soon(self._send_all)
+        self._unsent.append(command)
+        if len(self._unsent) == _COMMANDS_AT_ONCE:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        commands, self._unsent = self._unsent, []
+        if commands:
+            with contextlib.suppress(zmq.ZMQError):
+                self._commands.send(messages.encode_commands(commands), zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Takes the frames that are there. The descriptor tells of the first one alone, so all are taken."""

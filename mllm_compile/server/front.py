@@ -146,17 +146,26 @@ class Front:
         Raises:
             ApiError: there is no such model, or none will be ready.
         """
-        limits = (self.options.max_queue_s, self.options.request_timeout_s)
-        try:
-            async with asyncio.timeout(min((limit for limit in limits if limit is not None), default=None)):
-                facts = await self.supervisor.ready()
-        except TimeoutError:
-            raise not_ready(f"the engine is not ready: {self.supervisor.stage}", "starting") from None
+        facts = self.supervisor.facts
+        if facts is None or self.supervisor.state != READY:
+            facts = await self._facts_later()
         self.names.check(model)
         return facts
 
+    async def _facts_later(self) -> EngineFacts:
+        limits = (self.options.max_queue_s, self.options.request_timeout_s)
+        try:
+            async with asyncio.timeout(min((limit for limit in limits if limit is not None), default=None)):
+                return await self.supervisor.ready()
+        except TimeoutError:
+            raise not_ready(f"the engine is not ready: {self.supervisor.stage}", "starting") from None
+
+    def starts_at_once(self, request: Request) -> bool:
+        """True if a request waits neither for an engine nor for a thread."""
+        return request.is_quick and self.supervisor.state == READY
+
     async def start(self, request: Request, prefix: str, send: Send, client: str, header_id: str | None) -> Job:
-        """Starts a request.
+        """Starts a request; waits for nothing if `starts_at_once`.
 
         Raises:
             ApiError: it is refused.
@@ -169,13 +178,13 @@ class Front:
         try:
             facts = await self.facts(request.fields.model)
             try:
-                plan: Plan = await self.in_thread(request.plan, facts)
+                plan: Plan = request.plan(facts) if request.is_quick else await self.in_thread(request.plan, facts)
+                if self.supervisor.state != READY:
+                    raise not_ready("the engine is gone. It starts again.", "engine_lost")
+                name = self._name(prefix, request.fields.request_id, header_id)
+                job = self._job(name, request, plan, facts, send, client, headers)
             except MllmError as error:
                 raise of_error(error, request.fields.subject) from None
-            if self.supervisor.state != READY:
-                raise not_ready("the engine is gone. It starts again.", "engine_lost")
-            name = self._name(prefix, request.fields.request_id, header_id)
-            job = self._job(name, request, plan, facts, send, client, headers)
             job.arrived_s = arrived_s
         except BaseException:
             for _ in range(count):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import Request
+from mllm_compile.server.flow.job import Job
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.http import ClientGoneError, Receive, Scope, header, respond_error
@@ -41,35 +42,43 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
 
         try:
             request = kind(await front.bodies.read(receive))
+            starting = front.start(request, kind.prefix, send, client, header(scope, b"x-request-id"))
+            # Most wait for nothing, and need no tasks.
+            job = await (starting if front.starts_at_once(request) else _unless_gone(starting, receive))
         except ClientGoneError:
             return
         except ApiError as error:
             await refuse(error)
             return
-        # From here on there is nothing to receive but the client's leave.
-        gone = asyncio.ensure_future(receive())
-        starting = asyncio.ensure_future(
-            front.start(request, kind.prefix, send, client, header(scope, b"x-request-id"))
-        )
+        this = asyncio.current_task()
+        assert this is not None, "a server runs each request in a task"
+        job.on_left = this.cancel
         try:
-            await asyncio.wait({gone, starting}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                return
-            job = starting.result()
-        except ApiError as error:
-            await refuse(error)
-            return
-        finally:
-            starting.cancel()
-            if starting.cancelled() or not starting.done() or starting.exception() is not None:
-                gone.cancel()
-        job.on_left = gone.cancel
-        try:
-            await gone  # comes also when the response is complete
+            await receive()  # the client's leave; comes also when the response is complete
         except asyncio.CancelledError:
             if not job.has_left:
                 raise
         finally:
+            job.on_left = None
             job.leave()
 
     return endpoint
+
+
+async def _unless_gone(starting: Coroutine[Any, Any, Job], receive: Receive) -> Job:
+    """The job of a request, once it has started.
+
+    Raises:
+        ApiError: it is refused.
+        ClientGoneError: the client has left before.
+    """
+    gone = asyncio.ensure_future(receive())  # the body has come: there is nothing else to receive
+    task = asyncio.ensure_future(starting)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()

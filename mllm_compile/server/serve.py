@@ -98,6 +98,7 @@ async def _serve(front: Front, listener: socket.socket) -> None:
         access_log=False,
         log_level="error",
         server_header=False,
+        proxy_headers=False,  # nothing asks for the client's address
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
     )

@@ -281,33 +281,32 @@ class SamplingParams:
 
 def _number(field: str, value: object, low: float, high: float, *, above_low: bool = False, hint: str = "") -> float:
     """`value` as a float if it is a number in [low, high], or (low, high] with `above_low`."""
+    # Classes that are named here need no look at their bases, which takes longer than all else.
+    if type(value) in (float, int) or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except OverflowError:  # an integer beyond all floats
+            number = math.nan
+        if low <= number <= high and not (above_low and number == low):
+            return number
     expected = "a number"
     if math.isfinite(low):
         expected += f" {'above' if above_low else 'from'} {low:g} {'up to' if above_low else 'to'} {high:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise refused(field, expected, value, hint)
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond all floats
-        raise refused(field, expected, value, hint) from None
-    if math.isnan(number) or not low <= number <= high or (above_low and number == low):
-        raise refused(field, expected, value, hint)
-    return number
+    raise refused(field, expected, value, hint)
 
 
 def _integer(
     field: str, value: object, low: int, high: int | None = None, *, optional: bool = False, hint: str = ""
 ) -> int:
     """`value` as an int if it is an integer (numpy's too, not bool) in [low, high]."""
+    if type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool)):
+        number = int(value)  # type: ignore[call-overload]
+        if low <= number and (high is None or number <= high):
+            return number
     expected = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     if optional:
         expected += " or None"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise refused(field, expected, value, hint)
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        raise refused(field, expected, value, hint)
-    return number
+    raise refused(field, expected, value, hint)
 
 
 def _allowed(value: object) -> tuple[int, ...] | None:

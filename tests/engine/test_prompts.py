@@ -54,6 +54,16 @@ def test_a_dict_that_is_no_prompt_is_refused(engine, prompt, said):
     assert said.replace("\\", "") in engine.generate([prompt, "abc"], params())[0].error
 
 
+def test_a_check_gives_the_ids_or_the_error_that_a_build_would(engine):
+    given = ["abc", {"prompt_token_ids": [1, 2], "cache_salt": "mine"}, "", [VOCAB_SIZE], {"prompt": 5}]
+    checked, built = engine.builder.check(given, params()), engine.builder.build(given, params())
+    assert checked[:2] == [list(b"abc"), [1, 2]] == [one.prompt_token_ids for one in built[:2]]
+    assert [str(error) for error in checked[2:]] == [str(one.failure) for one in built[2:]]
+    assert engine.generate("abc", params())[0].token_ids == expected_tokens(b"abc", 8), "nothing of it is queued"
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        engine.builder.check(["abc"], params(stop_token_ids=[VOCAB_SIZE]))
+
+
 def test_a_text_beyond_any_model_is_refused_before_it_is_tokenized(engine, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "encode", None)
     long = "\N{GRINNING FACE}" * (MAX_CHARACTERS + 1)

@@ -1,8 +1,9 @@
-"""What serving costs: `python -m tests.server.cost` measures CPU time, over a fake device, and prints two figures.
+"""What serving costs: `python -m tests.server.cost` measures CPU time, over a fake device, and prints three figures.
 
-The front's, a chunk: many streams at once through HTTP on this machine, the server's process alone. The engine's
-thread, a step: with the news of every step sent, and without. CPU time, as a machine that is shared says nothing in
-seconds; still the least of several runs.
+The front's, a chunk: many streams at once through HTTP on this machine, the server's process alone. The front's, a
+request of token ids: its connection and an answer of one token included. The engine's thread, a step: with the news of
+every step sent, and without. CPU time, as a machine that is shared says nothing in seconds; still the least of several
+runs.
 """
 
 from __future__ import annotations
@@ -42,18 +43,15 @@ def cpu_of(pid: int) -> np.ndarray:
     return np.array([int(fields[11]), int(fields[12])]) / _TICK
 
 
-async def read_streams(port: int, count: int, tokens: int) -> int:
+async def read_streams(port: int, count: int, tokens: int, path: str, prompt: dict[str, Any]) -> int:
     """Reads so many streams at once; returns how many chunks came."""
-    body = json.dumps(
-        {
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0,
-        }
-    ).encode()  # fmt: skip
+    fields = {"max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = json.dumps(prompt | fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
 
     async def one() -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(head.encode() + body)
         chunks = 0
         while True:
             part = await reader.read(1 << 16)
@@ -65,21 +63,28 @@ async def read_streams(port: int, count: int, tokens: int) -> int:
     return sum(await asyncio.gather(*(one() for _ in range(count))))
 
 
-def front_cost(streams: int, tokens: int, runs: int) -> np.ndarray:
-    """CPU seconds of the front a chunk, the requests' own cost included: its own, the kernel's for it."""
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]})
+IDS = ("/v1/completions", {"prompt": list(range(512))})
+
+
+def front_cost(
+    streams: int, tokens: int, runs: int, request: tuple[str, dict[str, Any]]
+) -> tuple[list[float], list[float]]:
+    """CPU µs of the front a chunk, and a request: its own, the kernel's for it; each with all that is done for both."""
     limits = {
         "max_running_requests": streams, "max_num_batched_tokens": 8192, "max_model_len": 4096,
-        "num_pages": streams * (tokens // 4 + 40),
+        "num_pages": streams * (tokens // 4 + 140),
     }  # fmt: skip
     found = []
     options = {"max_queue": 4 * streams}
     with fake_server(options, {"limits": limits, "delay_s": 0.005, "quick": True}) as server:
-        asyncio.run(read_streams(server.port, 1, 2))
+        asyncio.run(read_streams(server.port, 1, 2, *request))
         for _ in range(runs):
             before = cpu_of(server.process.pid)
-            chunks = asyncio.run(read_streams(server.port, streams, tokens))
-            found.append((cpu_of(server.process.pid) - before) / chunks)
-    return min(found, key=np.sum)
+            chunks = asyncio.run(read_streams(server.port, streams, tokens, *request))
+            found.append(((cpu_of(server.process.pid) - before) * 1e6, chunks))
+    cpu, chunks = min(found, key=lambda run: run[0].sum() / run[1])
+    return (cpu / chunks).tolist(), (cpu / streams).tolist()
 
 
 class _Runner:
@@ -164,8 +169,10 @@ def lines(streams: int, tokens: int, runs: int) -> Iterator[str]:
     plain = min(engine_cost(streams, tokens, False) for _ in range(runs))
     served = min(engine_cost(streams, tokens, True) for _ in range(runs))
     yield f"engine's thread, {streams} requests: {plain * 1e3:.3f} ms a step, served {served * 1e3:.3f} ms"
-    own, kernel = (front_cost(streams, tokens, runs) * 1e6).tolist()
+    (own, kernel), _ = front_cost(streams, tokens, runs, CHAT)
     yield f"front, {streams} streams of {tokens} chunks: {own:.1f} µs of CPU a chunk, {kernel:.1f} µs of the kernel's"
+    _, (own, kernel) = front_cost(streams, 1, runs, IDS)
+    yield f"front, {streams} requests of 512 token ids: {own:.0f} µs of CPU a request, {kernel:.0f} µs of the kernel's"
 
 
 def main() -> None:

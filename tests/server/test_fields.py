@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from mllm_compile.server.api.interfaces import CompletionRequest
 from tests.server.harness import Server, fake_server
 
 CHAT = "/v1/chat/completions"
@@ -210,6 +212,33 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server):
     assert server.post("/detokenize", {"tokens": [10**7]}).error["param"] == "tokens"
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_quick"),
+    [
+        ({"prompt": "def"}, True),
+        ({"prompt": list(range(512))}, True),
+        ({"prompt": "def " * 300}, False),
+        ({"prompt": list(range(9000))}, False),
+        ({"prompt": [5], "bad_words": ["word"] * 200}, False),
+    ],
+)
+def test_only_what_takes_no_time_is_planned_in_the_event_loop(fields, is_quick):
+    assert CompletionRequest(json.dumps(fields).encode()).is_quick is is_quick
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_streamed_chunks_have_the_text_and_the_ids_of_the_whole_answer(server, path):
+    asked = {"max_tokens": 24, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    asked |= {"messages": HELLO} if path == CHAT else {"prompt": "def"}
+    whole = server.post(path, asked).json["choices"][0]
+    chunks = [event["choices"][0] for event in server.post(path, asked | {"stream": True}).events if event]
+    assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == whole["token_ids"]
+    if path == CHAT:
+        assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
+    else:
+        assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+
+
 def test_a_model_without_a_tokenizer_answers_ids_with_ids():
     asked = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
     with fake_server(settings={"has_tokenizer": False}) as server:
@@ -226,5 +255,6 @@ def test_a_model_without_a_tokenizer_answers_ids_with_ids():
     chunks = [event["choices"][0] for event in events if event]
     assert [token for chunk in chunks for token in chunk["token_ids"]] == whole["token_ids"]
     assert len(chunks) == 4  # one a token
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [asked["prompt"], None, None, None]
     assert "token_ids" not in bare
     assert all((answer.status, "no tokenizer" in answer.error["message"]) == (400, True) for answer in refused)

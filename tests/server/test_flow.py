@@ -189,6 +189,21 @@ def test_a_stop_text_ends_a_stream_here_and_tells_the_engine():
     asyncio.run(run())
 
 
+def test_an_end_that_the_engine_has_told_is_not_told_back():
+    async def run() -> None:
+        engine, client = Engine(), Client()
+        job = engine.start(client, row=1)
+        key = job.prompts[0].key
+        engine.step(
+            {1: "a"},
+            StepRest(finished=[(key, 0, "length", None)], ended=[messages.end_of(key, [("length", None)], None)]),
+        )
+        assert client.is_complete
+        assert not any(isinstance(command, Abort) for command in engine.commands)
+
+    asyncio.run(run())
+
+
 def test_a_row_stands_for_the_request_that_has_it_now():
     async def run() -> None:
         engine, first, second = Engine(), Client(), Client()

@@ -74,6 +74,14 @@ def test_too_many_requests_are_refused_at_once_and_told_when_to_come_again(serve
     assert server.figure("mllm:requests_refused_total") >= statuses.count(429)
 
 
+def test_prompts_that_come_together_begin_in_one_step():
+    with fake_server() as server:
+        answer = server.post("/v1/completions", {"prompt": [[5 + i, 6] for i in range(8)], "max_tokens": 1})
+        assert len(answer.json["choices"]) == 8
+        eventually(lambda: server.figure("mllm:steps_total") > 0)
+        assert server.figure("mllm:steps_total") == 1
+
+
 def test_a_list_longer_than_the_queue_is_taken_when_nothing_waits(server):
     answer = server.complete(prompt=["def"] * 9, max_tokens=2)
     assert (answer.status, len(answer.json["choices"])) == (200, 9)

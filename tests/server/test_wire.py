@@ -37,9 +37,9 @@ def test_what_is_rare_travels_with_the_step():
     assert rest.ended[0].error_kind == "DeviceMemoryError"
 
 
-@pytest.mark.parametrize("command", [Submit(1, "r", ints(1, 2), {"n": 2}, -1, "salt"), Abort(3), messages.Close()])
-def test_commands_are_read_as_they_were_written(command):
-    assert messages.decode_command(messages.encode_command(command)) == command
+def test_commands_are_read_as_they_were_written():
+    commands = [Submit(1, "r", ints(1, 2), {"n": 2}, -1, "salt"), Abort(3), messages.Close()]
+    assert messages.decode_commands(messages.encode_commands(commands)) == commands
 
 
 def test_tidings_are_read_as_they_were_written():
@@ -49,7 +49,7 @@ def test_tidings_are_read_as_they_were_written():
 
 def test_what_is_no_message_is_refused():
     with pytest.raises(msgspec.MsgspecError):
-        messages.decode_command(b"\x93\x09\x01\x02")
+        messages.decode_commands(b"\x91\x93\x09\x01\x02")
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,5 @@ def test_what_is_no_message_is_refused():
 )  # fmt: skip
 def test_parameters_are_the_same_at_the_other_end(params):
     sent = Submit(1, "r", b"", messages.params_to_wire(params), 0, None)
-    command = messages.decode_command(messages.encode_command(sent))
+    (command,) = messages.decode_commands(messages.encode_commands([sent]))
     assert messages.params_of_wire(command.params) == params

@@ -28,7 +28,7 @@ class Seen:
     """One request as its client saw it; times are time.perf_counter().
 
     Attributes:
-        started: when it was sent.
+        started: when it was sent, on a connection that was open.
         chunks: when each chunk with text or tokens came.
         output_tokens, prompt_tokens: as the server's usage says.
         error: what went wrong; None: it was answered.
@@ -95,11 +95,18 @@ class Server:
                 f"{self._host}:{self._port}{path}: no answer ({error or type(error).__name__})"
             ) from None
 
-    async def stream(self, path: str, fields: dict[str, Any]) -> Seen:
-        """Runs one streamed request to its end."""
+    async def stream(self, path: str, fields: dict[str, Any], at: float | None = None) -> Seen:
+        """Runs one streamed request to its end.
+
+        Time counts from the moment at which the request is sent: its body is made, and its connection opened, before.
+        These are the client's own work, and clients in use keep their connections.
+
+        Args:
+            at: when it is sent, as time.perf_counter(); None: at once.
+        """
         seen = Seen(time.perf_counter())
         try:
-            status, body = await self._ask("POST", path, json.dumps(fields).encode(), seen)
+            status, body = await self._ask("POST", path, json.dumps(fields).encode(), seen, at)
             seen.ended = time.perf_counter()
             if status != 200:
                 seen.error = f"{status} {bytes(body[:200]).decode(errors='replace')}"
@@ -110,14 +117,21 @@ class Server:
         seen.ended = seen.ended or time.perf_counter()
         return seen
 
-    async def _ask(self, method: str, path: str, body: bytes, seen: Seen | None) -> tuple[int, bytearray]:
+    async def _ask(
+        self, method: str, path: str, body: bytes, seen: Seen | None, at: float | None = None
+    ) -> tuple[int, bytearray]:
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         try:
             head = (
                 f"{method} {self._root}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nconnection: close\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{self._key}\r\n"
             )
-            writer.write(head.encode() + body)
+            data = head.encode() + body
+            if at is not None:
+                await asyncio.sleep(at - time.perf_counter())
+            if seen is not None:
+                seen.started = time.perf_counter()
+            writer.write(data)
             response = _Response()
             parser = httptools.HttpResponseParser(response)
             while not response.is_complete:

@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import uvloop
+
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.serving.client import Seen, Server
 from mllm_compile.process.group import ProcessGroup
 
-_HEAD_START_S = 0.05  # all have read the time to begin by then
+_HEAD_START_S = 0.5  # all have read the time to begin by then, and have their first connections
+_CONNECT_S = 0.4  # so long before its time a request begins to connect
 _END_S = 10.0
 
 Arrival = tuple[float, dict[str, Any]]  # seconds after the begin, the fields of the request
@@ -78,9 +81,10 @@ async def _send(server: Server, path: str, arrivals: Sequence[Arrival], bound: i
     free = asyncio.Semaphore(bound)
 
     async def one(after: float, fields: dict[str, Any]) -> Seen:
-        await asyncio.sleep(begin + after - time.perf_counter())
+        at = begin + after
+        await asyncio.sleep(at - _CONNECT_S - time.perf_counter())
         async with free:
-            return await server.stream(path, fields)
+            return await server.stream(path, fields, at)
 
     return await asyncio.gather(*(one(after, fields) for after, fields in arrivals))
 
@@ -91,7 +95,7 @@ def main() -> None:
     server = Server(url, api_key)
     print(json.dumps("ready"), flush=True)
     begin = json.loads(sys.stdin.readline())
-    print(json.dumps([asdict(seen) for seen in asyncio.run(_send(server, path, arrivals, bound, begin))]), flush=True)
+    print(json.dumps([asdict(seen) for seen in uvloop.run(_send(server, path, arrivals, bound, begin))]), flush=True)
 
 
 if __name__ == "__main__":

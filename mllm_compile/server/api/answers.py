@@ -68,18 +68,20 @@ class OpenAIAnswers:
         self._texts = texts
         self._prompt_texts = prompt_texts
         self._gives_ids = gives_ids
-        # The chunk of a text alone, which nearly all are, is bytes around it.
-        self._is_plain = texts is None and not gives_ids and not usage_in_each
+        # A chunk of text and token ids alone, which nearly all are, is bytes around them.
+        self._is_plain = texts is None and not usage_in_each
+        self._tells_tokens = gives_ids or not self._is_plain  # also those that have no text yet
         self._prefix = f'data: {encode(self._chunk_head).decode()[:-1]},"choices":[{{"index":'
 
     def begin(self, job: Job) -> bytes:
         return b""
 
     def chunk(self, job: Job, choice: Choice) -> bytes:
-        if not (choice.text or choice.finish_reason or (choice.token_ids and not self._is_plain)):
+        if not (choice.text or choice.finish_reason or (choice.token_ids and self._tells_tokens)):
             return b""
         if self._is_plain and choice.finish_reason is None and not self._has_more(choice):
-            data = self._prefix + str(choice.index) + self._plain(choice.text)
+            ids = f',"token_ids":{choice.token_ids}' if self._gives_ids else ""
+            data = self._prefix + str(choice.index) + self._plain(choice.text, ids)
             choice.sent()
             return data.encode()
         entry = {"index": choice.index, **self._news(choice)}
@@ -96,10 +98,10 @@ class OpenAIAnswers:
         return {"token_ids": list(choice.token_ids)} | prompt
 
     def _has_more(self, choice: Choice) -> bool:
-        """True if a chunk has more than the text."""
-        return False
+        """True if a chunk has more than text and token ids: the first one with ids has the prompt's too."""
+        return self._gives_ids and not choice.has_begun
 
-    def _plain(self, text: str) -> str:
+    def _plain(self, text: str, ids: str) -> str:
         """A chunk behind its choice's index."""
         raise NotImplementedError
 
@@ -148,8 +150,8 @@ class ChatAnswers(OpenAIAnswers):
             event(self._chunk_head | {"choices": [{"index": choice.index, **entry}]} | extra) for choice in job.choices
         )
 
-    def _plain(self, text: str) -> str:
-        return f',"delta":{{"content":{encode_basestring(text)}}},"logprobs":null,"finish_reason":null}}]}}\n\n'
+    def _plain(self, text: str, ids: str) -> str:
+        return f',"delta":{{"content":{encode_basestring(text)}}},"logprobs":null,"finish_reason":null{ids}}}]}}\n\n'
 
     def _news(self, choice: Choice) -> dict[str, Any]:
         return {"delta": {"content": choice.text} if choice.text else {}, "logprobs": self._logprobs(choice)}
@@ -177,14 +179,18 @@ class CompletionAnswers(OpenAIAnswers):
         self._echo_of = echo_of
 
     def _has_more(self, choice: Choice) -> bool:
+        return self._is_echo(choice) or super()._has_more(choice)
+
+    def _is_echo(self, choice: Choice) -> bool:
+        """True if a chunk begins with the prompt."""
         return self._echo_of is not None and not choice.has_begun
 
-    def _plain(self, text: str) -> str:
-        return f',"text":{encode_basestring(text)},"logprobs":null,"finish_reason":null}}]}}\n\n'
+    def _plain(self, text: str, ids: str) -> str:
+        return f',"text":{encode_basestring(text)},"logprobs":null,"finish_reason":null{ids}}}]}}\n\n'
 
     def _news(self, choice: Choice) -> dict[str, Any]:
         text, logprobs = choice.text, None
-        is_echo = self._has_more(choice)
+        is_echo = self._is_echo(choice)
         if is_echo:
             text = self._echo(choice) + text
         if self._texts is not None:

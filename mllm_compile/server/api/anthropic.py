@@ -218,6 +218,7 @@ class MessagesRequest:
     prefix = "msg_"
     refusal = staticmethod(refusal)
     num_prompts = 1
+    is_quick = False
 
     def __init__(self, body: bytes) -> None:
         self.fields, self.ignored = read_chat(body)

@@ -88,7 +88,7 @@ class ReadChatAnswers(ChatAnswers):
 
     def chunk(self, job: Job, choice: Choice) -> bytes:
         deltas = [delta for delta in chunk_deltas(choice.events) if self._shows_reasoning or "reasoning" not in delta]
-        if not (deltas or choice.finish_reason or (choice.token_ids and not self._is_plain)):
+        if not (deltas or choice.finish_reason or (choice.token_ids and self._tells_tokens)):
             return b""
         entries: list[dict[str, Any]] = [
             {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas or [{}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,16 +148,15 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
             one["prompt"] = prompt.text
         given.append(one)
     try:
-        # Forms are compiled by the engine's process.
-        submissions = facts.builder.build(given, dataclasses.replace(params, structured_outputs=None))
+        found = facts.builder.check(given, params)
     except MllmError as error:
         raise of_error(error, None) from None
     most = facts.hello.max_model_len
     checked = []
-    for prompt, submission in zip(prompts, submissions, strict=True):
-        if submission.failure is not None:
-            raise of_error(submission.failure, fields.subject)
-        length = len(submission.prompt_token_ids)
+    for prompt, token_ids in zip(prompts, found, strict=True):
+        if isinstance(token_ids, MllmError):
+            raise of_error(token_ids, fields.subject)
+        length = len(token_ids)
         if length >= most:
             raise bad_request(
                 f"the prompt has {length} tokens, but the model's context is {most} tokens, the answer included. "
@@ -166,5 +164,5 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
                 fields.subject,
                 "context_length_exceeded",
             )
-        checked.append(Prompt(submission.prompt_token_ids, prompt.text))
+        checked.append(Prompt(token_ids, prompt.text))
     return checked

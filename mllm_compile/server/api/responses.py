@@ -76,6 +76,7 @@ class ResponsesRequest:
     prefix = "resp_"
     refusal = staticmethod(openai_refusal)
     num_prompts = 1
+    is_quick = False
 
     def __init__(self, body: bytes) -> None:
         self._given, self.ignored = read_fields(ResponseFields, body, _REFUSED)

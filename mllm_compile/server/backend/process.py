@@ -108,7 +108,7 @@ class EngineServer:
             pulse.start()
             forms = FormQueue(
                 lambda command: _submission(engine, command),
-                lambda command, built: self._submit(engine, news, command, built),
+                lambda command, built: self._submit(engine, news, [(command, built)]),
             )
             self._take_commands(engine, news, forms)
             forms.close()
@@ -140,36 +140,44 @@ class EngineServer:
         while engine.is_alive:
             if not self._commands.poll(int(PULSE_S * 1000)):
                 continue
-            command = messages.decode_command(self._commands.recv())
-            if isinstance(command, Submit):
-                self._begin(engine, news, forms, command)
-            elif isinstance(command, Abort):
-                submission = None if forms.drop(command.key) else news.submission_of(command.key)
-                if submission is not None:
-                    engine.core.withdraw([submission])
-            elif isinstance(command, Close):
-                return
+            commands = messages.decode_commands(self._commands.recv())
+            self._begin(engine, news, forms, [command for command in commands if isinstance(command, Submit)])
+            for command in commands:
+                if isinstance(command, Abort):
+                    submission = None if forms.drop(command.key) else news.submission_of(command.key)
+                    if submission is not None:
+                        engine.core.withdraw([submission])
+                elif isinstance(command, Close):
+                    return
 
-    def _begin(self, engine: Engine, news: StepNews, forms: FormQueue, command: Submit) -> None:
-        try:
-            if "structured_outputs" in command.params:
-                forms.add(command)
-                return
-            built: Submission | MllmError = _submission(engine, command)
-        except MllmError as error:
-            built = error
-        self._submit(engine, news, command, built)
+    def _begin(self, engine: Engine, news: StepNews, forms: FormQueue, commands: Sequence[Submit]) -> None:
+        """Begins requests that came together: those without a form are handed to the engine at once, for one step."""
+        begun: list[tuple[Submit, Submission | MllmError]] = []
+        for command in commands:
+            try:
+                if "structured_outputs" in command.params:
+                    forms.add(command)
+                else:
+                    begun.append((command, _submission(engine, command)))
+            except MllmError as error:
+                begun.append((command, error))
+        self._submit(engine, news, begun)
 
-    def _submit(self, engine: Engine, news: StepNews, command: Submit, built: Submission | MllmError) -> None:
-        """Hands a submission to the engine, or tells why there is none."""
-        if isinstance(built, MllmError):
-            self._send(
-                messages.encode_step(b"", b"", messages.StepRest(ended=[messages.end_of(command.key, [], built)]))
-            )
-            return
-        news.take(command.key, built)
-        with suppress(EngineDeadError):  # all are told by Failed
-            engine.core.submit([built])
+    def _submit(self, engine: Engine, news: StepNews, begun: Sequence[tuple[Submit, Submission | MllmError]]) -> None:
+        """Hands submissions to the engine, and tells why one is none."""
+        submissions = []
+        refused = []
+        for command, built in begun:
+            if isinstance(built, MllmError):
+                refused.append(messages.end_of(command.key, [], built))
+            else:
+                news.take(command.key, built)
+                submissions.append(built)
+        if refused:
+            self._send(messages.encode_step(b"", b"", messages.StepRest(ended=refused)))
+        if submissions:
+            with suppress(EngineDeadError):  # all are told by Failed
+                engine.core.submit(submissions)
 
 
 def _submission(engine: Engine, command: Submit) -> Submission:

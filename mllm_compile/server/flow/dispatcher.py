@@ -136,13 +136,16 @@ class Dispatcher:
                 self._runs[key][1].choices[index].will_end(reason, stop_reason)
 
     def _end_rest(self, rest: StepRest) -> None:
+        runs = self._runs
+        # First, as what the engine has ended needs no Abort.
+        ended = {end.key: runs.pop(end.key) for end in rest.ended if end.key in runs}
         for key, index, reason, stop_reason in rest.finished:
-            if key in self._runs:
-                job, prompt = self._runs[key]
-                self._end(job, prompt.choices[index], reason, stop_reason)
+            run = ended.get(key) or runs.get(key)
+            if run is not None:
+                self._end(run[0], run[1].choices[index], reason, stop_reason)
         for end in rest.ended:
-            if end.key in self._runs:
-                self._end_run(*self._runs.pop(end.key), end)
+            if end.key in ended:
+                self._end_run(*ended[end.key], end)
 
     def _end_run(self, job: Job, prompt: PromptRun, end: End) -> None:
         self._no_longer_waits(prompt)

@@ -1,8 +1,8 @@
 """The messages between the front and the engine's process, and their bytes.
 
-Each is one frame. Commands (front to engine) and tidings (engine to front) are msgpack. A step is the exception, as
-there are hundreds a second: rows of the running requests and their new tokens as raw int32, and msgpack only of what is
-rare (who was admitted to which row, who has ended, log-probabilities). Nothing here is pickled.
+Commands (front to engine) that come together are one frame, each tiding (engine to front) is one, both msgpack. A step
+is the exception, as there are hundreds a second: rows of the running requests and their new tokens as raw int32, and
+msgpack only of what is rare (who was admitted to which row, who has ended, log-probabilities). Nothing is pickled.
 
 A request's row stands for it from the step that admits it to another row, or ends it.
 """
@@ -132,16 +132,16 @@ _TIDING = b"T"
 _COUNT = struct.Struct("<xxxi")  # behind the kind: the arrays are aligned
 
 _encoder = msgspec.msgpack.Encoder()
-_commands = msgspec.msgpack.Decoder(Command)
+_commands = msgspec.msgpack.Decoder(list[Command])
 _tidings = msgspec.msgpack.Decoder(Tiding)
 _rests = msgspec.msgpack.Decoder(StepRest)
 
 
-def encode_command(command: Command) -> bytes:
-    return _encoder.encode(command)
+def encode_commands(commands: Sequence[Command]) -> bytes:
+    return _encoder.encode(commands)
 
 
-def decode_command(frame: bytes) -> Command:
+def decode_commands(frame: bytes) -> list[Command]:
     return _commands.decode(frame)
 
 
