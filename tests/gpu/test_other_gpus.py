@@ -85,7 +85,8 @@ def experts(hidden: int, ffn: int, _: int) -> list[torch.Tensor]:
             order, blocks = torch.ops.mllm.order_experts(ids, slots, 8, block, rows_at_once(most, 2))
         how = (2, False)
         h = torch.ops.mllm.grouped_linear(random(tokens, hidden), order, blocks, up, None, *how, True, True, block)
-        made += [weights, ids, torch.ops.mllm.grouped_linear(h, order, blocks, down, None, *how, False, False, block)]
+        rows = torch.ops.mllm.grouped_linear(h, order, blocks, down, None, *how, False, False, block)
+        made += [weights, ids, rows, torch.ops.mllm.sum_experts(rows, weights)]
     return made
 
 

@@ -21,6 +21,7 @@ _ROW_BYTES = 128  # of a stage: 64 columns
 _BLOCK_BYTES = 227 << 10
 _OTHER_BYTES = 1024 + 256  # what the ring's alignment may cost, and barriers
 _NUM_THREADS = 384
+_TILE_COST = 40  # of beginning and ending a tile, in rows, as in gated_linear/kernel.py
 _SHARE = 2  # blocks of a cluster, which read x once
 
 
@@ -60,10 +61,10 @@ class ExpertTilesKernel(CudaKernel):
     def tile_rows(self) -> int:
         """Rows of the weight in a tile: the more, the less is read again; but a cluster's last tiles may be idle."""
 
-        def computed(tile_rows: int) -> int:
-            return math.ceil(self.rows / tile_rows / _SHARE) * tile_rows * _SHARE
+        def cost(tile_rows: int) -> int:
+            return math.ceil(self.rows / tile_rows / _SHARE) * (tile_rows + _TILE_COST)
 
-        return min(_TILE_ROWS, key=computed)  # the first, the largest, of equal ones
+        return min(_TILE_ROWS, key=cost)
 
     @cached_property
     def stages(self) -> int:

@@ -202,14 +202,16 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
       }
       const int units = tile.units(), half = (units + 1) / 2, first_unit = group * half, own = group ? units - half : half;
       int places[GROUP_UNITS][2];
+      auto find_places = [&] {
 #pragma unroll
-      for (int m = 0; m < GROUP_UNITS; m++)
+        for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h, place_of_row = tile.block * BLOCK + row;
-          const bool is_row = m < own && row < tile.rows;
-          places[m][h] = !is_row ? -1 : GATED ? place_of_row : order[place_of_row];
-        }
+          for (int h = 0; h < 2; h++) {
+            const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h, place = tile.block * BLOCK + row;
+            places[m][h] = m >= own || row >= tile.rows ? -1 : GATED ? place : order[place];
+          }
+      };
+      if (!GATED) find_places();  // they come while it multiplies; a gated linear's have no registers meanwhile
       float sums[GROUP_UNITS][SUMS];
 #pragma unroll
       for (int m = 0; m < GROUP_UNITS; m++)
@@ -221,6 +223,7 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
         multiply<1>(sums, ring, full, empty_of_one, place, first_unit, lane);
       else
         multiply<0>(sums, ring, full, empty_of_one, place, first_unit, lane);
+      if (GATED) find_places();
       finish(sums, out, places, tile.row_tile * TILE_OUTPUTS + lane % 4 * 8);
     }
   }

@@ -74,3 +74,25 @@ def test_a_lane_has_eight_neighbours_of_what_is_spread():
         for lane in range(4):
             neighbours = 8 * first + 8 * lane + torch.arange(8)
             assert of_lane[lane].tolist() == [neighbours.tolist(), (128 + neighbours).tolist()]
+
+
+def rows_of_box(axes: tensor_maps.Axes, starts: tuple[int, ...]) -> torch.Tensor:
+    """The rows of 128 bytes that a copy brings, in their order in shared memory."""
+    rows = torch.zeros(1, dtype=torch.long)
+    for axis, start in zip(axes, starts, strict=True):
+        rows = ((start + torch.arange(axis.box))[:, None] * (axis.stride // 128) + rows).flatten()
+    return rows
+
+
+def test_a_lane_has_eight_neighbours_of_an_experts_rows():
+    """Of both copies that begin at 32 outputs of the second of three experts."""
+    weights = torch.zeros(3, 256, 64, dtype=torch.bfloat16)
+    _, *halves = tensor_maps.expert_halves(weights)
+    _, *plain = tensor_maps.expert_rows(weights)
+    first = 256 + 32
+    gates_and_ups = rows_of_box(halves, (0, first // 8, 0, 0)).view(4, 2, 4, 2).permute(2, 1, 0, 3).reshape(4, 2, 8)
+    rows = rows_of_box(plain, (0, 0, 0, first // 32)).view(2, 4, 4, 2).permute(2, 0, 1, 3).reshape(4, 2, 8)
+    for lane in range(4):
+        neighbours = first + 8 * lane + torch.arange(8)
+        assert gates_and_ups[lane].tolist() == [neighbours.tolist(), (128 + neighbours).tolist()]
+        assert rows[lane].tolist() == [neighbours.tolist(), (32 + neighbours).tolist()]
