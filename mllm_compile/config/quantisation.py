@@ -119,7 +119,8 @@ class _Section:
 
     def gptq(self) -> Scheme:
         bits = self._expect("bits", 4, 8)
-        version = self._expect("checkpoint_format", None, "gptq", "gptq_v2")
+        key = "format" if self._values.get("checkpoint_format") is None else "checkpoint_format"
+        version = self._expect(key, None, "gptq", "gptq_v2")
         if self._values.get("is_marlin_format"):
             raise self._refused("is_marlin_format: true", "weights are laid out for one kernel")
         group = self._int(self._values, "group_size", -1)
@@ -133,8 +134,8 @@ class _Section:
 
     def awq(self) -> Scheme:
         self._expect("bits", 4)
-        version = self._values.get("version")
-        if str(version or "gemm").lower() != "gemm":
+        version = self._values.get("version") or self._values.get("format") or "gemm"
+        if str(version).lower() != "gemm":
             raise self._refused(f"version: {shown(version)}", "expected gemm")
         group = self._int(self._values, "group_size", 128)
         return Scheme(f"awq in 4 bits, {_groups(group)}", ("awq",), Settings(bits=(4,), groups=(group,)))
