@@ -33,7 +33,7 @@ class CheckpointTensors:
     unused: tuple[str, ...] = ()
 
     def line(self, dtype: torch.dtype) -> str | None:
-        """What becomes of the quantised weights; None where there are none."""
+        """The line on what becomes of the quantised weights; None where there are none."""
         blocks = [block for tensor in self.planned.values() for block in tensor.blocks]
         formats = [block.quantised.format for block in blocks if block.quantised]
         file_bytes = sum(tensor.num_bytes for tensor in self.stored.values())

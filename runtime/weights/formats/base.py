@@ -1,4 +1,4 @@
-"""What a format of quantised weights is: which tensors hold one weight, its shape, and its rows as plain numbers.
+"""Defines a format of quantised weights: the tensors that hold one weight, its shape, its rows as plain numbers.
 
 Shapes: N outputs, K inputs of a linear, G groups of inputs that share a scale. All of it is plain torch on whatever
 device the tensors are on, without a look at their values: a place that points nowhere becomes NaN, which the loader

@@ -23,7 +23,7 @@ from mllm_compile.runtime.weights.formats.settings import Settings
 
 
 class BlockFloat8(Format):
-    """As Transformers' `fp8`: blocks of [128, 128], or one scale; experts one by one, or stacked [E, N, K]."""
+    """Transformers' `fp8`: blocks of [128, 128], or one scale; experts one by one, or stacked [E, N, K]."""
 
     name = "fp8"
     plain = ""
@@ -66,7 +66,7 @@ class BlockFloat8(Format):
 
 
 class CompressedFloat8(BlockFloat8):
-    """As compressed-tensors' `float-quantized`, which computes in the scales' type."""
+    """compressed-tensors' `float-quantized`, which computes in the scales' type."""
 
     name = "compressed-tensors fp8"
     plain = ".weight"
@@ -76,7 +76,7 @@ class CompressedFloat8(BlockFloat8):
 
 
 class ModelOptFloat8(BlockFloat8):
-    """As ModelOpt's `FP8` and `FP8_PER_CHANNEL_PER_TOKEN`."""
+    """ModelOpt's `FP8` and `FP8_PER_CHANNEL_PER_TOKEN`."""
 
     name = "modelopt fp8"
     plain = ".weight"

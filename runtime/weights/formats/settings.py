@@ -1,4 +1,4 @@
-"""What a checkpoint's config says about its quantised weights, beside the tensors themselves. Imports no torch."""
+"""The sizes of quantised weights that a checkpoint's config names beside the tensors themselves. Imports no torch."""
 
 from __future__ import annotations
 
