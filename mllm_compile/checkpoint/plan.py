@@ -8,18 +8,17 @@ reads them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from mllm_compile.checkpoint.keys import to_model_keys
 from mllm_compile.checkpoint.planned_tensor import Block, PlannedTensor
+from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError
 from mllm_compile.passes.base import PackedPart
 from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec
-from mllm_compile.runtime.weights.safetensors_header import read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,24 +61,24 @@ def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, Plann
 def _part(member: PackedPart, block: Block) -> WeightPart:
     first_row = block.starts[0] if block.starts else 0
     inner = block.starts[1:] if any(block.starts[1:]) or block.steps else ()
-    return WeightPart(block.tensor, block.file, member.start + first_row, block.source_shape, block.steps, inner)
+    start = member.start + first_row
+    return WeightPart(block.tensor, block.file, start, block.source_shape, block.steps, inner, block.quantised)
 
 
-def read_checkpoint(folder: Path, files: Iterable[str], model: PreTrainedModel) -> dict[str, PlannedTensor]:
-    """Reads the headers of all `files` and says for each key of the model what fills it.
+def read_checkpoint(tensors: CheckpointTensors, model: PreTrainedModel) -> dict[str, PlannedTensor]:
+    """Says for each key of the model what fills it.
 
     Raises:
-        CheckpointError: a file is corrupt, a tensor stands in two files, is unexpected, quantised or missing.
+        CheckpointError: a tensor is unexpected, quantised without its scales, or missing.
         UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
-    found, dtypes = _read_headers(folder, files)
-    table = to_model_keys(found, model)
+    table = to_model_keys(tensors.planned, model)
     _account(table, model)
-    _check_dtypes(table, dtypes, model)
+    _check_dtypes(table, tensors, model)
     return table
 
 
-def untie_stored_apart(folder: Path, files: Iterable[str], model: PreTrainedModel) -> None:
+def untie_stored_apart(tensors: CheckpointTensors, model: PreTrainedModel) -> None:
     """Gives each tensor of a tie that the checkpoint holds under a name of its own a parameter of its own.
 
     Transformers ties them where their values are the same, and does not where they differ. Their values are not looked
@@ -92,7 +91,7 @@ def untie_stored_apart(folder: Path, files: Iterable[str], model: PreTrainedMode
     ties = [names for names in _names_of_each(model) if len(names) > 1]
     if not ties:
         return
-    given = to_model_keys(_read_headers(folder, files)[0], model).keys()
+    given = to_model_keys(tensors.planned, model).keys()
     for names in ties:
         for name in [name for name in names if name in given][1:]:
             owner, _, own_name = name.rpartition(".")
@@ -100,30 +99,18 @@ def untie_stored_apart(folder: Path, files: Iterable[str], model: PreTrainedMode
             setattr(model.get_submodule(owner), own_name, own)
 
 
-def _read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, PlannedTensor], dict[str, torch.dtype]]:
-    """The checkpoint's tensors and their dtypes, by name."""
-    found: dict[str, PlannedTensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for file in files:
-        for name, entry in read_header(folder / file).tensors.items():
-            if name in found:
-                other = found[name].blocks[0].file
-                raise CheckpointError(f"tensor {name!r} is in {other} and in {file}: which one is meant?")
-            found[name] = PlannedTensor.of_file(name, file, entry.shape)
-            dtypes[name] = entry.dtype
-    return found, dtypes
-
-
-def _check_dtypes(table: dict[str, PlannedTensor], dtypes: dict[str, torch.dtype], model: PreTrainedModel) -> None:
-    """Refuses a weight in 8 bits or integers: its scales are not applied here."""
+def _check_dtypes(table: dict[str, PlannedTensor], tensors: CheckpointTensors, model: PreTrainedModel) -> None:
+    """Refuses a weight in 8 bits or integers that nothing says the scales of."""
     state = model.state_dict(keep_vars=True)
     for key, planned in table.items():
         for block in planned.blocks:
-            dtype = dtypes[block.tensor]
-            if state[key].is_floating_point() and (not dtype.is_floating_point or dtype.itemsize < 2):
+            dtype = tensors.stored[block.tensor].dtype
+            is_small = not dtype.is_floating_point or dtype.itemsize < 2
+            if block.quantised is None and state[key].is_floating_point() and is_small:
                 raise CheckpointError(
                     f"{block.file}: {block.tensor!r} is {str(dtype).removeprefix('torch.')}, as quantised weights are; "
-                    "expected float32, float16 or bfloat16. Take the model's checkpoint that is not quantised."
+                    "expected float32, float16 or bfloat16, or a config.json whose quantization_config says how such "
+                    "weights are stored. Take the model's checkpoint that is not quantised."
                 )
 
 

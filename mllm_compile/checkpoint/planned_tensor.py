@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mllm_compile.runtime.weights.formats.base import Quantised
 from mllm_compile.runtime.weights.loader import ViewStep, view_shape
 
 
@@ -23,9 +24,10 @@ class Block:
 
     Attributes:
         tensor, file: the tensor's name and its file.
-        source_shape: its shape in the file.
+        source_shape: its shape in the file; of a quantised weight its own.
         steps: views to take of it, in order.
         starts: where the box begins, in each dimension of the planned tensor.
+        quantised: how a quantised weight is stored.
     """
 
     tensor: str
@@ -33,6 +35,7 @@ class Block:
     source_shape: tuple[int, ...]
     steps: tuple[ViewStep, ...]
     starts: tuple[int, ...]
+    quantised: Quantised | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,9 +53,11 @@ class PlannedTensor:
         self.blocks = blocks
 
     @classmethod
-    def of_file(cls, tensor: str, file: str, shape: tuple[int, ...]) -> PlannedTensor:
-        """A tensor as it is in a file."""
-        return cls(shape, (Block(tensor, file, shape, (), (0,) * len(shape)),))
+    def of_file(
+        cls, tensor: str, file: str, shape: tuple[int, ...], quantised: Quantised | None = None
+    ) -> PlannedTensor:
+        """A tensor as it is in a file, or a weight that is computed from it and others."""
+        return cls(shape, (Block(tensor, file, shape, (), (0,) * len(shape), quantised),))
 
     @classmethod
     def __torch_function__(

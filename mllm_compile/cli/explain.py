@@ -29,12 +29,14 @@ class _Explained:
         folder: where the runtime is or would be.
         problem: why it cannot be served from; None: it can.
         changes: since the nearest runtime of the model; None where there is none.
+        weights: what becomes of quantised weights; None where they are plain, or a runtime's own.
     """
 
     folder: Path
     factors: Mapping[str, str]
     problem: str | None
     changes: Sequence[Change] | None = None
+    weights: str | None = None
 
 
 def explain_command(
@@ -52,6 +54,8 @@ def explain_command(
     from mllm_compile.cli.key_text import print_changes, print_key, print_patches
 
     print(f"not compiled: {explained.problem}" if explained.problem else f"compiled: {explained.folder}")
+    if explained.weights:
+        print(explained.weights)
     if explained.changes:
         print_changes(sys.stdout, explained.changes, verbose)
     print_key(sys.stdout, explained.factors, verbose)
@@ -66,7 +70,20 @@ def _of_config(config: EngineConfig, model: str) -> _Explained:
     target = find_target(config)
     changes = nearest_changes(target.factors, target.config.cache.dir)
     problem = _problem(target, model, is_known=changes is not None)
-    return _Explained(target.folder, target.factors, problem, None if problem is None else changes)
+    return _Explained(
+        target.folder, target.factors, problem, None if problem is None else changes, _dequantised(target)
+    )
+
+
+def _dequantised(target: Target) -> str | None:
+    if target.model.scheme is None:
+        return None
+    import torch
+
+    from mllm_compile.checkpoint.quantised import read_tensors
+
+    tensors = read_tensors(target.model.path, target.model.weight_names, target.model.scheme)
+    return tensors.line(getattr(torch, target.config.model.dtype))
 
 
 def _of_runtime(folder: Path) -> _Explained:
@@ -112,5 +129,6 @@ def _as_json(explained: _Explained) -> dict[str, object]:
         "folder": str(explained.folder),
         "key": key_of(explained.factors),
         "factors": dict(explained.factors),
+        "weights": explained.weights,
         "changed": None if explained.changes is None else [asdict(change) for change in explained.changes],
     }

@@ -121,7 +121,7 @@ def _fill(
         (scratch / GRAPHS).mkdir()
         lowered = lower(config, hf_model, scratch / GRAPHS, timeline)
         with timeline.stage("plan weights"):
-            constants, weights = plan_lowered_weights(config, model, lowered)
+            constants, weights = plan_lowered_weights(config, model, lowered, timeline)
             files = target.weights
         if options.pack_weights:
             weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)

@@ -68,6 +68,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
         from mllm_compile.checkpoint.plan import untie_stored_apart
+        from mllm_compile.checkpoint.quantised import read_tensors
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.hold_rope import check_rope_limit
         from mllm_compile.model.late_imports import import_modeling_code
@@ -78,7 +79,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
         check_rope_limit(model, hf_model.model.config)
         if config.model.load_format != "dummy":
-            untie_stored_apart(model.path, model.weight_names, hf_model.model)
+            untie_stored_apart(read_tensors(model.path, model.weight_names, model.scheme), hf_model.model)
     return hf_model
 
 
@@ -180,7 +181,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
 
 
 def plan_lowered_weights(
-    config: ResolvedConfig, model: ModelFolder, lowered: Lowered
+    config: ResolvedConfig, model: ModelFolder, lowered: Lowered, reporter: Reporter
 ) -> tuple[dict[str, torch.Tensor], tuple[WeightSpec, ...]]:
     """The program's constants by name, and where each of its weights comes from.
 
@@ -188,11 +189,18 @@ def plan_lowered_weights(
         CheckpointError: the checkpoint does not hold what the model needs.
     """
     from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
+    from mllm_compile.checkpoint.quantised import read_tensors
     from mllm_compile.compiler.program_builder import weight_shapes
 
     table: Any = None
     if config.model.load_format != "dummy":
-        table = read_checkpoint(model.path, model.weight_names, lowered.hf_model.model)
+        tensors = read_tensors(model.path, model.weight_names, model.scheme)
+        table = read_checkpoint(tensors, lowered.hf_model.model)
+        if unused := tensors.unused:
+            reporter.announce(
+                f"{len(unused)} scales of the checkpoint, such as {unused[0]!r}, are not applied: activations and the "
+                "KV cache are not quantised by them"
+            )
     needed = set(lowered.program.weights)
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
     shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}

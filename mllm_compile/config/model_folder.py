@@ -1,4 +1,4 @@
-"""Resolves `model.path` to a local folder whose files can be served: config.json, weights, no quantisation.
+"""Resolves `model.path` to a local folder whose files can be served: config.json, weights, how they are stored.
 
 Hub ids are fetched with huggingface_hub. config.json is read as plain JSON; the tracer interprets it.
 Transformers is imported only by `check_remote_code`, for the few folders that bring Python code.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.config.names import is_hub_id, nearest_path
+from mllm_compile.config.quantisation import Scheme, read_scheme
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
@@ -41,11 +42,13 @@ class ModelFolder:
         path: absolute; for a hub id a snapshot in huggingface_hub's cache.
         config: config.json as it stands.
         weight_files: absolute paths of the safetensors files, sorted; empty for dummy weights.
+        scheme: how its weights may be quantised; None for plain and for dummy weights.
     """
 
     path: Path
     config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
+    scheme: Scheme | None = None
 
     @property
     def weight_names(self) -> list[str]:
@@ -78,15 +81,17 @@ def open_model_folder(model: ModelConfig) -> ModelFolder:
 
     Raises:
         ModelNotFoundError: no such folder, no such repository, a hub that cannot be reached, no config.json.
-        CheckpointError: no weights, a missing shard, a format other than safetensors, a quantised checkpoint.
+        CheckpointError: no weights, a missing shard, a format other than safetensors, quantised weights of a kind that
+            is not read.
         UnsupportedModelError: more layers than any model has.
     """
     with_weights = model.load_format != "dummy"
     path = locate_model_folder(model)
     config = _read_config(path)
-    _refuse_quantised(path, config)
     _refuse_endless(path, config)
-    return ModelFolder(path, config, _find_weight_files(path) if with_weights else ())
+    if not with_weights:
+        return ModelFolder(path, config, ())
+    return ModelFolder(path, config, _find_weight_files(path), read_scheme(path, config))
 
 
 def locate_model_folder(model: ModelConfig) -> Path:
@@ -219,24 +224,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"the folder that `save_pretrained` or `hf download` wrote."
         )
     return config
-
-
-def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
-    nested = config.get("text_config")
-    for section in (config, nested if isinstance(nested, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if section.get(key):
-                details = section[key] if isinstance(section[key], dict) else {}
-                method = details.get("quant_method") or details.get("quant_algo") or "unnamed"
-                raise CheckpointError(
-                    f"{folder}: the checkpoint is quantised ({key}: {method}), which is not supported yet. Set "
-                    f"model.path to the float16, bfloat16 or float32 original."
-                )
-    if (folder / "hf_quant_config.json").exists():
-        raise CheckpointError(
-            f"{folder}: the checkpoint is quantised (hf_quant_config.json), which is not supported yet. Set "
-            f"model.path to the float16, bfloat16 or float32 original."
-        )
 
 
 def _find_weight_files(folder: Path) -> tuple[Path, ...]:

@@ -78,7 +78,7 @@ def change_text(change: Change) -> str:
 
 # Groups in the order in which people ask for them; a factor of no group is in the last one.
 _GROUPS = {
-    "model": ("model config", "model code", "text", "weights", PACKED_WEIGHTS),
+    "model": ("model config", "model code", "text", "weights", "quantisation", PACKED_WEIGHTS),
     "config": ("dtype", "backend", "attention", "max traced tokens"),
     "machine": MACHINE_FACTORS,
     "compiler": ("format", "transformers", "passes", "sources"),

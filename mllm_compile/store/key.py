@@ -101,12 +101,21 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "transformers": _version("transformers"),
         **_text_factors(config, model),
         "weights": weights.fingerprint(),
+        "quantisation": _quantisation(config, model),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
         "expert stats": "on" if config.runtime.expert_stats else "off",
         "attention": _attention(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
+
+
+def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:
+    """How quantised weights are read: the scheme, its settings, and what becomes of them."""
+    if model.scheme is None:
+        return "none"
+    settings = _hash(repr(model.scheme).encode())[:8]
+    return f"{model.scheme.name.replace(', ', '; ')}, dequantised to {config.model.dtype}, settings {settings}"
 
 
 def _text_factors(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:

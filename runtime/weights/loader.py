@@ -17,8 +17,10 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_header
-from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
+from mllm_compile.runtime.weights.formats.base import VALUES, Quantised
+from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised
+from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
+from mllm_compile.runtime.weights.stream import Source, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
@@ -41,6 +43,8 @@ class WeightPart:
         shape: the tensor's own shape.
         steps: views to take of the tensor, in order, before it is copied.
         inner_starts: where the box begins in dimensions 1, 2, …; empty for all of each.
+        quantised: the tensors that the weight is computed from, `tensor` the one of its values; `shape` is what they
+            make. None: it is stored as it is.
     """
 
     tensor: str
@@ -49,6 +53,7 @@ class WeightPart:
     shape: tuple[int, ...]
     steps: tuple[ViewStep, ...] = ()
     inner_starts: tuple[int, ...] = ()
+    quantised: Quantised | None = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,29 @@ class WeightSpec:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def num_bytes_read(self) -> int:
+        """The bytes of files that fill it, other dtypes left aside."""
+        return sum(
+            part.quantised.num_bytes if part.quantised else math.prod(part.shape) * self.dtype.itemsize
+            for part in self.parts
+        )
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        return _jsonable(asdict(self))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WeightSpec:
         """Raises ValueError for anything that to_json would not have written."""
         return from_json(cls, data)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_jsonable(item) for item in value]
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:
@@ -94,6 +115,7 @@ _VIEWS: dict[str, Callable[..., torch.Tensor]] = {
     "squeeze": torch.squeeze,
     "unsqueeze": torch.unsqueeze,
 }
+_INVERSE = {"transpose": "transpose", "unsqueeze": "squeeze"}
 
 
 def view_shape(shape: tuple[int, ...], steps: Iterable[ViewStep]) -> tuple[int, ...]:
@@ -124,24 +146,62 @@ def load_weights(
         CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
         DamagedWeightsError: packed weights are not those that were packed.
     """
-    headers = {
-        file: read_header(folder / file) for file in sorted({part.file for spec in specs for part in spec.parts})
-    }
+    parts = [part for spec in specs for part in spec.parts]
+    headers = {file: read_header(folder / file) for file in sorted({file for part in parts for file in _files(part)})}
     stream_tensors(
-        [
-            TensorRead(
-                folder / part.file,
-                _entry(folder / part.file, headers[part.file], part),
-                place_of(weights[spec.name], part),
-                partial(viewed, steps=part.steps) if part.steps else None,
-            )
-            for spec in specs
-            for part in spec.parts
-        ],
+        [_read(part, place_of(weights[spec.name], part), folder, headers) for spec in specs for part in spec.parts],
         advance,
     )
     _check_sums(specs, weights, folder)
     _check_finite(specs, weights, folder)
+
+
+def _files(part: WeightPart) -> set[str]:
+    return {part.file} | ({tensor.file for tensor in part.quantised.tensors.values()} if part.quantised else set())
+
+
+def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
+    view = partial(viewed, steps=part.steps) if part.steps else None
+    if part.quantised is None:
+        entry = _entry(folder, headers, part.file, part.tensor, part.shape)
+        return TensorRead(folder / part.file, entry, place, view)
+    quantised = part.quantised
+    first, *others = (
+        Source(folder / one.file, _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
+        for one in quantised.tensors.values()
+    )
+    _check_details(quantised, folder, headers)
+    if (unviewed := _unviewed(place, part.steps)) is not None:
+        place, view = unviewed, None
+
+    def fill(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        fill_dequantised(place, quantised, part.shape, view, tensors)
+
+    return TensorRead(first.path, first.entry, place, fill=fill, others=others)
+
+
+def _unviewed(place: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor | None:
+    """The place as a tensor is before the views of `steps`, to be filled straight; None where there is no such view."""
+    for name, *args in reversed(steps):
+        if name not in _INVERSE:
+            return None
+        place = _VIEWS[_INVERSE[name]](place, *args)
+    return place
+
+
+def _check_details(quantised: Quantised, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> None:
+    """Refuses numbers within small tensors that are others than those that were compiled for."""
+    now = FORMATS[quantised.format].details(
+        quantised.tensors,
+        lambda one: read_bytes(folder / one.file, headers[one.file].tensors[one.name]),
+    )
+    for name, value in now.items():
+        if quantised.numbers.get(name) != value:
+            one = quantised.tensors[VALUES]
+            raise CheckpointError(
+                f"{folder / one.file}: {one.name!r}: expected {name} to be {quantised.numbers.get(name)}, found "
+                f"{value}. The checkpoint has changed since the model was compiled; compile it again."
+            )
 
 
 def _check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -182,12 +242,23 @@ def _check_sums(specs: Iterable[WeightSpec], weights: Mapping[str, torch.Tensor]
             )
 
 
-def _entry(path: Path, header: SafetensorsHeader, part: WeightPart) -> TensorEntry:
-    entry = header.tensors.get(part.tensor)
-    if entry is None or entry.shape != part.shape:
+def _entry(
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+    file: str,
+    tensor: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+) -> TensorEntry:
+    """The tensor's place in its file; `dtype` is None where any is converted."""
+    entry = headers[file].tensors.get(tensor)
+    if entry is None or entry.shape != shape or dtype not in (None, entry.dtype):
         found = "no such tensor" if entry is None else f"shape {list(entry.shape)}"
+        if entry is not None and entry.shape == shape:
+            found = str(entry.dtype).removeprefix("torch.")
         raise CheckpointError(
-            f"{path}: expected tensor {part.tensor!r} of shape {list(part.shape)}, found {found}. The checkpoint "
+            f"{folder / file}: expected tensor {tensor!r} of shape {list(shape)}"
+            f"{'' if dtype is None else ' in ' + str(dtype).removeprefix('torch.')}, found {found}. The checkpoint "
             "has changed since the model was compiled; compile it again."
         )
     return entry

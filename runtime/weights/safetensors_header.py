@@ -33,6 +33,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -82,6 +83,20 @@ def read_header(path: Path) -> SafetensorsHeader:
         if name != "__metadata__"
     }
     return SafetensorsHeader(tensors, raw, file_bytes)
+
+
+def read_bytes(path: Path, entry: TensorEntry) -> bytes:
+    """The bytes of one small tensor.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with open(open_regular(path), "rb") as file:
+            file.seek(entry.begin)
+            return file.read(entry.end - entry.begin)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:

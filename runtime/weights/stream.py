@@ -2,7 +2,8 @@
 
 On CUDA a reader copies a chunk from the page cache into one of its pinned buffers and goes on with the other while the
 copy engine takes it to the device, on a stream of its own. On a CPU a reader reads straight into the tensor. A tensor
-that needs another dtype, or does not lie in one stretch, is copied as it is and converted on the device.
+that needs another dtype, or does not lie in one stretch, is copied as it is and converted on the device. So are several
+that one weight is computed from: they are read one after the other, wherever they lie.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +29,18 @@ _BUFFERS_PER_READER = 2
 _CHUNK_BYTES = 8 << 20
 
 View = Callable[[torch.Tensor], torch.Tensor]
+Fill = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+
+
+class Source(NamedTuple):
+    """A tensor of a safetensors file: its bytes, dtype and shape there."""
+
+    path: Path
+    entry: TensorEntry
+
+    @property
+    def num_bytes(self) -> int:
+        return self.entry.end - self.entry.begin
 
 
 @dataclass
@@ -38,40 +52,59 @@ class TensorRead:
         entry: its bytes, dtype and shape there.
         place: the tensor to fill; any strides, any dtype.
         view: makes the tensor of the file the shape of `place`; None where it has it.
+        fill: computes the place, from the tensor and `others`; None where the tensor is copied into it.
+        others: further tensors, for `fill`.
     """
 
     path: Path
     entry: TensorEntry
     place: torch.Tensor
     view: View | None = None
-    _landing: torch.Tensor | None = field(default=None, init=False)
+    fill: Fill | None = None
+    others: Sequence[Source] = ()
+    _landings: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     _missing_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._missing_bytes = self.entry.end - self.entry.begin
+        self._missing_bytes = sum(source.num_bytes for source in self.sources)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (Source(self.path, self.entry), *self.others)
 
     @property
     def is_direct(self) -> bool:
         """True if the file's bytes are the bytes of the place."""
-        return self.view is None and self.place.is_contiguous() and self.place.dtype == self.entry.dtype
+        is_copied = self.view is None and self.fill is None
+        return is_copied and self.place.is_contiguous() and self.place.dtype == self.entry.dtype
 
-    def landing(self) -> torch.Tensor:
-        """The landing place, [bytes] uint8 on the device: the place itself, or what is converted into it at the end."""
-        if self._landing is None:
+    def landing(self, index: int = 0) -> torch.Tensor:
+        """The landing place of a source, [bytes] uint8 on the device: the place itself, or what is converted into it
+        at the end.
+        """
+        if index not in self._landings:
             if self.is_direct:
-                self._landing = self.place.reshape(-1).view(torch.uint8)
+                self._landings[index] = self.place.reshape(-1).view(torch.uint8)
             else:
-                self._landing = torch.empty(self._missing_bytes, dtype=torch.uint8, device=self.place.device)
-        return self._landing
+                num_bytes = self.sources[index].num_bytes
+                self._landings[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self.place.device)
+        return self._landings[index]
 
     def landed(self, num_bytes: int) -> None:
         """Counts bytes that have been put on their way; converts after the last."""
         self._missing_bytes -= num_bytes
         if self._missing_bytes == 0:
             if not self.is_direct:
-                tensor = self.landing().view(self.entry.dtype).view(self.entry.shape)
-                self.place.copy_(tensor if self.view is None else self.view(tensor))
-            self._landing = None
+                self._convert()
+            self._landings.clear()
+
+    def _convert(self) -> None:
+        entries = [source.entry for source in self.sources]
+        tensors = [self.landing(index).view(entry.dtype).view(entry.shape) for index, entry in enumerate(entries)]
+        if self.fill is not None:
+            self.fill(self.place, tensors)
+        else:
+            self.place.copy_(tensors[0] if self.view is None else self.view(tensors[0]))
 
 
 def stream_tensors(
@@ -93,7 +126,8 @@ def stream_tensors(
     num_readers = min(_READERS, os.cpu_count() or 1, max(1, chunks.count))
     device = reads[0].place.device if reads else torch.device("cpu")
     stream = _copy_stream(device)
-    with _open_files({read.path for read in reads}) as files, ThreadPoolExecutor(num_readers, "weights") as threads:
+    paths = {source.path for read in reads for source in read.sources}
+    with _open_files(paths) as files, ThreadPoolExecutor(num_readers, "weights") as threads:
         jobs = [threads.submit(_read_chunks, chunks, files, stream, advance) for _ in range(num_readers)]
         for job in jobs:
             job.result()
@@ -104,6 +138,7 @@ def stream_tensors(
 @dataclass(frozen=True)
 class _Chunk:
     read: TensorRead
+    index: int  # of the read's source
     start: int  # within the tensor
     num_bytes: int
 
@@ -114,7 +149,7 @@ class _Chunks:
     def __init__(self, reads: Sequence[TensorRead], chunk_bytes: int) -> None:
         self.num_bytes = chunk_bytes
         self._chunks = self._split(reads, chunk_bytes)
-        self.count = sum(-(-(read.entry.end - read.entry.begin) // chunk_bytes) for read in reads)
+        self.count = sum(-(-source.num_bytes // chunk_bytes) for read in reads for source in read.sources)
         self.lock = threading.Lock()
         self._is_stopped = False
 
@@ -123,7 +158,7 @@ class _Chunks:
         with self.lock:
             chunk = None if self._is_stopped else next(self._chunks, None)
             if chunk is not None:
-                chunk.read.landing()
+                chunk.read.landing(chunk.index)
             return chunk
 
     def stop(self) -> None:
@@ -133,9 +168,9 @@ class _Chunks:
     @staticmethod
     def _split(reads: Iterable[TensorRead], chunk_bytes: int) -> Iterator[_Chunk]:
         for read in reads:
-            total = read.entry.end - read.entry.begin
-            for start in range(0, total, chunk_bytes):
-                yield _Chunk(read, start, min(chunk_bytes, total - start))
+            for index, source in enumerate(read.sources):
+                for start in range(0, source.num_bytes, chunk_bytes):
+                    yield _Chunk(read, index, start, min(chunk_bytes, source.num_bytes - start))
 
 
 def _read_chunks(
@@ -149,12 +184,12 @@ def _read_chunks(
         try:
             bring = _read_exactly if stream is None else _PinnedRing(stream, chunks.num_bytes).bring
             while (chunk := chunks.next()) is not None:
-                read = chunk.read
-                target = read.landing()[chunk.start : chunk.start + chunk.num_bytes]
+                read, source = chunk.read, chunk.read.sources[chunk.index]
+                target = read.landing(chunk.index)[chunk.start : chunk.start + chunk.num_bytes]
                 try:
-                    bring(files[read.path], read.entry.begin + chunk.start, target)
+                    bring(files[source.path], source.entry.begin + chunk.start, target)
                 except OSError as error:
-                    raise CheckpointError(f"{read.path} cannot be read: {error.strerror or error}") from error
+                    raise CheckpointError(f"{source.path} cannot be read: {error.strerror or error}") from error
                 with chunks.lock:
                     read.landed(chunk.num_bytes)
                 advance(chunk.num_bytes)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
+from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, load_weights
@@ -29,7 +30,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
     """Every parameter and persistent buffer, by the way that a compiled model's weights take."""
     model = build_on_meta(folder, dtype).model
     files = sorted(path.name for path in folder.glob("*.safetensors"))
-    table = read_checkpoint(folder, files, model)
+    table = read_checkpoint(read_tensors(folder, files, None), model)
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
     specs = plan_weights(shapes, {}, table)
     specs = [WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) for spec in specs]

@@ -107,14 +107,15 @@ def test_pickled_weights_are_not_read(folder):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"quantization_config": {"quant_method": "gptq", "bits": 3}},
         {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
     ],
 )
-def test_a_quantised_checkpoint_is_refused_by_name(folder, keys):
+def test_a_checkpoint_quantised_in_a_way_that_is_not_read_is_refused_by_name(folder, keys):
     add_to_config(folder, **keys)
     with pytest.raises(CheckpointError, match=r"quantised.*gptq"):
         open_folder(folder)
+    assert open_folder(folder, load_format="dummy").scheme is None
 
 
 def test_a_path_that_cannot_be_a_hub_id_is_no_folder(folder):

@@ -142,10 +142,10 @@ MISTAKES = {
         CheckpointError,
         rf"'{Q_PROJ}' is int8, as quantised weights are; expected float32, float16 or bfloat16",
     ),
-    "a quantised checkpoint": (
-        with_config(quantization_config={"quant_method": "gptq"}),
+    "a checkpoint quantised in a way that is not read": (
+        with_config(quantization_config={"quant_method": "gptq", "bits": 3}),
         CheckpointError,
-        "quantised .*gptq",
+        "quantised .*gptq.* bits: 3 is not read",
     ),
     "a model that is no causal LM": (
         with_config(model_type="vit", architectures=["ViTModel"]),

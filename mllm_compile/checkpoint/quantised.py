@@ -1,0 +1,145 @@
+"""Finds the quantised weights of a checkpoint by its tensors, and says of each what it is and how it is stored.
+
+To all that follows (Transformers' renaming, stacking of experts, packing) such a weight is a tensor of its own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mllm_compile.checkpoint.planned_tensor import PlannedTensor
+from mllm_compile.config.quantisation import Scheme
+from mllm_compile.errors import CheckpointError
+from mllm_compile.runtime.weights.formats.base import VALUES, Format, Quantised, ReadBytes, StoredTensor
+from mllm_compile.runtime.weights.formats.every import FORMATS
+from mllm_compile.runtime.weights.safetensors_header import TensorEntry, read_bytes, read_header
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """
+    Attributes:
+        stored: the tensors of the files, by name.
+        planned: what a model sees of them, by name: quantised weights in their own shape.
+        unused: names of scales that are not applied.
+    """
+
+    stored: Mapping[str, StoredTensor]
+    planned: Mapping[str, PlannedTensor]
+    unused: tuple[str, ...] = ()
+
+    def line(self, dtype: torch.dtype) -> str | None:
+        """The line on what becomes of the quantised weights; None where there are none."""
+        blocks = [block for tensor in self.planned.values() for block in tensor.blocks]
+        formats = [block.quantised.format for block in blocks if block.quantised]
+        file_bytes = sum(tensor.num_bytes for tensor in self.stored.values())
+        memory_bytes = sum(tensor.shape.numel() for tensor in self.planned.values()) * dtype.itemsize
+        name = str(dtype).removeprefix("torch.")
+        return dequantised_line(formats, name, file_bytes, memory_bytes) if formats else None
+
+
+def read_tensors(folder: Path, files: Iterable[str], scheme: Scheme | None) -> CheckpointTensors:
+    """Reads the headers of all `files`.
+
+    Raises:
+        CheckpointError: a file is corrupt, a tensor stands in two files, a scale has no weight, a weight no scale, or
+            they do not fit together.
+    """
+    stored: dict[str, StoredTensor] = {}
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_header(folder / file).tensors.items():
+            if name in stored:
+                raise CheckpointError(f"tensor {name!r} is in {stored[name].file} and in {file}: which one is meant?")
+            stored[name] = StoredTensor(name, file, entry.shape, entry.dtype)
+            entries[name] = entry
+    if scheme is None:
+        return CheckpointTensors(stored, {name: _plain(tensor) for name, tensor in stored.items()})
+    return _Reader(stored, scheme, lambda one: read_bytes(folder / one.file, entries[one.name])).read()
+
+
+def dequantised_line(formats: Iterable[str], dtype: str, file_bytes: int, memory_bytes: int) -> str:
+    """The line on what becomes of quantised weights."""
+    return (
+        f"weights: {file_bytes / 1e9:,.2f} GB, stored as {' and '.join(sorted(set(formats)))}, are dequantised to "
+        f"{dtype} while they are read and take {memory_bytes / 1e9:,.2f} GB of memory"
+    )
+
+
+def _plain(tensor: StoredTensor) -> PlannedTensor:
+    return PlannedTensor.of_file(tensor.name, tensor.file, tensor.shape)
+
+
+class _Reader:
+    def __init__(self, stored: Mapping[str, StoredTensor], scheme: Scheme, read: ReadBytes) -> None:
+        self._stored = stored
+        self._scheme = scheme
+        self._read_bytes = read
+        self._formats = [FORMATS[name] for name in scheme.formats]
+
+    def read(self) -> CheckpointTensors:
+        planned: dict[str, PlannedTensor] = {}
+        taken: dict[str, str] = {}
+        for name, tensor in self._stored.items():
+            for fmt in self._formats:
+                if (base := _base(fmt, VALUES, tensor)) is not None:
+                    weight = base + fmt.plain
+                    if weight in planned or (weight != name and weight in self._stored):
+                        other = taken.get(weight, weight)
+                        raise CheckpointError(f"{tensor.file}: {other!r} and {name!r} both stand for {weight!r}")
+                    planned[weight] = self._weight(fmt, base, taken)
+        for name, tensor in self._stored.items():
+            if name not in taken:
+                self._check_owner(tensor)
+        unused = tuple(name for name in self._stored if name not in taken and name.endswith(self._scheme.unused))
+        rest = (tensor for name, tensor in self._stored.items() if name not in taken and name not in unused)
+        return CheckpointTensors(self._stored, planned | {tensor.name: _plain(tensor) for tensor in rest}, unused)
+
+    def _missing(self, fmt: Format, base: str) -> list[str]:
+        names = [base + suffix for role, suffix in fmt.roles.items() if role not in fmt.optional]
+        return [name for name in names if name not in self._stored]
+
+    def _weight(self, fmt: Format, base: str, taken: dict[str, str]) -> PlannedTensor:
+        if missing := self._missing(fmt, base):
+            values = self._stored[base + fmt.roles[VALUES]]
+            raise CheckpointError(
+                f"{values.file}: {values} is a weight as {fmt.name} has them; the checkpoint lacks {missing[0]!r}, "
+                "which goes with it. Download the checkpoint again."
+            )
+        tensors = {
+            role: self._stored[base + suffix] for role, suffix in fmt.roles.items() if base + suffix in self._stored
+        }
+        details = fmt.details(tensors, self._read_bytes)
+        shape, numbers = fmt.layout(tensors, self._scheme.settings, details)
+        values = tensors[VALUES]
+        taken |= {tensor.name: values.name for tensor in tensors.values()} | {base + fmt.plain: values.name}
+        quantised = Quantised(fmt.name, tensors, {**details, **numbers})
+        weight = PlannedTensor.of_file(values.name, values.file, shape, quantised)
+        return weight.transpose(-1, -2).contiguous() if fmt.transposed else weight
+
+    def _check_owner(self, tensor: StoredTensor) -> None:
+        """Refuses what would go with a quantised weight that is not there, or is not quantised."""
+        for fmt in self._formats:
+            for role in fmt.roles:
+                base = None if role == VALUES else _base(fmt, role, tensor)
+                if base is None:
+                    continue
+                name = base + fmt.roles[VALUES]
+                owner = self._stored.get(name)
+                found = f"there is no {name!r}" if owner is None else f"{owner} is not quantised that way"
+                raise CheckpointError(
+                    f"{tensor.file}: {tensor} goes with a weight as {fmt.name} has them, but {found}. Download the "
+                    "checkpoint again."
+                )
+
+
+def _base(fmt: Format, role: str, tensor: StoredTensor) -> str | None:
+    """The name without the role's suffix, where the tensor may have that role."""
+    suffix = fmt.roles[role]
+    if not tensor.name.endswith(suffix) or (role == VALUES and tensor.dtype not in fmt.values_dtypes):
+        return None
+    return tensor.name[: len(tensor.name) - len(suffix)]

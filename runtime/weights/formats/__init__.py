@@ -1,0 +1,1 @@
+"""Formats of quantised weights: a file a format, from the tensors of a checkpoint to the weight's rows."""

@@ -1,0 +1,66 @@
+"""The formats of quantised weights that are read, and how one weight's tensors become the weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mllm_compile.runtime.weights.formats.base import Format, Quantised, Tensors
+from mllm_compile.runtime.weights.formats.float8 import BlockFloat8, CompressedFloat8, ModelOptFloat8
+from mllm_compile.runtime.weights.formats.gptq import Awq, Gptq
+from mllm_compile.runtime.weights.formats.mxfp4 import Mxfp4
+from mllm_compile.runtime.weights.formats.nf4 import Nf4
+from mllm_compile.runtime.weights.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4
+from mllm_compile.runtime.weights.formats.packed_int import PackedInt
+
+FORMATS: dict[str, Format] = {
+    one.name: one
+    for one in (
+        Mxfp4(),
+        BlockFloat8(),
+        CompressedFloat8(),
+        PackedInt(),
+        CompressedNvfp4(),
+        Gptq(),
+        Awq(),
+        ModelOptFloat8(),
+        ModelOptNvfp4(),
+        Nf4(),
+    )
+}
+_MOST_VALUES = 4 << 20  # computed at once: some 100 MiB of the device beside the weight
+_ROWS_ALIGNED = 128
+
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fill_dequantised(
+    place: torch.Tensor, quantised: Quantised, shape: Sequence[int], view: View | None, tensors: Sequence[torch.Tensor]
+) -> None:
+    """Fills `place` with the weight that `tensors` hold, a few rows at a time.
+
+    Args:
+        place: any strides, any dtype.
+        quantised: how they hold it.
+        shape: the weight's own.
+        view: what of the weight goes into the place; None: all of it.
+        tensors: in the order of `quantised.tensors`.
+    """
+    by_role = dict(zip(quantised.tensors, tensors, strict=True))
+    if view is None:
+        _fill(place, quantised, shape, by_role)
+        return
+    weight = torch.empty(shape, dtype=place.dtype, device=place.device)
+    _fill(weight, quantised, shape, by_role)
+    place.copy_(view(weight))
+
+
+def _fill(weight: torch.Tensor, quantised: Quantised, shape: Sequence[int], tensors: Tensors) -> None:
+    fmt = FORMATS[quantised.format]
+    aligned = _ROWS_ALIGNED if len(shape) == 2 else 1
+    step = max(_MOST_VALUES // max(math.prod(shape[1:]), 1) // aligned, 1) * aligned
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        weight[start:stop].copy_(fmt.rows(tensors, quantised.numbers, start, stop))

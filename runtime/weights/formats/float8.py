@@ -1,0 +1,90 @@
+"""Eight-bit floats times scales: of a block, of a row, or of the whole weight."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from mllm_compile.runtime.weights.formats.base import (
+    FLOATS,
+    VALUES,
+    Format,
+    Numbers,
+    Roles,
+    Stored,
+    Tensors,
+    check_dims,
+    check_dtype,
+    exponents,
+    misfit,
+)
+from mllm_compile.runtime.weights.formats.settings import Settings
+
+
+class BlockFloat8(Format):
+    """Transformers' `fp8`: blocks of [128, 128], or one scale; experts one by one, or stacked [E, N, K]."""
+
+    name = "fp8"
+    plain = ""
+    roles: ClassVar[Roles] = {
+        VALUES: "",
+        "scales": "_scale_inv",
+    }  # despite its name: the weight is value · scale
+    values_dtypes = (torch.float8_e4m3fn,)
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
+    rounds_to_scales: ClassVar[bool] = False
+
+    def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
+        values, scales = stored[VALUES], stored["scales"]
+        check_dims(values, 2, 3)
+        check_dtype(scales, *self.scale_dtypes)
+        rows, columns = values.shape[-2:]
+        if scales.shape in ((), (1,)):
+            return values.shape, {"block_rows": rows, "block_columns": columns}
+        if scales.shape == (rows,) and len(values.shape) == 2:
+            return values.shape, {"block_rows": 1, "block_columns": columns}
+        for block_rows, block_columns in (*settings.blocks, (1, columns), (rows, columns)):
+            if scales.shape == (*values.shape[:-2], -(-rows // block_rows), -(-columns // block_columns)):
+                return values.shape, {"block_rows": block_rows, "block_columns": block_columns}
+        said = " or ".join(f"{block[0]} x {block[1]}" for block in settings.blocks)
+        raise misfit(scales, values, f"expected a scale a {f'block of {said}, ' if said else ''}row or weight")
+
+    def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
+        values, scales = tensors[VALUES][start:stop], tensors["scales"]
+        scales = scales if self.rounds_to_scales else exponents(scales)
+        if scales.numel() > 1:
+            scales = scales.unsqueeze(-1) if scales.dim() == 1 else scales
+            is_stacked = values.dim() == 3
+            scales = scales[start:stop] if is_stacked else scales
+            first, last = (0, values.shape[1]) if is_stacked else (start, stop)
+            scales = _of_blocks(scales, -2, first, last, int(numbers["block_rows"]))
+            scales = _of_blocks(scales, -1, 0, values.shape[-1], int(numbers["block_columns"]))
+        else:
+            scales = scales.reshape(())
+        return values.to(scales.dtype) * scales
+
+
+class CompressedFloat8(BlockFloat8):
+    """compressed-tensors' `float-quantized`, which computes in the scales' type."""
+
+    name = "compressed-tensors fp8"
+    plain = ".weight"
+    roles: ClassVar[Roles] = {VALUES: ".weight", "scales": ".weight_scale"}
+    scale_dtypes = FLOATS
+    rounds_to_scales = True
+
+
+class ModelOptFloat8(BlockFloat8):
+    """ModelOpt's `FP8` and `FP8_PER_CHANNEL_PER_TOKEN`."""
+
+    name = "modelopt fp8"
+    plain = ".weight"
+    roles: ClassVar[Roles] = {VALUES: ".weight", "scales": ".weight_scale"}
+    scale_dtypes = FLOATS
+
+
+def _of_blocks(scales: torch.Tensor, dim: int, start: int, stop: int, size: int) -> torch.Tensor:
+    """The scale of each place from `start` to `stop`."""
+    places = torch.arange(start, stop, device=scales.device)
+    return scales.index_select(dim, places // size)

@@ -1,0 +1,118 @@
+"""GPTQ and AWQ: unsigned integers with a zero point for each group of inputs, packed the other way round."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from mllm_compile.runtime.weights.formats.base import (
+    FLOATS,
+    VALUES,
+    Format,
+    Numbers,
+    Roles,
+    Stored,
+    Tensors,
+    check_dims,
+    check_dtype,
+    check_shape,
+    group_size,
+    misfit,
+    of_groups,
+    unpacked,
+)
+from mllm_compile.runtime.weights.formats.settings import Settings
+
+
+class Gptq(Format):
+    """`qweight` [K·bits/32, N] int32, packed along the inputs; `qzeros` [G, N·bits/32] int32; `scales` [G, N]; and
+    `g_idx` [K] int32, the group of each input, which with `desc_act` is no order.
+
+    Version 1 stores a zero point less one, within its bits.
+    """
+
+    name = "gptq"
+    plain = ".weight"
+    roles: ClassVar[Roles] = {
+        VALUES: ".qweight",
+        "zeros": ".qzeros",
+        "scales": ".scales",
+        "order": ".g_idx",
+    }
+    optional = frozenset({"order"})
+    values_dtypes = (torch.int32,)
+
+    def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
+        values, zeros, scales, order = stored[VALUES], stored["zeros"], stored["scales"], stored.get("order")
+        check_dims(values, 2)
+        check_dims(scales, 2)
+        check_dtype(scales, *FLOATS)
+        check_dtype(zeros, torch.int32)
+        outputs = values.shape[1]
+        bits, inputs = settings.bits[0], values.shape[0] * 32 // settings.bits[0]
+        if order is not None:
+            check_dtype(order, torch.int32)
+            check_dims(order, 1)
+            if not 0 <= inputs - order.shape[0] < 32 // bits:
+                raise misfit(order, values, f"expected a group for each of {inputs} inputs of {bits} bits")
+            inputs = order.shape[0]
+        groups = scales.shape[0]
+        check_shape(scales, (groups, outputs), values)
+        check_shape(zeros, (groups, -(-outputs * bits // 32)), scales)
+        group = inputs if order is not None else group_size(stored, settings.groups, inputs, groups)
+        numbers = {"bits": bits, "group": group, "zero_offset": settings.zero_offset, "rows": outputs}
+        return (outputs, inputs), numbers | {"columns": inputs}
+
+    def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
+        names = ("bits", "group", "zero_offset", "rows", "columns")
+        bits, group, offset, num_rows, columns = (int(numbers[name]) for name in names)
+        groups = tensors.get("order")
+        if groups is None:
+            groups = torch.arange(columns, device=tensors[VALUES].device) // group
+        values = unpacked(tensors[VALUES][:, start:stop].T.contiguous(), bits, columns)
+        zeros = unpacked(tensors["zeros"], bits, num_rows)[:, start:stop].T
+        zeros = (zeros + offset) & ((1 << bits) - 1)
+        scales = tensors["scales"][:, start:stop].T
+        values = values - of_groups(zeros, groups, 0)
+        return values.to(scales.dtype) * of_groups(scales, groups, float("nan"))
+
+
+class Awq(Format):
+    """`qweight` [K, N/8] int32, packed along the outputs; `qzeros` [G, N/8] int32; `scales` [G, N].
+
+    Of eight outputs a word holds the even ones first, then the odd ones (AutoAWQ's `gemm`).
+    """
+
+    name = "awq"
+    plain = ".weight"
+    roles: ClassVar[Roles] = {VALUES: ".qweight", "zeros": ".qzeros", "scales": ".scales"}
+    values_dtypes = (torch.int32,)
+
+    def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
+        values, zeros, scales = stored[VALUES], stored["zeros"], stored["scales"]
+        check_dims(values, 2)
+        check_dims(scales, 2)
+        check_dtype(scales, *FLOATS)
+        check_dtype(zeros, torch.int32)
+        inputs, words = values.shape
+        groups = scales.shape[0]
+        check_shape(scales, (groups, words * 8), values)
+        check_shape(zeros, (groups, words), scales)
+        group = group_size(stored, settings.groups, inputs, groups)
+        return (words * 8, inputs), {"group": group}
+
+    def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
+        inputs = tensors[VALUES].shape[0]
+        groups = torch.arange(inputs, device=tensors[VALUES].device) // int(numbers["group"])
+        words = slice(start // 8, -(-stop // 8))
+        values, zeros = (_in_order(tensors[role][:, words]) for role in (VALUES, "zeros"))
+        scales = tensors["scales"][:, start:stop].T
+        values = values.T - of_groups(zeros.T, groups, 0)
+        return values.to(scales.dtype) * of_groups(scales, groups, float("nan"))
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """[K, 8 W] int32 of [K, W] words: a word's even columns are its first four values, the odd ones its last."""
+    values = unpacked(words.contiguous(), 4, 8 * words.shape[1])
+    return values.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)

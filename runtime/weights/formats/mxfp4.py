@@ -1,0 +1,45 @@
+"""MXFP4 as gpt-oss publishes its experts: blocks of 32 four-bit floats that share a power of two."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from mllm_compile.runtime.weights.formats.base import (
+    VALUES,
+    Format,
+    Numbers,
+    Roles,
+    Stored,
+    Tensors,
+    check_dims,
+    check_dtype,
+    check_shape,
+    exponents,
+    unpacked_e2m1,
+)
+from mllm_compile.runtime.weights.formats.settings import Settings
+
+
+class Mxfp4(Format):
+    """`_blocks` [E, N, G, 16] uint8 and `_scales` [E, N, G] uint8; the model has [E, K, N]."""
+
+    name = "mxfp4"
+    plain = ""
+    roles: ClassVar[Roles] = {VALUES: "_blocks", "scales": "_scales"}
+    values_dtypes = (torch.uint8,)
+    transposed = True
+
+    def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
+        values, scales = stored[VALUES], stored["scales"]
+        check_dims(values, 4)
+        check_dtype(scales, torch.uint8, torch.float8_e8m0fnu)
+        experts, outputs, groups, num_bytes = values.shape
+        check_shape(values, (experts, outputs, groups, 16), scales)
+        check_shape(scales, (experts, outputs, groups), values)
+        return (experts, outputs, groups * num_bytes * 2), {}
+
+    def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
+        scales = exponents(tensors["scales"][start:stop]).unsqueeze(-1)
+        return unpacked_e2m1(tensors[VALUES][start:stop]).mul_(scales).flatten(-2)

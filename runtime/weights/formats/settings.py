@@ -1,0 +1,22 @@
+"""The sizes of quantised weights that a checkpoint's config names beside the tensors themselves. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes that a checkpoint names; of several, the one that a weight's tensors have.
+
+    Attributes:
+        bits: of a value.
+        groups: inputs that share a scale.
+        blocks: outputs and inputs that share a scale.
+        zero_offset: what was subtracted from a zero point before it was stored.
+    """
+
+    bits: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
+    zero_offset: int = 0

@@ -1,0 +1,329 @@
+"""Quantised checkpoints of every format are read as the numbers that they stand for, bit for bit; what does not fit
+together is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
+from mllm_compile.checkpoint.quantised import read_tensors
+from mllm_compile.config.quantisation import read_scheme
+from mllm_compile.errors import CheckpointError
+from mllm_compile.model.hf_model import build_on_meta
+from mllm_compile.passes.base import PackedPart
+from mllm_compile.runtime.weights.formats import every
+from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, load_weights
+from tests.model.tiny_configs import save_tiny_model, tiny_config
+from tests.quantised_checkpoints import LINEARS, MXFP4, Tensors, WrittenFormat, set_quantisation
+
+FILE = "model.safetensors"
+P = "layers.0.up"
+NAME = P + ".weight"
+
+
+def write(folder: Path, written: WrittenFormat, weight: torch.Tensor, base: str = P) -> torch.Tensor:
+    tensors, stands_for = written.quantise(weight)
+    save_file({base + suffix: tensor for suffix, tensor in tensors.items()}, folder / FILE)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": dict(written.config)}))
+    return stands_for
+
+
+def plan(folder: Path) -> Any:
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    scheme = read_scheme(folder, json.loads((folder / "config.json").read_text()))
+    return read_tensors(folder, files, scheme)
+
+
+def load(folder: Path, name: str = NAME, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The weight as a compiled model's is, by the JSON of its spec."""
+    tensors = plan(folder).planned
+    [spec] = plan_weights({name: (tuple(tensors[name].shape), dtype)}, {}, tensors)
+    return loaded(spec, folder)
+
+
+def loaded(spec: WeightSpec, folder: Path) -> torch.Tensor:
+    spec = WeightSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    weights = allocate_weights([spec], "cpu")
+    load_weights([spec], weights, folder)
+    return weights[spec.name]
+
+
+def random_weight(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("shape", [(320, 192), (24, 320)])
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_weight_is_what_its_format_says_bit_for_bit(name, shape, tmp_path, monkeypatch):
+    """Few values at once, so that rows are computed in several turns and the last is a short one."""
+    monkeypatch.setattr(every, "_MOST_VALUES", 128 * shape[1])
+    expected = write(tmp_path, LINEARS[name], random_weight(*shape))
+    found = load(tmp_path)
+    assert torch.equal(found, expected)
+    assert torch.equal(load(tmp_path, dtype=torch.bfloat16), expected.bfloat16())
+    assert 0 < (found - random_weight(*shape)).abs().max() < 1.2  # quantised, and nothing shifted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_experts_are_what_transformers_makes_of_them(dtype, tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    base = "layers.0.mlp.experts.gate_up_proj"
+    expected = write(tmp_path, MXFP4, random_weight(3, 96, 40), base)
+    stored = load_file(tmp_path / FILE)
+    theirs = convert_moe_packed_tensors(stored[base + "_blocks"], stored[base + "_scales"], dtype=dtype)
+    assert torch.equal(load(tmp_path, base, dtype), theirs)
+    assert torch.equal(theirs, expected.to(dtype))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+def test_fp8_blocks_are_what_transformers_makes_of_them(scale_dtype, tmp_path):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    write(tmp_path, LINEARS["fp8 blocks"], random_weight(256, 384))
+    stored = load_file(tmp_path / FILE)
+    scales = stored[NAME + "_scale_inv"]
+    exponents = scales.to(torch.float8_e8m0fnu)
+    scales = exponents.view(torch.uint8) if scale_dtype == torch.uint8 else scales.to(scale_dtype)
+    save_file(stored | {NAME + "_scale_inv": scales}, tmp_path / FILE)
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = Fp8Dequantize(None)._dequantize_one(stored[NAME], scales, dtype)
+        assert torch.equal(load(tmp_path, dtype=dtype), theirs)
+
+
+def test_stacked_experts_keep_their_own_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(every, "_MOST_VALUES", 1)
+    one, two = (random_weight(160, 192 + 64 * index)[:, :192].contiguous() for index in range(2))
+    parts = [LINEARS["fp8 blocks"].quantise(weight) for weight in (one, two)]
+    stacked = {suffix: torch.stack([tensors[suffix] for tensors, _ in parts]) for suffix in parts[0][0]}
+    write(tmp_path, WrittenFormat(LINEARS["fp8 blocks"].config, lambda weight: (stacked, weight)), one)
+    assert torch.equal(load(tmp_path), torch.stack([stands_for for _, stands_for in parts]))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors int4", "gptq ordered"])
+def test_experts_that_are_stored_one_by_one_are_stacked_and_joined(name, tmp_path):
+    model = save_tiny_model(tiny_config("qwen3_moe", num_experts=3), tmp_path)
+    state = model.state_dict()
+    tensors: Tensors = {}
+    for key, weight in load_file(tmp_path / FILE).items():
+        if ".experts." in key:
+            parts, stands_for = LINEARS[name].quantise(weight)
+            base = key.removesuffix(".weight")
+            tensors |= {base + suffix: part for suffix, part in parts.items()}
+            _put(state, key, stands_for)
+        else:
+            tensors[key] = weight
+    save_file(tensors, tmp_path / FILE)
+    set_quantisation(tmp_path, LINEARS[name].config)
+    table = read_checkpoint(plan(tmp_path), build_on_meta(tmp_path, torch.float32).model)
+    shapes = {key: (tuple(value.shape), value.dtype) for key, value in state.items()}
+    for spec in plan_weights(shapes, {}, table):
+        assert torch.equal(loaded(spec, tmp_path), state[spec.name]), spec.name
+
+
+def _put(state: Tensors, key: str, weight: torch.Tensor) -> None:
+    """An expert's weight in its place among the stacked ones."""
+    before, _, after = key.partition(".experts.")
+    number, name, _ = after.split(".")
+    if name == "down_proj":
+        state[f"{before}.experts.down_proj"][int(number)] = weight
+        return
+    gate, up = state[f"{before}.experts.gate_up_proj"][int(number)].chunk(2)
+    (gate if name == "gate_proj" else up).copy_(weight)
+
+
+def test_packed_weights_are_dequantised_into_their_rows(tmp_path):
+    """Two weights of one, whose blocks of 128 rows do not meet."""
+    parts, weights = {}, {}
+    for name, rows in (("q", 160), ("k", 96)):
+        tensors, weights[f"{name}.weight"] = LINEARS["fp8 blocks"].quantise(random_weight(rows, 192))
+        parts |= {name + suffix: tensor for suffix, tensor in tensors.items()}
+    write(
+        tmp_path, WrittenFormat(LINEARS["fp8 blocks"].config, lambda weight: (parts, weight)), weights["q.weight"], ""
+    )
+    packed = (PackedPart("q.weight", 0, 160), PackedPart("k.weight", 160, 96))
+    [spec] = plan_weights({"qk": ((256, 192), torch.float32)}, {"qk": packed}, plan(tmp_path).planned)
+    assert torch.equal(loaded(spec, tmp_path), torch.cat(list(weights.values())))
+
+
+def test_scales_may_lie_in_another_file(tmp_path):
+    expected = write(tmp_path, LINEARS["awq"], random_weight(320, 192))
+    stored = load_file(tmp_path / FILE)
+    save_file({P + ".scales": stored.pop(P + ".scales")}, tmp_path / "more.safetensors")
+    save_file(stored, tmp_path / FILE)
+    assert torch.equal(load(tmp_path), expected)
+
+
+def test_scales_of_activations_and_of_the_cache_are_told_and_left_out(tmp_path):
+    written = LINEARS["compressed-tensors fp8 tensor"]
+    more = {".input_scale": torch.ones(1), ".k_scale": torch.ones(1)}
+    write(
+        tmp_path,
+        WrittenFormat(written.config, lambda weight: (written.quantise(weight)[0] | more, weight)),
+        random_weight(32, 64),
+    )
+    tensors = plan(tmp_path)
+    assert set(tensors.unused) == {P + ".input_scale", P + ".k_scale"}
+    assert set(tensors.planned) == {NAME}
+
+
+def test_the_line_names_the_format_and_both_sizes(tmp_path):
+    write(tmp_path, LINEARS["fp8 blocks"], random_weight(4096, 4096))
+    assert plan(tmp_path).line(torch.bfloat16) == (
+        "weights: 0.02 GB, stored as fp8, are dequantised to bfloat16 while they are read and take 0.03 GB of memory"
+    )
+
+
+def without(suffix: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name != P + suffix}
+
+
+def changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {P + suffix: change(tensors[P + suffix]).contiguous()}
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
+    "a weight without its scale": (
+        "fp8 blocks",
+        without(".weight_scale_inv"),
+        rf"'{NAME}' \(float8_e4m3fn \[320, 192\]\) is a weight as fp8 has them; .* lacks '{NAME}_scale_inv'",
+    ),
+    "a scale without its weight": (
+        "fp8 blocks",
+        without(".weight"),
+        rf"'{NAME}_scale_inv' .* goes with a weight as fp8 has them, but there is no '{NAME}'",
+    ),
+    "a scale of a plain weight": (
+        "fp8 blocks",
+        changed(".weight", lambda weight: weight.bfloat16()),
+        rf"'{NAME}_scale_inv' .* but '{NAME}' \(bfloat16 \[320, 192\]\) is not quantised that way",
+    ),
+    "scales of other blocks": (
+        "fp8 blocks",
+        changed(".weight_scale_inv", lambda scales: scales[:2]),
+        rf"'{NAME}_scale_inv' \(float32 \[2, 2\]\) and '{NAME}' .* do not fit together: .* block of 128 x 128, row",
+    ),
+    "scales of an odd type": (
+        "compressed-tensors fp8 channel",
+        changed(".weight_scale", lambda scales: scales.int()),
+        rf"'{NAME}_scale' \(int32 \[320, 1\]\): expected float32 or float16 or bfloat16",
+    ),
+    "packed integers of another shape": (
+        "compressed-tensors int4",
+        changed(".weight_shape", lambda shape: shape + torch.tensor([0, 64])),
+        rf"'{NAME}_packed' \(int32 \[320, 24\]\) and '{NAME}_shape' .* 256 values of 4 bits",
+    ),
+    "packed integers of other groups": (
+        "compressed-tensors int4",
+        changed(".weight_scale", lambda scales: scales[:, :2]),
+        rf"'{NAME}_scale' .* and '{NAME}_packed' .* 192 inputs have 2 groups; the config's sizes of a group: 64",
+    ),
+    "zero points of another shape": (
+        "gptq",
+        changed(".qzeros", lambda zeros: zeros[:, :7]),
+        rf"'{P}.qzeros' \(int32 \[2, 7\]\) and '{P}.scales' .* expected \[2, 40\]",
+    ),
+    "gptq without zero points": ("gptq", without(".qzeros"), rf"'{P}.qweight' .* lacks '{P}.qzeros'"),
+    "an order of fewer inputs": (
+        "gptq ordered",
+        changed(".g_idx", lambda order: order[:100]),
+        rf"'{P}.g_idx' \(int32 \[100\]\) and '{P}.qweight' .* a group for each of 192 inputs",
+    ),
+    "awq of other groups": (
+        "awq",
+        lambda tensors: changed(".scales", lambda one: one[:2])(changed(".qzeros", lambda one: one[:2])(tensors)),
+        rf"'{P}.scales' .* and '{P}.qweight' .* 192 inputs have 2 groups; the config's sizes of a group: 64",
+    ),
+    "nvfp4 without its scale of all": (
+        "modelopt nvfp4",
+        without(".weight_scale_2"),
+        rf"'{NAME}' \(uint8 \[320, 96\]\) .* lacks '{NAME}_scale_2'",
+    ),
+    "nf4 of another shape": (
+        "bitsandbytes nf4",
+        changed(".weight", lambda weight: weight[:-5]),
+        rf"'{NAME}' .* and '{NAME}.quant_state.bitsandbytes__nf4' .* half a byte for each of \[320, 192\]",
+    ),
+    "nf4 whose state is no JSON": (
+        "bitsandbytes nf4",
+        changed(".weight.quant_state.bitsandbytes__nf4", lambda state: state + 1),
+        "is not the state of a weight of two dimensions",
+    ),
+    "half of a double quantisation": (
+        "bitsandbytes nf4, twice",
+        without(".weight.nested_quant_map"),
+        rf"'{NAME}.absmax' \(uint8 \[960\]\): expected float32",
+    ),
+    "a plain weight beside the packed one": (
+        "gptq",
+        lambda tensors: tensors | {NAME: torch.ones(320, 192)},
+        rf"'{NAME}' and '{P}.qweight' both stand for '{NAME}'",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_does_not_fit_together_is_named(damage, tmp_path):
+    name, change, message = DAMAGES[damage]
+    write(tmp_path, LINEARS[name], random_weight(320, 192))
+    save_file(change(load_file(tmp_path / FILE)), tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=message):
+        plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "place", "value"),
+    [
+        ("gptq ordered", ".g_idx", 7, 9),
+        ("compressed-tensors int4 ordered", ".weight_g_idx", 7, -1),
+        ("fp8 blocks", ".weight_scale_inv", (0, 1), float("nan")),
+        ("awq", ".scales", (0, 1), float("inf")),
+    ],
+)
+def test_a_group_that_is_not_there_and_a_scale_that_is_no_number_are_refused(name, suffix, place, value, tmp_path):
+    write(tmp_path, LINEARS[name], random_weight(320, 192))
+    stored = load_file(tmp_path / FILE)
+    stored[P + suffix][place] = value
+    save_file(stored, tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=r"holds NaN or inf in \d+ of its 61440 values"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8 blocks", without(".weight_scale_inv"), "expected tensor 'layers.0.up.weight_scale_inv' of shape"),
+        ("fp8 blocks", changed(".weight", lambda weight: weight.view(torch.uint8)), "in float8_e4m3fn, found uint8"),
+        (
+            "compressed-tensors int4",
+            changed(".weight_shape", lambda shape: shape - torch.tensor([0, 1])),
+            "expected columns to be 192, found 191",
+        ),
+    ],
+)
+def test_a_checkpoint_that_has_changed_since_the_compile_is_refused(name, change, message, tmp_path):
+    write(tmp_path, LINEARS[name], random_weight(320, 192))
+    [spec] = plan_weights({NAME: ((320, 192), torch.float32)}, {}, plan(tmp_path).planned)
+    save_file(change(load_file(tmp_path / FILE)), tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=message + ".*compile it again"):
+        loaded(spec, tmp_path)
+
+
+def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(tmp_path):
+    save_tiny_model(tiny_config("qwen3"), tmp_path)
+    stored = load_file(tmp_path / FILE)
+    key = next(name for name in stored if name.endswith("q_proj.weight"))
+    save_file(stored | {key: stored[key].to(torch.float8_e4m3fn)}, tmp_path / FILE)
+    tensors = read_tensors(tmp_path, [FILE], None)
+    with pytest.raises(
+        CheckpointError, match=f"'{key}' is float8_e4m3fn, as quantised weights are; .*quantization_config"
+    ):
+        read_checkpoint(tensors, build_on_meta(tmp_path, torch.float32).model)

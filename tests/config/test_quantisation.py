@@ -1,0 +1,100 @@
+"""What a config says about quantised weights is understood, or refused by what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mllm_compile.config.quantisation import Scheme, read_scheme
+from mllm_compile.errors import CheckpointError
+from tests.quantised_checkpoints import LINEARS, MXFP4, compressed
+
+
+def scheme(section: Any, key: str = "quantization_config", folder: Any = None) -> Scheme | None:
+    return read_scheme(folder, {key: section})
+
+
+NAMES = {
+    "fp8 blocks": "fp8 in blocks of 128 x 128",
+    "compressed-tensors fp8 channel": "compressed-tensors fp8, a scale a channel",
+    "compressed-tensors int4": "compressed-tensors integers of 4 bits, groups of 64",
+    "compressed-tensors nvfp4": "compressed-tensors nvfp4",
+    "gptq v2 of 8 bits": "gptq in 8 bits, groups of 128",
+    "modelopt fp8": "modelopt fp8",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scheme_is_called_what_it_is(name, tmp_path):
+    found = scheme(LINEARS[name].config, folder=tmp_path)
+    assert found is not None
+    assert found.name == NAMES[name]
+
+
+def test_the_section_may_lie_in_the_text_models_and_have_the_older_name(tmp_path):
+    nested = read_scheme(tmp_path, {"text_config": {"quantization_config": MXFP4.config}})
+    assert nested == scheme(MXFP4.config, folder=tmp_path) == scheme(MXFP4.config, "compression_config", tmp_path)
+
+
+def test_modelopts_own_file_counts_where_config_json_says_nothing(tmp_path):
+    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert read_scheme(tmp_path, {}) == scheme(LINEARS["modelopt nvfp4"].config, folder=tmp_path)
+
+
+def test_several_groups_of_compressed_tensors_are_read_together(tmp_path):
+    section = compressed("mixed-precision", type="float", num_bits=8, strategy="channel")
+    section["config_groups"]["group_0"]["format"] = "float-quantized"
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
+    section["config_groups"]["group_1"] = {"weights": weights, "format": "pack-quantized"}
+    found = scheme(section, folder=tmp_path)
+    assert found is not None
+    assert found.formats == ("compressed-tensors fp8", "compressed-tensors packed integers")
+    assert found.settings.groups == (64,)
+
+
+def test_a_folder_that_names_none_has_none(tmp_path):
+    assert read_scheme(tmp_path, {"quantization_config": None}) is None
+
+
+_GPTQ = LINEARS["gptq"].config
+_AWQ = LINEARS["awq"].config
+_NF4 = LINEARS["bitsandbytes nf4"].config
+_INT4 = LINEARS["compressed-tensors int4"].config
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an unknown method": (
+        {"quant_method": "quip"},
+        r"\(quantization_config: 'quip'\): its method .* awq, bitsandbytes",
+    ),
+    "no method": ({"bits": 4}, r"\(quantization_config: unnamed\): its method"),
+    "no section": ("gptq", r"unnamed\): its method"),
+    "gptq of three bits": ({**_GPTQ, "bits": 3}, "'gptq'.: bits: 3 is not read: expected 4, 8"),
+    "gptq for one kernel": ({**_GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' is not read"),
+    "gptq of several bits": ({**_GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic with several numbers of bits"),
+    "a group of nothing": ({**_GPTQ, "group_size": 0}, "group_size: 0 is not read: expected a positive number"),
+    "a group of text": ({**_AWQ, "group_size": "128"}, "group_size: '128' is not read"),
+    "awq for another kernel": ({**_AWQ, "version": "gemv"}, "version: 'gemv' is not read: expected gemm"),
+    "bitsandbytes in 8 bits": ({**_NF4, "load_in_8bit": True}, "load_in_8bit: True is not read"),
+    "bitsandbytes fp4": ({**_NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: 'fp4' is not read"),
+    "a modelopt of another kind": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: 'W4A8_AWQ'"),
+    "fp8 of another kind": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt: 'e5m2' is not read"),
+    "experts in four bits": ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype: 'fp4' is not read"),
+    "blocks that are none": ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: .* two sizes"),
+    "rotated activations": ({**_INT4, "transform_config": {"a": 1}}, "transform_config is not read"),
+    "sparse weights": ({**_INT4, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config of format 'sparse-24'"),
+    "no groups": ({**_INT4, "config_groups": {}}, "without config_groups"),
+    "a group without weights": ({**_INT4, "config_groups": {"group_0": {}}}, "config_groups.group_0 is not read"),
+    "eight-bit integers as they are": (
+        compressed("int-quantized", type="int", num_bits=8, strategy="channel"),
+        r"config_groups.group_0 \('int' of 8 bits, strategy 'channel', format int-quantized\) is not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_read_is_refused_by_name(what, tmp_path):
+    section, message = REFUSED[what]
+    with pytest.raises(CheckpointError, match=message):
+        scheme(section, folder=tmp_path)

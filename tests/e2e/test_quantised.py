@@ -1,0 +1,149 @@
+"""The embedded model, written in every format of quantised weights, says what Transformers says of the same numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.cli import run
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.process.progress import NullReporter
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as config_of
+from tests.quantised_checkpoints import LINEARS, MXFP4, quantise_folder, set_quantisation
+from tests.tiny_model import TINY, tiny_config
+
+PROMPTS = ([41, 302, 77, 1024, 5, 900, 12], [7, 7, 1801])
+TOKENS = 12
+WEIGHTS = "model.safetensors"
+
+
+class Lines(NullReporter):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+
+    announce = tell
+
+
+def ask(config: Any, prompts: Any = PROMPTS, lines: Lines | None = None) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    with Engine(config, reporter=lines) as engine:
+        return [output.token_ids for output in engine.generate(list(prompts), params)]
+
+
+def transformers_greedy(folder: Path, prompts: Any = PROMPTS) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        for _ in range(TOKENS):
+            with torch.no_grad():
+                ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
+        answers.append(ids[0, len(prompt) :].tolist())
+    return answers
+
+
+USUAL = ("fp8 blocks", "compressed-tensors int4 asymmetric", "bitsandbytes nf4, twice")  # some more are below
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in LINEARS]
+)
+def test_a_quantised_model_says_what_transformers_says_with_the_dequantised_weights(name, tmp_path):
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    quantise_folder(TINY, packed, plain, LINEARS[name])
+    config = tiny_config(tmp_path / "cache", model={"path": str(packed)}, compile={"backend": "eager"})
+    assert ask(config) == transformers_greedy(plain)
+
+
+def test_a_packed_runtime_holds_the_dequantised_weights(tmp_path):
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    quantise_folder(TINY, packed, plain, LINEARS["modelopt fp8"])
+    key = "model.layers.0.self_attn.q_proj.input_scale"
+    save_file(load_file(packed / WEIGHTS) | {key: torch.ones(())}, packed / WEIGHTS)
+    config = tiny_config(tmp_path / "cache", model={"path": str(packed)}, compile={"backend": "eager"})
+    expected = transformers_greedy(plain)
+    lines = Lines()
+    assert ask(config, lines=lines) == expected
+    told = " ".join(lines.told)
+    assert "stored as modelopt fp8, are dequantised to float32 while they are read" in told
+    assert f"1 scales of the checkpoint, such as {key!r}, are not applied" in told
+    runtime = load_or_compile(config, None, CompileOptions(tmp_path / "out", pack_weights=True))
+    shutil.rmtree(packed)
+    lines = Lines()
+    assert ask(runtime.folder, lines=lines) == expected
+    assert "dequantised" not in " ".join(lines.told)
+
+
+@pytest.mark.slow
+def test_through_inductor_it_says_the_same(tmp_path):
+    prompts = ([41, 30, 77, 5, 12], [7, 7, 81])
+    save_tiny_model(config_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"]), tmp_path / "model")
+    quantise_folder(tmp_path / "model", tmp_path / "packed", tmp_path / "plain", LINEARS["gptq ordered"])
+    sections = {"model": {"path": str(tmp_path / "packed")}, "runtime": {"max_model_len": 64}}
+    assert ask(tiny_config(tmp_path / "cache", **sections), prompts) == transformers_greedy(tmp_path / "plain", prompts)
+
+
+def mxfp4_experts(folder: Path) -> Path:
+    """A gpt_oss with experts as they are published, in `folder`/packed; returns the plain twin of it."""
+    for name in ("packed", "plain"):
+        model = save_tiny_model(config_of("gpt_oss"), folder / name)
+    del model
+    tensors, stand_for = {}, {}
+    for key, weight in load_file(folder / "plain" / WEIGHTS).items():
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts, stand_for[key] = MXFP4.quantise(weight)
+            tensors |= {key + suffix: part for suffix, part in parts.items()}
+        else:
+            tensors[key] = stand_for[key] = weight
+    save_file(tensors, folder / "packed" / WEIGHTS, metadata={"format": "pt"})
+    save_file(stand_for, folder / "plain" / WEIGHTS, metadata={"format": "pt"})
+    set_quantisation(folder / "packed", MXFP4.config)
+    return folder / "plain"
+
+
+def test_gpt_oss_with_mxfp4_experts_says_what_transformers_says(tmp_path):
+    prompts = ([41, 30, 77, 5, 12], [7, 7, 81])
+    plain = mxfp4_experts(tmp_path)
+    config = tiny_config(
+        tmp_path / "cache",
+        model={"path": str(tmp_path / "packed")},
+        compile={"backend": "eager"},
+        runtime={"max_model_len": 64},
+    )
+    assert ask(config, prompts) == transformers_greedy(plain, prompts)
+
+
+def test_explain_says_how_the_weights_are_read_and_another_scheme_is_another_runtime(tmp_path, capsys):
+    found = {}
+    for name in ("gptq", "gptq without groups"):
+        packed = tmp_path / name.replace(" ", "-")
+        quantise_folder(TINY, packed, tmp_path / f"plain of {name}", LINEARS[name])
+        yaml = tmp_path / f"{packed.name}.yaml"
+        yaml.write_text(
+            json.dumps({"model": {"path": str(packed)}, "runtime": {"device": "cpu"}, "cache": {"dir": str(tmp_path)}})
+        )
+        assert run(["explain", str(yaml), "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+        assert "stored as gptq, are dequantised to float32 while they are read" in found[name]["weights"]
+        assert run(["explain", str(yaml)]) == 0
+        assert found[name]["weights"] in capsys.readouterr().out
+    factors = [one["factors"]["quantisation"] for one in found.values()]
+    assert factors[0].startswith("gptq in 4 bits; groups of 128, dequantised to float32, settings ")
+    assert factors[1].startswith("gptq in 4 bits; a scale a channel, dequantised to float32, settings ")
+    assert found["gptq"]["key"] != found["gptq without groups"]["key"]
