@@ -33,6 +33,7 @@ class ExpertTilesKernel(CudaKernel):
         is_gated: it gives silu(gate) * up.
     """
 
+    headers: ClassVar[tuple[str, ...]] = ("cuda/units.cuh",)
     source: ClassVar[str] = "ops/expert_tiles/tiles.cu"
     function: ClassVar[str] = "expert_tiles"
     switch: ClassVar[str] = "compile.disable_passes: [tile_experts]"

@@ -2,28 +2,19 @@
 // silu(x . gate^T) * (x . up^T). Bound by the tensor cores.
 //
 // The work comes in blocks of up to four units of 64 rows of one expert (runtime/ops/experts/order.py); how many, only the
-// device knows. A tile is a block's rows times ROWS of the weight. Two groups of four warps multiply half of a block's units
-// each; one warp of a third group asks for weight and x by TMA, a ring of STAGES. Clusters take tiles in turns; the ring goes
-// on from one to the next. The SHARE blocks of a cluster work on neighbouring rows of the weight for the same x: each asks for
-// its part of x, for all of them. Rows of x behind a block's last are whatever lies there; their sums are not stored.
+// device knows. A tile is a block's rows times ROWS of the weight; each group of warps multiplies half of the block's units.
+// Clusters take tiles in turns; the ring goes on from one to the next. The blocks of a cluster work on neighbouring rows of
+// the weight for the same x (units.cuh, which is in front of this file). Rows of x behind a block's last are whatever lies
+// there; their sums are not stored.
 //
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
 //
-// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), K, GATED, UNITS and ROWS (a multiple of 64) of a
-// tile, SHARE, STAGES, NUM_THREADS and SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums
-// of a thread.
+// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, and what units.cuh asks for.
 
-constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
-constexpr int UNIT_ROWS = 64, GROUP_UNITS = 2, GROUPS = 2, TILE_UNITS = GROUPS * GROUP_UNITS, BLOCK = TILE_UNITS * UNIT_ROWS;
-constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
-constexpr int OUTPUTS = GATED ? N / 2 : N, SUMS = ROWS / 2;  // sums: of a thread and a unit
-constexpr int COPY_ROWS = 64, COPIES = ROWS / COPY_ROWS;     // of the weight
-constexpr int TILE_OUTPUTS = GATED ? ROWS / 2 : ROWS;
+constexpr int BLOCK = TILE_UNITS * UNIT_ROWS;
+constexpr int OUTPUTS = GATED ? N / 2 : N, TILE_OUTPUTS = GATED ? ROWS / 2 : ROWS;
 constexpr int ROW_TILES = (OUTPUTS + TILE_OUTPUTS - 1) / TILE_OUTPUTS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
-constexpr int UNIT_BYTES = UNIT_ROWS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES;
-constexpr int STAGE_BYTES = W_BYTES + TILE_UNITS * UNIT_BYTES, STEPS = K / COLUMNS;
-static_assert(THREADS == NUM_THREADS && TILE_UNITS == UNITS, "as it is launched");
-static_assert(ROWS % COPY_ROWS == 0 && OUTPUTS % 32 == 0 && K % COLUMNS == 0, "whole copies, whole lanes");
+static_assert(OUTPUTS % 32 == 0, "whole lanes");
 
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int expert, int tile, int step, u32 barrier) {
 #pragma unroll
@@ -37,23 +28,6 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int ex
         ::"r"(there), "l"(map), "r"(step * COLUMNS), "r"(0), "r"(eights), "r"(groups), "r"(barrier) : "memory");
   }
 }
-// For all blocks of the cluster, at the same place.
-__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int step, int row, u32 barrier) {
-#if SHARE > 1
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(step * COLUMNS), "r"(row), "r"(barrier),
-      "h"((unsigned short)((1 << SHARE) - 1)) : "memory");
-#else
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-               "l"(map), "r"(step * COLUMNS), "r"(row), "r"(barrier) : "memory");
-#endif
-}
-
-struct Shared {
-  u64 full[STAGES], empty[STAGES];
-};
-static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
 struct Tile {
   int block, expert, rows, row_tile;
@@ -71,15 +45,6 @@ struct Work {
     tile = {block, entry.x, entry.y, i % SETS * SHARE + (int)(blockIdx.x % SHARE)};
     return entry.y > 0;
   }
-};
-
-// A place in the ring.
-struct Place {
-  int slot = 0, phase = 0;
-  __device__ __forceinline__ void go_on() {
-    if (++slot == STAGES) slot = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ int before() const { return slot ? slot - 1 : STAGES - 1; }
 };
 
 // The warp that asks, by one lane.
@@ -100,31 +65,6 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
       place.go_on();
     }
   }
-}
-
-// Adds to `sums` the products of a tile and M of its units, as its stages arrive.
-template <int M>
-__device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place,
-                                         int first_unit, int lane) {
-  auto release = [&](int slot) {  // to all who write there
-    if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
-  };
-  for (int step = 0; step < STEPS; step++) {
-    wait_for(full + 8 * place.slot, place.phase);
-    const u32 weight = ring + place.slot * STAGE_BYTES, x = weight + W_BYTES + first_unit * UNIT_BYTES;
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int k = 0; k < COLUMNS / 16; k++)
-#pragma unroll
-      for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * UNIT_BYTES + k * 32), matrix(weight + k * 32));
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    // The stage before has been read when all but this one's products are there.
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-    if (step) release(place.before());
-    place.go_on();
-  }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  release(place.before());
 }
 
 // Of each 32 outputs a lane has eight neighbours, of two rows of each unit: stores those of rows that there are.
@@ -170,16 +110,8 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    fetch_map(&weight), fetch_map(&x);
-    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS * SHARE);
-    publish_barriers();
-  }
-  __syncthreads();
-#if SHARE > 1  // the others' barriers are made before anything is sent there
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
+  if (threadIdx.x == 0) fetch_map(&weight), fetch_map(&x);
+  make_ring(full, empty);
   wait_for_prerequisites();
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -218,17 +150,14 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
 #pragma unroll
         for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
       if (own == 2)
-        multiply<2>(sums, ring, full, empty_of_one, place, first_unit, lane);
+        multiply<2>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
       else if (own == 1)
-        multiply<1>(sums, ring, full, empty_of_one, place, first_unit, lane);
+        multiply<1>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
       else
-        multiply<0>(sums, ring, full, empty_of_one, place, first_unit, lane);
+        multiply<0>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
       if (GATED) find_places();
       finish(sums, out, places, tile.row_tile * TILE_OUTPUTS + lane % 4 * 8);
     }
   }
-#if SHARE > 1  // no block leaves before the others have sent all that they send
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
+  leave_ring();
 }

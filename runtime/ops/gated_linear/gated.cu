@@ -2,55 +2,29 @@
 // is writing gates and ups and reading them again.
 //
 // A tile is up to four units of 64 tokens times ROWS of the weight, half of them gates: tokens are the rows of wgmma, so that
-// a tile may have any number of outputs. Two groups of four warps multiply two units each; one warp of a third group asks
-// for weight and x by TMA, a ring of STAGES. Blocks take tiles in turns; the ring goes on from one to the next. The SHARE
-// blocks of a cluster work on neighbouring rows for the same tokens: each asks for its part of x, for all of them.
+// a tile may have any number of outputs. Blocks take tiles in turns; the ring goes on from one to the next. The blocks of a
+// cluster work on neighbouring rows for the same tokens (units.cuh, which is in front of this file).
 //
 // Tiles have as even numbers of units as there can be. The last of several ends at the last token, and so has some tokens of
 // the one before: TMA would fill what is not there with zeros, which come late.
 //
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
-// Defined by kernel.py: N rows of the weight (gates, then ups), K, UNITS and ROWS (a multiple of 64) of a tile, SHARE,
-// STAGES, NUM_THREADS and SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// Defined by kernel.py: N rows of the weight (gates, then ups), and what units.cuh asks for.
 
-constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
-constexpr int UNIT_TOKENS = 64, GROUP_UNITS = 2, GROUPS = 2, TILE_UNITS = GROUPS * GROUP_UNITS;
-constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
-constexpr int OUTPUTS = N / 2, SUMS = ROWS / 2;  // sums: of a thread and a unit
-constexpr int BLOCK_ROWS = 64, BLOCK_OUTPUTS = BLOCK_ROWS / 2, BLOCKS = ROWS / BLOCK_ROWS;  // of a copy of the weight
+constexpr int OUTPUTS = N / 2, COPY_OUTPUTS = COPY_ROWS / 2;
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, SETS = (ROW_TILES + SHARE - 1) / SHARE;
 constexpr int BAND = 8;  // tiles of tokens whose x stays in the L2 while the weight goes by
-constexpr int UNIT_BYTES = UNIT_TOKENS * ROW_BYTES, W_BYTES = ROWS * ROW_BYTES;
-constexpr int STAGE_BYTES = W_BYTES + TILE_UNITS * UNIT_BYTES, STEPS = K / COLUMNS;
-static_assert(THREADS == NUM_THREADS && TILE_UNITS == UNITS, "as it is launched");
-static_assert(ROWS % BLOCK_ROWS == 0 && OUTPUTS % BLOCK_OUTPUTS == 0 && K % COLUMNS == 0, "whole copies");
+static_assert(OUTPUTS % COPY_OUTPUTS == 0, "whole copies");
 
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int tile, int step, u32 barrier) {
 #pragma unroll
-  for (int block = 0; block < BLOCKS; block++)
+  for (int copy = 0; copy < COPIES; copy++)
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3, %3}], [%5];"
-        ::"r"(to + block * BLOCK_ROWS * ROW_BYTES), "l"(map), "r"(step * COLUMNS), "r"(0),
-        "r"((tile * BLOCKS + block) * BLOCK_OUTPUTS / 8), "r"(barrier) : "memory");
+        ::"r"(to + copy * COPY_ROWS * ROW_BYTES), "l"(map), "r"(step * COLUMNS), "r"(0),
+        "r"((tile * COPIES + copy) * COPY_OUTPUTS / 8), "r"(barrier) : "memory");
 }
-// For all blocks of the cluster, at the same place.
-__device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int step, int token, u32 barrier) {
-#if SHARE > 1
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(step * COLUMNS), "r"(token), "r"(barrier),
-      "h"((unsigned short)((1 << SHARE) - 1)) : "memory");
-#else
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-               "l"(map), "r"(step * COLUMNS), "r"(token), "r"(barrier) : "memory");
-#endif
-}
-
-struct Shared {
-  u64 full[STAGES], empty[STAGES];
-};
-static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
 struct Tile {
   int token, units, row_tile;  // the first token
@@ -71,21 +45,12 @@ struct Work : Tokens {
   __device__ __forceinline__ Tile tile(int turn) const {
     const int i = index(turn), first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND), width = min(BAND, tiles - first);
     const int t = first + rest % width, own = units + (t < larger), begin = t * units + min(t, larger);
-    return {t > 0 && t == tiles - 1 ? count - own * UNIT_TOKENS : begin * UNIT_TOKENS, own, rest / width * SHARE + rank};
+    return {t > 0 && t == tiles - 1 ? count - own * UNIT_ROWS : begin * UNIT_ROWS, own, rest / width * SHARE + rank};
   }
-  __device__ __forceinline__ int end_of(const Tile& tile) const { return min(count, tile.token + tile.units * UNIT_TOKENS); }
+  __device__ __forceinline__ int end_of(const Tile& tile) const { return min(count, tile.token + tile.units * UNIT_ROWS); }
 
  private:
   __device__ __forceinline__ int index(int turn) const { return turn * clusters + (turn % 2 ? clusters - 1 - cluster : cluster); }
-};
-
-// A place in the ring.
-struct Place {
-  int slot = 0, phase = 0;
-  __device__ __forceinline__ void go_on() {
-    if (++slot == STAGES) slot = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ int before() const { return slot ? slot - 1 : STAGES - 1; }
 };
 
 // The warp that asks, by one lane.
@@ -119,47 +84,22 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
   }
 }
 
-// Adds to `sums` the products of a tile and M of the group's units, as its stages arrive.
-template <int M>
-__device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place, int group,
-                                         int lane) {
-  auto release = [&](int slot) {  // to all who write there
-    if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
-  };
-  for (int step = 0; step < STEPS; step++) {
-    wait_for(full + 8 * place.slot, place.phase);
-    const u32 weight = ring + place.slot * STAGE_BYTES, x = weight + W_BYTES + group * GROUP_UNITS * UNIT_BYTES;
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int k = 0; k < COLUMNS / 16; k++)
-#pragma unroll
-      for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * UNIT_BYTES + k * 32), matrix(weight + k * 32));
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    // The stage before has been read when all but this one's products are there.
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-    if (step) release(place.before());
-    place.go_on();
-  }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  release(place.before());
-}
-
 // Of each 32 outputs of a tile a lane has eight neighbours, of two tokens of each unit: stores those ahead of `end`.
 __device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], uint4* out, int token, int first_output, int end) {
 #pragma unroll
   for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int t = token + m * UNIT_TOKENS + 8 * h;
+      const int t = token + m * UNIT_ROWS + 8 * h;
       uint4* to = out + ((long long)t * OUTPUTS + first_output) / 8;
 #pragma unroll
-      for (int block = 0; block < BLOCKS; block++) {
-        const float* sum = sums[m] + block * BLOCK_ROWS / 2 + 2 * h;
+      for (int copy = 0; copy < COPIES; copy++) {
+        const float* sum = sums[m] + copy * COPY_ROWS / 2 + 2 * h;
         u32 pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; j++, sum += 8) pairs[j] = silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5]));
-        if (t < end && first_output + block * BLOCK_OUTPUTS < OUTPUTS)
-          to[block * BLOCK_OUTPUTS / 8] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        if (t < end && first_output + copy * COPY_OUTPUTS < OUTPUTS)
+          to[copy * COPY_OUTPUTS / 8] = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }
 }
@@ -176,16 +116,8 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Work work(tokens);
-  if (threadIdx.x == 0) {
-    fetch_map(&weight), fetch_map(&x);
-    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS * SHARE);
-    publish_barriers();
-  }
-  __syncthreads();
-#if SHARE > 1  // the others' barriers are made before anything is sent there
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
+  if (threadIdx.x == 0) fetch_map(&weight), fetch_map(&x);
+  make_ring(full, empty);
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0 && lane == 0) ask(&weight, &x, ring, full, empty, work);
@@ -193,7 +125,7 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warp / 4 - 1, first_unit = group * GROUP_UNITS;
-    const int my_token = first_unit * UNIT_TOKENS + warp % 4 * 16 + lane / 4;
+    const int my_token = first_unit * UNIT_ROWS + warp % 4 * 16 + lane / 4;
     const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
     wait_for_prerequisites();
     start_dependents();
@@ -206,16 +138,13 @@ __launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap wei
 #pragma unroll
         for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
       if (tile.units > first_unit + 1)
-        multiply<2>(sums, ring, full, empty_of_one, place, group, lane);
+        multiply<2>(sums, ring, full, empty_of_one, place, group * GROUP_UNITS * UNIT_BYTES, lane);
       else if (tile.units > first_unit)
-        multiply<1>(sums, ring, full, empty_of_one, place, group, lane);
+        multiply<1>(sums, ring, full, empty_of_one, place, group * GROUP_UNITS * UNIT_BYTES, lane);
       else
-        multiply<0>(sums, ring, full, empty_of_one, place, group, lane);
+        multiply<0>(sums, ring, full, empty_of_one, place, group * GROUP_UNITS * UNIT_BYTES, lane);
       finish(sums, out, tile.token + my_token, tile.row_tile * (ROWS / 2) + lane % 4 * 8, work.end_of(tile));
     }
   }
-#if SHARE > 1  // no block leaves before the others have sent all that they send
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
+  leave_ring();
 }

@@ -37,6 +37,7 @@ class GatedKernel(CudaKernel):
         tile_rows: rows of the weight in a tile.
     """
 
+    headers: ClassVar[tuple[str, ...]] = ("cuda/units.cuh",)
     source: ClassVar[str] = "ops/gated_linear/gated.cu"
     function: ClassVar[str] = "gated_linear"
     switch: ClassVar[str] = "compile.disable_passes: [fuse_gated_linear]"

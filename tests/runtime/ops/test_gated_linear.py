@@ -86,7 +86,7 @@ using std::min;
 #define __device__
 #define __forceinline__ inline
 struct {{ int x; }} blockIdx, gridDim;
-constexpr int UNIT_TOKENS = 64, TILE_UNITS = 4, BAND = 8;
+constexpr int UNIT_ROWS = 64, TILE_UNITS = 4, BAND = 8;
 int SHARE, SETS;
 {division}
 int main(int, char** arguments) {{
@@ -117,7 +117,7 @@ def division(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     source = Path(ops.__file__).with_name("gated.cu").read_text()
-    found = re.search(r"^struct Tile \{.*?^(?=// A place in the ring)", source, re.DOTALL | re.MULTILINE)
+    found = re.search(r"^struct Tile \{.*?^(?=// The warp that asks)", source, re.DOTALL | re.MULTILINE)
     folder = tmp_path_factory.mktemp("division")
     (folder / "division.cpp").write_text(DIVISION.format(division=found[0]))
     subprocess.run(["g++", "-O1", "division.cpp", "-o", "division"], cwd=folder, check=True)
