@@ -30,7 +30,7 @@ FORMATS: dict[str, Format] = {
         Nf4(),
     )
 }
-_MOST_VALUES = 4 << 20  # computed at once: some 100 MiB of the device beside the weight
+_MOST_VALUES = 4 << 20  # computed at once: bounds what that takes beside the weight
 _ROWS_ALIGNED = 128
 
 View = Callable[[torch.Tensor], torch.Tensor]
