@@ -32,6 +32,18 @@ pytestmark = [
 
 Decode = ClusterDecode | ShareDecode
 CLUSTERS, SHARES = "clusters", "shares"
+# Query heads, KV heads, page size.
+HEADS = [
+    (16, 8, 64),
+    (32, 8, 16),
+    (8, 8, 128),
+    (64, 8, 32),
+    (50, 10, 64),
+    (32, 16, 64),
+    (40, 8, 64),
+    (32, 4, 64),
+    (28, 4, 16),
+]
 # The newest keys and values, or any memory in pieces of 16 bytes a thread.
 LATE_ROWS = (
     "uint4* keys, uint4* values, const uint4* new_keys, const uint4* new_values, const long long* slots, int num_slots",
@@ -91,17 +103,7 @@ def poison(cache: Cache) -> None:
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 4, 6, 8, 17])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "page_size"),
-    [
-        (16, 8, 64),
-        (32, 8, 16),
-        (8, 8, 128),
-        (64, 8, 32),
-        (50, 10, 64),
-        (32, 16, 64),
-        (40, 8, 64),
-        (32, 4, 64),
-        (28, 4, 16),
-    ],
+    HEADS,
 )
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
@@ -177,17 +179,7 @@ def decode_new(decoder: Decode, cache: Cache, new: New) -> torch.Tensor:
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "page_size"),
-    [
-        (16, 8, 64),
-        (32, 8, 16),
-        (8, 8, 128),
-        (64, 8, 32),
-        (50, 10, 64),
-        (32, 16, 64),
-        (40, 8, 64),
-        (32, 4, 64),
-        (28, 4, 16),
-    ],
+    HEADS,
 )
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_heads, page_size, has_norms):

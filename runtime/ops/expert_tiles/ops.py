@@ -17,8 +17,8 @@ import torch
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
+from mllm_compile.runtime.cuda.units import UNIT_ROWS
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
-from mllm_compile.runtime.ops.expert_tiles.shapes import UNIT_ROWS
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 

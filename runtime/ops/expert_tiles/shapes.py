@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-UNIT_ROWS, TILE_UNITS = 64, 4
+from mllm_compile.runtime.cuda.units import TILE_UNITS, UNIT_ROWS
+
 BLOCK = UNIT_ROWS * TILE_UNITS  # rows of an expert in a tile, at most
 _OUTPUTS_UNIT, _INPUTS_UNIT = 32, 64
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mllm_compile.runtime.ops.expert_tiles.shapes import UNIT_ROWS
+from mllm_compile.runtime.cuda.units import UNIT_ROWS
 
 # choose.py: which softmax, and what it takes.
 NO_SOFTMAX, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN = 0, 1, 2

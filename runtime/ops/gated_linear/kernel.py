@@ -6,38 +6,30 @@ Shape legend: N rows (gates, then ups) and K columns of the weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
-from mllm_compile.runtime.cuda.wgmma import multiply_add_all
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.cuda.units import TILE_COST, TILE_UNITS, UnitsKernel
+from mllm_compile.runtime.cuda.units import UNIT_ROWS as UNIT_TOKENS
 
-UNIT_TOKENS = 64
-TILE_UNITS = 4
 _TILE_ROWS = (64, 128, 192)  # at most what registers hold the sums of
-_ROW_BYTES = 128  # of a stage: 64 columns
-_BLOCK_BYTES = 227 << 10
-_OTHER_BYTES = 1024 + 256  # what the ring's alignment may cost, and barriers
-_NUM_THREADS = 384
 _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
 LEAST_UNITS = 4  # steps of fewer are stream_linear's
 MOST_UNITS = 256  # a step with more takes the fastest of those that fewer take
-_TILE_COST = 40  # of beginning and ending a tile, in rows
 
 
 @dataclass(frozen=True)
-class GatedKernel(CudaKernel):
+class GatedKernel(UnitsKernel):
     """
     Attributes:
         rows, columns: N and K.
         tile_rows: rows of the weight in a tile.
     """
 
-    headers: ClassVar[tuple[str, ...]] = ("cuda/units.cuh",)
     source: ClassVar[str] = "ops/gated_linear/gated.cu"
     function: ClassVar[str] = "gated_linear"
     switch: ClassVar[str] = "compile.disable_passes: [fuse_gated_linear]"
@@ -50,46 +42,10 @@ class GatedKernel(CudaKernel):
     def name(self) -> str:
         return f"gated_{self.rows}x{self.columns}_rows{self.tile_rows}"
 
-    @property
-    def num_threads(self) -> int:
-        return _NUM_THREADS
-
     @cached_property
     def share(self) -> int:
         """Blocks of a cluster, which work on neighbouring rows of the weight for the same tokens."""
         return 2 if self.tile_rows == _SHARED_ROWS else 1
-
-    @cached_property
-    def stages(self) -> int:
-        return (_BLOCK_BYTES - _OTHER_BYTES) // self._stage_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self._stage_bytes + _OTHER_BYTES
-
-    @property
-    def _stage_bytes(self) -> int:
-        return (self.tile_rows + TILE_UNITS * UNIT_TOKENS) * _ROW_BYTES
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> GatedKernel:
-        """Reads what `to_json` wrote. Raises ValueError for anything else."""
-        return from_json(cls, {name: value for name, value in data.items() if name != "source"})
-
-    def constants(self) -> dict[str, int]:
-        return {
-            "N": self.rows,
-            "K": self.columns,
-            "UNITS": TILE_UNITS,
-            "ROWS": self.tile_rows,
-            "SHARE": self.share,
-            "STAGES": self.stages,
-            "NUM_THREADS": self.num_threads,
-            "SHARED_BYTES": self.shared_bytes,
-        }
-
-    def preamble(self) -> str:
-        return multiply_add_all(self.tile_rows)
 
     def box_tokens(self, num_tokens: int) -> int:
         """Tokens of x that a block of a cluster asks for at a time: as many as it can, none that are not there."""
@@ -104,7 +60,7 @@ class GatedKernel(CudaKernel):
     def cost(self, num_tokens: int) -> float:
         """Estimated cost: of two kernels the cheaper is the faster, as a rule."""
         turns = math.ceil(self._num_sets(num_tokens) / self._num_clusters)
-        return turns * (self.tile_rows * divided(num_tokens).mean_units / TILE_UNITS + _TILE_COST)
+        return turns * (self.tile_rows * divided(num_tokens).mean_units / TILE_UNITS + TILE_COST)
 
     def _num_sets(self, num_tokens: int) -> int:
         """Sets of tiles; a cluster takes one set at a time."""
