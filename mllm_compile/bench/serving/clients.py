@@ -91,11 +91,14 @@ async def _send(server: Server, path: str, arrivals: Sequence[Arrival], bound: i
 
 def main() -> None:
     """One client."""
-    url, api_key, path, arrivals, bound = json.loads(sys.stdin.readline())
-    server = Server(url, api_key)
-    print(json.dumps("ready"), flush=True)
-    begin = json.loads(sys.stdin.readline())
-    print(json.dumps([asdict(seen) for seen in uvloop.run(_send(server, path, arrivals, bound, begin))]), flush=True)
+    # With PYTHONUNBUFFERED sys.stdout writes to the pipe once, and drops what a short write leaves.
+    with open(sys.stdout.fileno(), "w", closefd=False) as answers:
+        url, api_key, path, arrivals, bound = json.loads(sys.stdin.readline())
+        server = Server(url, api_key)
+        print(json.dumps("ready"), file=answers, flush=True)
+        begin = json.loads(sys.stdin.readline())
+        seen = uvloop.run(_send(server, path, arrivals, bound, begin))
+        print(json.dumps([asdict(one) for one in seen]), file=answers, flush=True)
 
 
 if __name__ == "__main__":
