@@ -142,6 +142,7 @@ def test_a_kernel_fits_every_gpu_and_gives_the_same_numbers(
     import mllm_compile.runtime.ops.experts.choose
     import mllm_compile.runtime.ops.experts.grouped
     import mllm_compile.runtime.ops.experts.order
+    import mllm_compile.runtime.ops.experts.sum
     import mllm_compile.runtime.ops.few_tokens
     import mllm_compile.runtime.ops.greedy
     import mllm_compile.runtime.ops.rope_cache
