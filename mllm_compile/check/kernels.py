@@ -94,8 +94,9 @@ class _DecodeCheck:
         num_pages = -(-max(self._longest, *_LENGTHS) // page_size)
         shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
         self._keys, self._values = self._random(shape, dtype), self._random(shape, dtype)
-        # About as large as the largest of some logits: as felt as the keys are.
-        self._sinks = None if layer.sinks is None else 2 + self._random((layer.num_heads,), dtype)
+        # As much as all keys of the longest request weigh together: what many blocks add up is felt as well.
+        sinks = math.log(self._longest) + self._random((layer.num_heads,), dtype)
+        self._sinks = None if layer.sinks is None else sinks
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
