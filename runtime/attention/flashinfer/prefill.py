@@ -67,9 +67,7 @@ class CapturedPrefill:
         self._page_size = page_size
         self._layout = list(wrapper._plan_info)
 
-    def run(
-        self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any
-    ) -> Any:
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any) -> Any:
         """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]; and as the wrapper's own."""
         return self._wrapper.run(q, pages, out=out, **options)
 

@@ -1,7 +1,8 @@
 """Runs the kernels in the place of a piece of the program (attention/split/split_decode.py, DecodePiece).
 
-Both are called with the inputs of a piece, the sinks last, and ignore its scratch. Given `unrotated` they norm and rotate q and the new
-keys, and write these and the new values into the cache; q is then that of `unrotated`, of any stride.
+Both are called with the inputs of a piece, the sinks last, and ignore its scratch. Given `unrotated` they norm and
+rotate q and the new keys, and write these and the new values into the cache; q is then that of `unrotated`, of any
+stride.
 """
 
 from __future__ import annotations
