@@ -57,7 +57,7 @@ def _add_keys(
 
 @triton.jit
 def _sink_weights(sinks_ptr, members, top, GROUP: tl.constexpr):
-    """What the sinks of a kv head's query heads add to each one's sum of weights, whose largest logit is `top`."""
+    """The weights that the sinks of a kv head's query heads add to each one's sum; `top` is its largest logit."""
     sinks = tl.load(sinks_ptr + members, mask=members < GROUP, other=0.0).to(tl.float32)
     return tl.exp2(sinks * 1.4426950408889634 - top)
 
