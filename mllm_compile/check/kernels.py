@@ -20,7 +20,7 @@ from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
-from mllm_compile.runtime.attention.layer import LayerSpec, PerLayerParameters
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.program.link import LinkedProgram
@@ -94,6 +94,9 @@ class _DecodeCheck:
         num_pages = -(-max(self._longest, *_LENGTHS) // page_size)
         shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
         self._keys, self._values = self._random(shape, dtype), self._random(shape, dtype)
+        # As much as all keys of the longest request weigh together: what many blocks add up is felt as well.
+        sinks = math.log(self._longest) + self._random((layer.num_heads,), dtype)
+        self._sinks = None if layer.sinks is None else sinks
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
@@ -121,8 +124,7 @@ class _DecodeCheck:
         keys, values = (torch.cat((cache, cache[own])) for cache in (self._keys, self._values))
         slots = (pages[:, :, None] * self._page_size + torch.arange(self._page_size)).flatten(1).to(self._device)
 
-        params = PerLayerParameters(layer.window_left, layer.logits_soft_cap, layer.sm_scale)
-        group = PlanGroup(layer.num_heads, layer.num_kv_heads, layer.head_dim, params)
+        group = PlanGroup.of(layer)
         space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, keys.dtype)
         space.list_pages(torch.arange(num_requests, device=self._device))
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
@@ -142,12 +144,12 @@ class _DecodeCheck:
         q = self._random((num_requests, layer.num_heads, layer.head_dim), keys.dtype)
         if layer.logits_soft_cap > 0:  # products that it is felt by
             q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
-        compare(decode.run(q, (keys, values), torch.empty_like(q)), q, keys, values)
+        compare(decode.run(q, (keys, values), torch.empty_like(q), self._sinks), q, keys, values)
         if self._unrotated is None or not decode.rotates:
             return
         unrotated = self._random_unrotated(self._unrotated, num_requests)
         ours = torch.empty_like(q)
-        decode.run_unrotated(unrotated, (keys, values), ours)
+        decode.run_unrotated(unrotated, (keys, values), ours, self._sinks)
         q, k = _rotated(unrotated)
         newest = slots.gather(1, seq_lens[:, None].long() - 1).squeeze(1)
         keys, values = (cache.float() for cache in (keys, values))  # what the kernel wrote is what it may have read
@@ -181,7 +183,9 @@ class _DecodeCheck:
         logits = torch.einsum("hd,lhd->hl", q.float(), keys) * layer.sm_scale
         if layer.logits_soft_cap > 0:
             logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
-        return torch.einsum("hl,lhd->hd", logits.softmax(-1), values)
+        if self._sinks is not None:
+            logits = torch.cat((logits, self._sinks.float()[:, None]), -1)
+        return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)
 
 
 def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,7 +40,7 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     of_kinds: dict[LayerSpec, tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]] = {}
     for layer in program.layers:
         if _is_served(layer):
-            kind = replace(layer, name="", layer_id=0)
+            kind = replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks")
             if kind not in of_kinds:
                 of_kinds[kind] = _forms(config, kind, len(of_kinds))
             forms[layer.name] = of_kinds[kind][0]
@@ -50,8 +50,7 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
 
 def _is_served(layer: LayerSpec) -> bool:
     return (
-        layer.sinks is None
-        and layer.head_dim == layer.v_head_dim
+        layer.head_dim == layer.v_head_dim
         and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
     )
@@ -91,11 +90,12 @@ def _hopper_forms(
         forms.append(replace(few, most_sequences=served))
     most = MOST_SEQUENCES_OF_LONG if may_be_long else MOST_SEQUENCES
     splits = {choose_split(count * kv_heads) for count in range(served // kv_heads + 1, most // kv_heads + 1)}
-    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size)
+    has_sinks = layer.sinks is not None
+    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, sinks=has_sinks)
     if splits:
         forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
     if has_shares:
-        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size)
+        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, sinks=has_sinks)
         forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
     if has_many or not has_shares:
         forms.append(many)
@@ -129,10 +129,12 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
             "tops": of(("T", "N", heads), "float32"),
             "totals": of(("T", "N", heads), "float32"),
             "done": of(("T", kv_heads), "int32"),
+            **({} if layer.sinks is None else {"sinks": of((heads,), dtype)}),
         },
         name=name,
         legend="T requests, N splits, W pages of the page table, P slots",
         options={
+            **({"sinks": None} if layer.sinks is None else {}),
             "page_size": config.runtime.page_size,
             "max_splits": splits.most,
             "sm_scale": layer.sm_scale,

@@ -36,6 +36,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 from mllm_compile.runtime.attention.flashinfer.library import float_workspace, import_flashinfer
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
+from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
@@ -250,7 +251,7 @@ class FlashInferAttnBackend(AttentionBackend):
     def forward_decode(self, inputs: AttentionInputs) -> None:
         layer = inputs.layer
         pages = inputs.batch.token_to_kv_pool.get_pages(layer.layer_id)
-        self._decode_wrapper(layer).run(inputs.q, pages, out=inputs.out)
+        _run_decode(self._decode_wrapper(layer), inputs.q, pages, inputs.out, layer)
 
     def forward_extend(self, inputs: AttentionInputs) -> None:
         if self.decode_metadata is None and self.prefill_metadata is None:
@@ -260,14 +261,12 @@ class FlashInferAttnBackend(AttentionBackend):
         num_decodes, group_index = self._num_decodes, self._group_index(layer)
         if self.decode_metadata is not None:
             wrapper = self.decode_metadata.decode_wrappers[group_index]
-            wrapper.run(q[:num_decodes], pages, out=out[:num_decodes])
+            _run_decode(wrapper, q[:num_decodes], pages, out[:num_decodes], layer)
         if self.prefill_metadata is not None:
             wrapper = self.prefill_metadata.prefill_wrappers[group_index]
             new = slice(self.prefill_metadata.first_token, None)
-            if self.prefill_metadata.use_ragged:
-                wrapper.run(q[new], inputs.k[new], inputs.v[new], out=out[new])
-            else:
-                wrapper.run(q[new], pages, out=out[new])
+            keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
+            run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
 
     def rotates(self, layer: AttentionLayer) -> bool:
         if self.decode_metadata is None or self.prefill_metadata is not None:
@@ -278,7 +277,8 @@ class FlashInferAttnBackend(AttentionBackend):
     def forward_unrotated(
         self, unrotated: Unrotated, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
-        self._decode_wrapper(layer).run_unrotated(unrotated, batch.token_to_kv_pool.get_pages(layer.layer_id), out)
+        pages = batch.token_to_kv_pool.get_pages(layer.layer_id)
+        self._decode_wrapper(layer).run_unrotated(unrotated, pages, out, layer.sink_logits)
 
     def _decode_wrapper(self, layer: AttentionLayer) -> Any:
         if self.decode_metadata is None:
@@ -410,3 +410,13 @@ class FlashInferAttnBackend(AttentionBackend):
         self._num_decodes = step.num_rows  # rows that decode kernels are given; those that are no decodes have no keys
         self.decode_metadata = DecodeMetadata(step.decodes)
         self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False)
+
+
+def _run_decode(
+    wrapper: Any, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, layer: AttentionLayer
+) -> None:
+    """Runs a wrapper of decodes; the program's own kernels take sinks themselves."""
+    if isinstance(wrapper, SplitDecode):
+        wrapper.run(q, pages, out, layer.sink_logits)
+    else:
+        run_with_sinks(wrapper, q, pages, out=out, sinks=layer.sink_logits)

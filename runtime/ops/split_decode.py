@@ -56,17 +56,26 @@ def _add_keys(
 
 
 @triton.jit
+def _sink_weights(sinks_ptr, members, top, GROUP: tl.constexpr):
+    """The weights that the sinks of a kv head's query heads add to each one's sum; `top` is its largest logit."""
+    sinks = tl.load(sinks_ptr + members, mask=members < GROUP, other=0.0).to(tl.float32)
+    return tl.exp2(sinks * 1.4426950408889634 - top)
+
+
+@triton.jit
 def _combine(
     out_ptr,
     partial_ptr,
     tops_ptr,
     totals_ptr,
+    sinks_ptr,
     num_active,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Adds up what the blocks of one kv head left, past this SM's own cache (.cg): they may be of other SMs."""
     members = tl.arange(0, PADDED_GROUP)
@@ -90,6 +99,8 @@ def _combine(
             total = total * shrink + tl.sum(factors * totals, 0)
             acc = acc * shrink[:, None] + tl.sum(sums * factors[:, :, None], 0)
             top = new_top
+    if HAS_SINKS:
+        total += _sink_weights(sinks_ptr, members, top, GROUP)
     out = acc / tl.where(is_member, total, 1.0)[:, None]
     places = members[:, None] * D + dims[None, :]
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
@@ -107,6 +118,7 @@ def _split_decode_kernel(
     tops_ptr,
     totals_ptr,
     done_ptr,
+    sinks_ptr,
     table_stride,
     num_splits,
     window_left,
@@ -122,6 +134,7 @@ def _split_decode_kernel(
     MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -193,6 +206,8 @@ def _split_decode_kernel(
                 v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0)
                 top, total, acc = _add_keys(q, k, v, valid, top, total, acc, SCALE, SOFT_CAP)
         if num_active == 1:
+            if HAS_SINKS:
+                total += _sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + heads[:, None] * D + dims[None, :], out, mask=is_head)
         else:
@@ -210,12 +225,14 @@ def _split_decode_kernel(
                     partial_ptr + first_part * GROUP * D,
                     tops_ptr + first_part * GROUP,
                     totals_ptr + first_part * GROUP,
+                    sinks_ptr + head * GROUP,
                     num_active,
                     GROUP,
                     PADDED_GROUP,
                     D,
                     MAX_SPLITS,
                     SPLITS_AT_ONCE,
+                    HAS_SINKS,
                 )
 
 
@@ -231,6 +248,7 @@ def split_decode(
     tops: torch.Tensor,
     totals: torch.Tensor,
     done: torch.Tensor,
+    sinks: torch.Tensor | None,
     page_size: int,
     max_splits: int,
     sm_scale: float,
@@ -247,6 +265,7 @@ def split_decode(
         out: [R, H, D], contiguous, written.
         partial [R, N, H, D], tops and totals [R, N, H], float32: scratch; N splits.
         done: [R, Hk] int32, zeros, and zeros again in the end.
+        sinks: [H], a logit of each query head that takes weight and has no value; contiguous. Or none.
         page_size: tokens of a page.
         max_splits: N at most, a power of two.
         sm_scale: factor of the products; soft_cap: tanh's, 0 for none; window_left: earlier keys seen, -1 for all.
@@ -269,6 +288,7 @@ def split_decode(
         tops,
         totals,
         done,
+        q if sinks is None else sinks,  # which is not read without
         page_table.shape[1],
         num_splits,
         window_left,
@@ -284,6 +304,7 @@ def split_decode(
         MAX_SPLITS=max_splits,
         SPLITS_AT_ONCE=min(max_splits, _MAX_COMBINED // (padded_group * head_dim)),
         HAS_WINDOW=window_left >= 0,
+        HAS_SINKS=sinks is not None,
         FETCH_FIRST=fetch_first,
         STAGES=3,
         EARLY=starts_early(),

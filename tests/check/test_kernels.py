@@ -28,6 +28,7 @@ PAGE_SIZE, VOCAB = 16, 300
 LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 32, 32, 32**-0.5, 0.0, -1, None)
 WINDOWED = replace(LAYER, window_left=511)
 CAPPED = replace(LAYER, logits_soft_cap=50.0)
+WITH_SINKS = replace(LAYER, sinks="layers.0.sinks")
 
 
 class Attention:
@@ -50,7 +51,9 @@ class Attention:
             logits = torch.einsum("hd,lhd->hl", q[row].float(), k) * layer.sm_scale
             if layer.logits_soft_cap:
                 logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
-            out[row] = torch.einsum("hl,lhd->hd", logits.softmax(-1), v)
+            if layer.sinks is not None:
+                logits = torch.cat((logits, inputs[-1].float()[:, None]), -1)
+            out[row] = torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(k)], v)
         return []
 
 
@@ -62,7 +65,7 @@ def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layer", [LAYER, WINDOWED, CAPPED, replace(LAYER, num_heads=2, window_left=0)])
+@pytest.mark.parametrize("layer", [LAYER, WINDOWED, CAPPED, WITH_SINKS, replace(LAYER, num_heads=2, window_left=0)])
 def test_right_attention_passes(layer, dtype):
     check_attention(layer, Attention(layer), Attention(layer), dtype)
 
@@ -93,7 +96,7 @@ class RotatingAttention(Attention):
             last = seq_lens.long() - 1
             slots = table.gather(1, (last // PAGE_SIZE)[:, None])[:, 0].long() * PAGE_SIZE + last % PAGE_SIZE
             self.write(keys, values, slots, k, unrotated.v)
-        return super().__call__([q, keys, values, table, seq_lens, out, torch.empty(len(out), 1)])
+        return super().__call__([q, keys, values, table, seq_lens, out, torch.empty(len(out), 1), inputs[-1]])
 
     def make(self, unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(x.to(unrotated.q.dtype) for x in _rotated(unrotated))
@@ -105,14 +108,15 @@ class RotatingAttention(Attention):
 def check_rotation(attention: RotatingAttention, norms: tuple[str, ...]) -> None:
     form = DecodeForm(None, kernels=(ShareKernel(8, 4, 64),))
     step = UnrotatedStep(("q", "k", "cos", "sin", *norms), 1e-6)
-    check = _DecodeCheck(LAYER, PAGE_SIZE, torch.bfloat16, torch.device("cpu"), step)
+    check = _DecodeCheck(attention.layer, PAGE_SIZE, torch.bfloat16, torch.device("cpu"), step)
     for lengths in ((300, 70, 1), (16, 17)):
         check.run(lengths, [form], [Decoder(attention, rotates=True)])
 
 
+@pytest.mark.parametrize("layer", [LAYER, WITH_SINKS])
 @pytest.mark.parametrize("norms", [(), ("q_norm", "k_norm")])
-def test_kernels_that_rotate_are_run_so(norms):
-    attention = RotatingAttention(LAYER)
+def test_kernels_that_rotate_are_run_so(norms, layer):
+    attention = RotatingAttention(layer)
     check_rotation(attention, norms)
     assert attention.rotated == [3, 2]
 
@@ -170,11 +174,12 @@ def shuffled_requests(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         (WINDOWED, Attention(replace(LAYER, window_left=511 - 64))),
         (CAPPED, Attention(LAYER)),
         (CAPPED, Attention(replace(LAYER, logits_soft_cap=30.0))),
+        (WITH_SINKS, Attention(LAYER)),
         (LAYER, shuffled_requests),
         (LAYER, lambda inputs: inputs[5].fill_(float("nan"))),
         (LAYER, lambda inputs: inputs[5].zero_()),
     ],
-    ids=["scale", "a window", "no window", "window", "no cap", "cap", "pages", "no numbers", "nothing"],
+    ids=["scale", "a window", "no window", "window", "no cap", "cap", "no sinks", "pages", "no numbers", "nothing"],
 )
 @pytest.mark.parametrize("form", ["few", "many"])
 def test_wrong_attention_is_refused_in_either_form(form, layer, wrong):

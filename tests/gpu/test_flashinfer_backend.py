@@ -1,7 +1,7 @@
 """FlashInfer against the naive float64 reference and the torch backend, in every mode, over random page tables.
 
 Kernels, of bf16 and head dim 128: decode and fa2, plain and for windows (swa); fa2 with a soft cap (cap), and with
-both; fa3 plain; for an fp8 cache (bf16 queries) fa2 plain.
+both; fa3 plain; for an fp8 cache (bf16 queries) fa2 plain. Of head dim 64 fa2, plain and for windows, and fa3 plain.
 """
 
 import pytest
@@ -32,11 +32,15 @@ PARAMETERS = {
     "soft_cap": {"soft_cap": 5.0},
     "soft_cap_and_window": {"soft_cap": 5.0, "window_left": 20},
     "scale": {"sm_scale": 0.2},
+    "sinks": {"sinks": True},
+    "sinks_and_window": {"sinks": True, "window_left": 20},
 }
 
 
-def layer_of(group: int, **parameters):
-    return make_layer(num_heads=2 * group, num_kv_heads=2, head_dim=128, **parameters)
+def layer_of(group: int, *, head_dim: int = 128, sinks: bool = False, **parameters):
+    heads = 2 * group
+    logits = torch.linspace(-4, 4, heads, device="cuda").bfloat16() if sinks else None
+    return make_layer(num_heads=heads, num_kv_heads=2, head_dim=head_dim, sinks=logits, **parameters)
 
 
 def case_of(layer, batch, page_size=16, seed=0, kv_dtype=None) -> AttentionCase:
@@ -76,6 +80,31 @@ def test_every_mode_equals_the_reference(page_size, group, parameters, batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("parameters", ["sinks", "sinks_and_window"])
+def test_sinks_of_heads_of_64_equal_the_reference_far_within_bfloat16(parameters, batch):
+    layer = layer_of(8, head_dim=64, **PARAMETERS[parameters])
+    case = case_of(layer, BATCHES[batch], page_size=64)
+    backend = backend_for([layer], case.batch, page_size=64)
+    backend.init_forward_metadata(case.batch)
+    out = attend(backend, layer, case.batch, case.q, case.k, case.v).float()
+    error = (out - case.expected).norm(dim=2) / case.expected.norm(dim=2)
+    assert error.max() < 1.5e-2, "of any head of any token"
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "new_lens"), [([0, 0], [700, 1300]), ([100, 100], [700, 1300]), ([3500], [64])]
+)
+def test_sinks_of_long_prompts_equal_the_torch_backend_by_every_kernel(prefix_lens, new_lens):
+    sinks = torch.linspace(-4, 8, 32, device="cuda").bfloat16()
+    layer = make_layer(num_heads=32, num_kv_heads=8, head_dim=128, sinks=sinks)
+    case = case_of_long(layer, prefix_lens, new_lens)
+    backend = backend_for([layer], case.batch)
+    backend.init_forward_metadata(case.batch)
+    out = attend(backend, layer, case.batch, case.q, case.k, case.v)
+    torch.testing.assert_close(out, run_torch(case, layer), **TOLERANCE)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("group", [2, 4])
 def test_an_fp8_cache_gives_the_attention_over_rounded_keys_and_values(group, batch):
     layer = layer_of(group)
@@ -88,7 +117,7 @@ def test_an_fp8_cache_gives_the_attention_over_rounded_keys_and_values(group, ba
     torch.testing.assert_close(out.float(), case.expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("parameters", ["plain", "window"])
+@pytest.mark.parametrize("parameters", ["plain", "window", "sinks"])
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_deterministic_decode_is_bitwise_the_same_in_any_batch(group, parameters):
     layer = layer_of(group, **PARAMETERS[parameters])
@@ -216,7 +245,7 @@ def test_plans_made_ahead_of_the_gpu_do_not_overwrite_each_other():
 
 
 @pytest.mark.parametrize("group", [2, 4])
-@pytest.mark.parametrize("parameters", ["plain", "window"])
+@pytest.mark.parametrize("parameters", ["plain", "window", "sinks_and_window"])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_a_captured_decode_replays_over_other_requests_pages_and_padding(page_size, group, parameters):
     layer = layer_of(group, **PARAMETERS[parameters])

@@ -20,7 +20,7 @@ from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
-from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32
+from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32, worst_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,9 +54,9 @@ LATE_ROWS = (
 )
 
 
-def compiled_decoder(folder: Path, kind: str, heads: int, kv_heads: int, page_size: int) -> Decode:
-    shares = ShareKernel(kv_heads, heads // kv_heads, page_size)
-    clusters = cluster_kernels(heads, kv_heads, page_size)
+def compiled_decoder(folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, **features: bool) -> Decode:
+    shares = ShareKernel(kv_heads, heads // kv_heads, page_size, **features)
+    clusters = cluster_kernels(heads, kv_heads, page_size, **features)
     with KernelCompiler() as compiler:
         compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
     binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
@@ -67,18 +67,20 @@ def compiled_decoder(folder: Path, kind: str, heads: int, kv_heads: int, page_si
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """By (kind, query heads, KV heads, page size)."""
+    """By (kind, query heads, KV heads, page size), and features by name."""
 
     @cache
-    def of(kind: str, heads: int, kv_heads: int, page_size: int) -> Decode:
-        return compiled_decoder(tmp_path_factory.mktemp("decode"), kind, heads, kv_heads, page_size)
+    def of(kind: str, heads: int, kv_heads: int, page_size: int, **features: bool) -> Decode:
+        return compiled_decoder(tmp_path_factory.mktemp("decode"), kind, heads, kv_heads, page_size, **features)
 
     return of
 
 
-def decode(decoder: Decode, cache: Cache, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def decode(
+    decoder: Decode, cache: Cache, q: torch.Tensor, out: torch.Tensor | None = None, *sinks: torch.Tensor
+) -> torch.Tensor:
     out = torch.full_like(q, torch.nan) if out is None else out
-    decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out])
+    decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out, *sinks])
     return out
 
 
@@ -158,9 +160,9 @@ class New:
         cache.keys.index_fill_(0, self.slots, torch.inf)
         cache.values.index_fill_(0, self.slots, torch.inf)
 
-    def in_float32(self, cache: Cache) -> torch.Tensor:
+    def in_float32(self, cache: Cache, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """With the new keys as the kernel has written them."""
-        return in_float32(cache, _rotated(self.unrotated)[0])
+        return in_float32(cache, _rotated(self.unrotated)[0], sinks=sinks)
 
     def errors_of_cache(self, cache: Cache) -> tuple[float, bool]:
         """‖keys written − float32's‖ / ‖float32's‖ of the worst request, and whether values are as they were."""
@@ -169,10 +171,10 @@ class New:
         return error, torch.equal(cache.values[self.slots], self.unrotated.v)
 
 
-def decode_new(decoder: Decode, cache: Cache, new: New) -> torch.Tensor:
+def decode_new(decoder: Decode, cache: Cache, new: New, *sinks: torch.Tensor) -> torch.Tensor:
     q = new.unrotated.q[0]
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda")
-    decoder([new.unrotated.q[0], cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
+    decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out, *sinks], new.unrotated)
     return out
 
 
@@ -199,6 +201,26 @@ def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_hea
         assert torch.equal(cache.values[others], before[1])
         want = new.in_float32(cache)
         assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "page_size"), [(16, 8, 64), (64, 8, 32), (24, 8, 16)])
+@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
+def test_sinks_take_weight_from_all_keys(decoders, kind, heads, kv_heads, page_size, rotates):
+    decoder = decoders(kind, heads, kv_heads, page_size, sinks=True)
+    sinks = torch.linspace(-4, 10, heads, device="cuda").bfloat16()
+    for lengths in ([1], [577], LENGTHS, LENGTHS[::-1] * 2, [640, 641] * 9, [15, 16, 17] * 40):
+        cache = Cache(lengths, kv_heads, 128, page_size, torch.bfloat16)
+        poison(cache)
+        if rotates:
+            new = New(cache, heads, has_norms=True)
+            got = decode_new(decoder, cache, new, sinks)
+            want = new.in_float32(cache, sinks)
+        else:
+            q = 2 * torch.randn(len(lengths), heads, 128, device="cuda").bfloat16()
+            got, want = decode(decoder, cache, q, None, sinks), in_float32(cache, q, sinks=sinks)
+        assert worst_head(got, want) < 1.2e-2
+        assert worst_head(got, in_float32(cache, _rotated(new.unrotated)[0] if rotates else q)) > 0.5, "they are felt"
 
 
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])

@@ -35,7 +35,14 @@ class Cache:
 
 
 def decode(
-    cache: Cache, q: torch.Tensor, num_splits: int, *, fetch_first: bool, soft_cap: float = 0.0, window_left: int = -1
+    cache: Cache,
+    q: torch.Tensor,
+    num_splits: int,
+    *,
+    fetch_first: bool,
+    soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     import mllm_compile.runtime.ops.split_decode  # noqa: F401  (needs Triton)
 
@@ -55,6 +62,7 @@ def decode(
         out,
         *scratch,
         done,
+        sinks,
         cache.page_size,
         OF_FEW.most if fetch_first else OF_MANY.most,
         head_dim**-0.5,
@@ -66,7 +74,9 @@ def decode(
     return out
 
 
-def in_float32(cache: Cache, q: torch.Tensor, soft_cap: float = 0.0, window_left: int = -1) -> torch.Tensor:
+def in_float32(
+    cache: Cache, q: torch.Tensor, soft_cap: float = 0.0, window_left: int = -1, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     results = []
     for row, heads in enumerate(q.float()):
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in cache.of_request(row))
@@ -75,7 +85,9 @@ def in_float32(cache: Cache, q: torch.Tensor, soft_cap: float = 0.0, window_left
             logits = soft_cap * torch.tanh(logits / soft_cap)
         if window_left >= 0:
             logits[:, : max(0, logits.shape[1] - 1 - window_left)] = -math.inf
-        results.append(torch.einsum("hl,lhd->hd", logits.softmax(-1), values))
+        if sinks is not None:
+            logits = torch.cat((logits, sinks.float()[:, None]), -1)
+        results.append(torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(keys)], values))
     return torch.stack(results)
 
 
@@ -102,6 +114,32 @@ def test_numbers_are_those_of_float32(heads, kv_heads, head_dim, page_size, dtyp
         got = decode(cache, q, num_splits, fetch_first=fetch_first, soft_cap=soft_cap, window_left=window_left)
         error = ((got.float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max()
         assert error < 8e-3, f"{num_splits} splits"
+
+
+def worst_head(got: torch.Tensor, want: torch.Tensor) -> float:
+    """‖got − want‖ / ‖want‖ of the worst head of any request; sinks make heads of one request large and small."""
+    return ((got.float() - want).norm(dim=2) / want.norm(dim=2)).max().item()
+
+
+@pytest.mark.parametrize("fetch_first", [True, False], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype", "soft_cap", "window_left"),
+    [
+        (64, 8, 64, torch.bfloat16, 0.0, 127),
+        (64, 8, 64, torch.bfloat16, 0.0, -1),
+        (14, 2, 64, torch.float16, 5.0, -1),
+        (16, 8, 128, torch.bfloat16, 0.0, 0),
+    ],
+)
+def test_sinks_take_weight_from_all_keys(heads, kv_heads, head_dim, dtype, soft_cap, window_left, fetch_first):
+    cache = Cache(LENGTHS, kv_heads, head_dim, 64, dtype)
+    q = 2 * torch.randn(len(LENGTHS), heads, head_dim, device="cuda").to(dtype)
+    sinks = torch.linspace(-4, 10, heads, device="cuda").to(dtype)
+    want = in_float32(cache, q, soft_cap, window_left, sinks)
+    for num_splits in (1, 3, 8):
+        options = {"soft_cap": soft_cap, "window_left": window_left, "sinks": sinks}
+        got = decode(cache, q, num_splits, fetch_first=fetch_first, **options)
+        assert worst_head(got, want) < 1e-2, f"{num_splits} splits"
 
 
 @pytest.mark.parametrize("fetch_first", [True, False], ids=["few", "many"])

@@ -129,6 +129,27 @@ def test_what_the_kernels_do_not_serve_keeps_its_pieces(has_kernels, layer, sect
     assert all(form.piece is not None and not form.kernels for form in forms)
 
 
+def test_layers_share_pieces_or_kernels_that_are_given_each_its_sinks(has_kernels):
+    sinks = [replace(LAYER, name=f"layers.{i}", layer_id=i, sinks=f"layers.{i}.sinks") for i in (1, 2)]
+    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, *sinks))
+    assert with_forms.decode_attention == {
+        LAYER.name: piece_forms(0),
+        sinks[0].name: piece_forms(1),
+        sinks[1].name: piece_forms(1),
+    }
+    assert [("sinks" in piece.signature, "sinks=None" in piece.source) for piece in pieces] == [(False, True)] * 2 + [
+        (True, False)
+    ] * 2
+    assert pieces[2].signature["sinks"].shape == (32,)
+    has_kernels(True)
+    with_forms, pieces = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(LAYER, *sinks))
+    assert not pieces
+    assert with_forms.decode_attention[sinks[0].name] == with_forms.decode_attention[sinks[1].name]
+    assert [kernel.sinks for kernel in with_forms.cuda_kernels()] == [False] * 4 + [True] * 4
+    assert len({kernel.name for kernel in with_forms.cuda_kernels()}) == 8
+    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+
+
 def test_inputs_are_contiguous_with_sizes_by_name():
     _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
     q, keys, _, table, *_, partial, tops, _, done = few.inputs
@@ -171,12 +192,11 @@ def test_otherwise_flashinfer_decodes_or_plain_torch(device, sections):
 @pytest.mark.parametrize(
     "change",
     [
-        {"sinks": "layers.0.sinks"},
         {"head_dim": 96, "v_head_dim": 96},
         {"v_head_dim": 64},
         {"num_heads": 17, "num_kv_heads": 1},
     ],
-    ids=["sinks", "head dim", "other values", "too many query heads"],
+    ids=["head dim", "other values", "too many query heads"],
 )
 def test_a_layer_that_the_kernel_does_not_serve_is_left_to_the_backend(change):
     odd = replace(LAYER, name="odd", **change)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,15 @@ from tests.runtime.sampling.sampling_cases import make_state
 
 VOCAB, PAGE_SIZE, REQUESTS = 300, 16, 4
 LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 64, 64, 0.125, 0.0, -1, None)
+WITH_SINKS = replace(LAYER, name="layers.1.attn", layer_id=1, sinks="layers.1.sinks")
 DECODES = add_decode_attention(
-    resolved(H200, runtime={"page_size": PAGE_SIZE}), Program(steps=(), layers=(LAYER,), weights=(), output="logits")
+    resolved(H200, runtime={"page_size": PAGE_SIZE}),
+    Program(steps=(), layers=(LAYER, WITH_SINKS), weights=(), output="logits"),
 )[1]
 SAMPLING = sampling_pieces("bfloat16", VOCAB)
 LOOP = decode_loop_pieces("bfloat16", VOCAB, PAGE_SIZE)
 CALLS = {
-    **{piece.name: (piece, "split_decode") for piece in DECODES},
+    **{piece.name: (piece, "split_decode") for piece in DECODES if "sinks" in piece.signature},
     "greedy": (SAMPLING[0], "greedy_tokens"),
     "begin_decode": (LOOP[0], "begin_decode"),
     "end_decode": (LOOP[1], "end_decode"),
@@ -78,6 +81,12 @@ def test_a_piece_takes_the_op_s_tensors_in_the_op_s_order_and_gives_it_the_rest(
     assert [keyword.arg for keyword in call.keywords] == list(parameters)
 
 
+def test_decodes_without_sinks_take_all_tensors_but_these():
+    for without, sinks in zip(DECODES[:2], DECODES[2:], strict=True):
+        assert [*without.signature, "sinks"] == list(sinks.signature)
+        assert without.source.count("sinks=None") == 1
+
+
 def test_draws_take_the_op_s_tensors_and_have_temperatures_behind_the_logits_or_not_at_all():
     """They are the op's last parameter, since it may be left out; alone of the small ones they are no integers."""
     from_logits, from_scores = (list(piece.signature) for piece in SAMPLING[1:])
@@ -89,12 +98,14 @@ def test_draws_take_the_op_s_tensors_and_have_temperatures_behind_the_logits_or_
 def test_decode_attention_is_given_what_it_is_compiled_for(piece):
     given = Given()
     decoders = (Decoder(given, None, OF_FEW),)
-    group = PlanGroup(LAYER.num_heads, LAYER.num_kv_heads, LAYER.head_dim, LAYER.params)
+    sinks = torch.zeros(LAYER.num_heads) if "sinks" in piece.signature else None
+    group = PlanGroup.of(LAYER if sinks is None else WITH_SINKS)
     slots = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)
     space = SplitDecodeSpace([(group, decoders)], slots, REQUESTS, PAGE_SIZE, torch.bfloat16)
     q = torch.zeros(3, LAYER.num_heads, LAYER.head_dim, dtype=torch.bfloat16)
     pages = q.new_zeros(5, PAGE_SIZE, LAYER.num_kv_heads, LAYER.head_dim)
-    space.prepare(group, decoders, torch.ones(3, dtype=torch.int32)).run(q, (pages, pages), torch.empty_like(q))
+    decode = space.prepare(group, decoders, torch.ones(3, dtype=torch.int32))
+    decode.run(q, (pages, pages), torch.empty_like(q), sinks)
     assert piece.mismatch(given.tensors) is None
 
 

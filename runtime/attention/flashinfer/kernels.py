@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import LEAST_US, PrefillLoad
-from mllm_compile.runtime.attention.layer import AttentionLayer, PerLayerParameters
+from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec, PerLayerParameters
 from mllm_compile.runtime.attention.metadata import get_per_layer_parameters, infer_global_hyperparameters
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
@@ -36,16 +36,21 @@ _QUERY_TILES = (16, 64, 128)
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """Layers that one plan serves: equal in all that a plan or its kernel depends on."""
+    """Layers that one plan serves: equal in all that a plan or its kernel depends on.
+
+    Attributes:
+        has_sinks: the layers' own decode kernels, if any, are of sinks; FlashInfer's are not.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     params: PerLayerParameters
+    has_sinks: bool = False
 
     @classmethod
-    def of(cls, layer: AttentionLayer) -> PlanGroup:
-        return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params)
+    def of(cls, layer: LayerSpec) -> PlanGroup:
+        return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params, layer.sinks is not None)
 
 
 @dataclass(frozen=True)
@@ -246,8 +251,6 @@ def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> N
 
 
 def _problem(layer: AttentionLayer) -> str | None:
-    if layer.sink_logits is not None:
-        return "it has attention sinks"
     if layer.head_dim != layer.v_head_dim:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
     if layer.head_dim not in HEAD_DIMS:

@@ -67,9 +67,9 @@ class CapturedPrefill:
         self._page_size = page_size
         self._layout = list(wrapper._plan_info)
 
-    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]. Writes and returns out."""
-        return self._wrapper.run(q, pages, out=out)
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any) -> Any:
+        """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]; and as the wrapper's own."""
+        return self._wrapper.run(q, pages, out=out, **options)
 
     def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
         """Calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and the kernel reads none of it.

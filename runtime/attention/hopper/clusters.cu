@@ -7,7 +7,7 @@
 // warp has 16 keys of a tile and sums of its own; sums are added up in a block, then over distributed shared memory.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
-// STAGES (tiles in shared memory), SHARED_BYTES.
+// STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh).
 
 constexpr int D = 128, TILE = 64, WARPS = 4;
 static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32*
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                    const int* page_table, const int* seq_lens, unsigned short* out, int width, float scale,
-                   const __grid_constant__ Rotation rotation) {
+                   const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * TILE_BYTES);
@@ -219,6 +219,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const float factor = exp2f(tops[peer] - most);
       all += factor * totals[peer], sum += factor * sum_of[peer];
     }
+    if constexpr (SINKS) all += sink_weight(sinks, head * GROUP + g, most);
     if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all, 0.f) & 0xffff;
   }
   // A block's memory stays until the others have read it.

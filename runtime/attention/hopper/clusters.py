@@ -62,9 +62,12 @@ class ClusterKernel(DecodeKernel):
         return {**super().constants(), "SPLIT": self.split, "STAGES": _RING_TILES}
 
 
-def cluster_kernels(num_heads: int, num_kv_heads: int, page_size: int) -> tuple[ClusterKernel, ...]:
+def cluster_kernels(
+    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False
+) -> tuple[ClusterKernel, ...]:
     """The kernels of a layer, one for each split."""
-    return tuple(ClusterKernel(num_kv_heads, num_heads // num_kv_heads, page_size, split) for split in SPLITS)
+    group = num_heads // num_kv_heads
+    return tuple(ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks) for split in SPLITS)
 
 
 def fewest_sequences() -> int:

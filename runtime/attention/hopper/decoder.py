@@ -1,7 +1,8 @@
 """Runs the kernels in the place of a piece of the program (attention/split/split_decode.py, DecodePiece).
 
-Both are called with the inputs of a piece, and ignore its scratch. Given `unrotated` they norm and rotate q and the new
-keys, and write these and the new values into the cache; q is then that of `unrotated`, of any stride.
+Both are called with the inputs of a piece, the sinks last, and ignore its scratch. Given `unrotated` they norm and
+rotate q and the new keys, and write these and the new values into the cache; q is then that of `unrotated`, of any
+stride.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
 from mllm_compile.runtime.attention.hopper.rotation import Rotation
 from mllm_compile.runtime.attention.hopper.shares import HEADS, MISSING, MOST_REQUESTS, TILE, ShareKernel
 from mllm_compile.runtime.cuda import tensor_maps
@@ -49,7 +51,7 @@ class ClusterDecode:
             self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
 
     def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
-        q, keys, values, page_table, seq_lens, out, *_ = inputs
+        q, keys, values, page_table, seq_lens, out, *rest = inputs
         rotation = Rotation(q, keys, values, unrotated)
         num_sequences = out.shape[0] * keys.shape[1]
         split = choose_split(num_sequences, self._kernels)
@@ -64,6 +66,7 @@ class ClusterDecode:
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,
                 rotation.argument,
+                _sinks_of(kernel, rest),
             ),
         )
 
@@ -86,7 +89,7 @@ class ShareDecode:
 
     def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
         """Raises ValueError for more requests than the kernel counts."""
-        q, keys, values, page_table, seq_lens, out, *_ = inputs
+        q, keys, values, page_table, seq_lens, out, *rest = inputs
         rotation = Rotation(q, keys, values, unrotated)
         num_requests = out.shape[0]
         if num_requests > MOST_REQUESTS:
@@ -103,5 +106,11 @@ class ShareDecode:
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,
                 rotation.argument,
+                _sinks_of(self._kernel, rest),
             ),
         )
+
+
+def _sinks_of(kernel: DecodeKernel, rest: list[torch.Tensor]) -> ctypes.c_void_p:
+    """The launch's argument: behind a piece's other inputs, for a kernel that takes sinks."""
+    return address_of(rest[-1]) if kernel.sinks else ctypes.c_void_p(None)

@@ -15,7 +15,7 @@
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
 // of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make
-// requests ready), READY (requests that are so at a time), MISSING (all bits set).
+// requests ready), READY (requests that are so at a time), MISSING (all bits set), SINKS (sinks.cuh).
 
 constexpr int D = 2 * HEAD_PAIRS;
 constexpr int BOX_COLUMNS = 64, HALF_BYTES = TILE * BOX_COLUMNS * 2;  // half a head: rows of 128 bytes, swizzled
@@ -223,7 +223,7 @@ static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and w
 extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                  const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
-                 int width, float scale, const __grid_constant__ Rotation rotation) {
+                 int width, float scale, const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
@@ -276,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
       continue;
     }
     add_parts(sums, plan, last, parts);
+    if constexpr (SINKS) sums.total += sink_weight(sinks, head * GROUP + min(member, GROUP - 1), sums.top);
     const float factor = 1.f / sums.total;
     u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS;
     if (member < GROUP)

@@ -20,8 +20,8 @@ from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.split.splits import Splits
 
-# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments; kernels that rotate
-# may be given Unrotated behind them.
+# (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, and sinks where the
+# layer has some; kernels that rotate may be given Unrotated behind them, and are given no scratch then.
 DecodePiece = Callable[..., Any]
 
 
@@ -89,9 +89,11 @@ class SplitDecodeSpace:
         q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self.page_table.device)
         page = q.new_zeros(1, self._page_size, group.num_kv_heads, group.head_dim)
         one = torch.ones(1, dtype=torch.int32, device=q.device)
+        sinks = q.new_zeros(group.num_heads) if group.has_sinks else None
         self.list_pages(one.long() - 1)
         for decoder in decoders:
-            self.prepare(group, [replace(decoder, most_sequences=None)], one).run(q, (page, page), torch.empty_like(q))
+            decode = self.prepare(group, [replace(decoder, most_sequences=None)], one)
+            decode.run(q, (page, page), torch.empty_like(q), sinks)
 
     def list_pages(self, rows: torch.Tensor) -> None:
         """Make the page table that of the requests in `rows` [R] int64; two launches, no wait."""
@@ -133,14 +135,34 @@ class SplitDecode:
         """True if `run_unrotated` may be called."""
         return self._decoder.rotates
 
-    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]. Writes and returns out."""
-        self._decoder.piece([q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch])
+    def run(
+        self,
+        q: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]; sinks: [H], if the layer has some. Writes and
+        returns out."""
+        inputs = [q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch]
+        self._decoder.piece([*inputs, *_typed(sinks, q)])
         return out
 
-    def run_unrotated(self, unrotated: Unrotated, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+    def run_unrotated(
+        self,
+        unrotated: Unrotated,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Like `run`, for a q that is not rotated, and keys and values that are not in the cache yet."""
-        self._decoder.piece([unrotated.q[0], *_by_slot(pages), *self._batch, out], unrotated)
+        inputs = [unrotated.q[0], *_by_slot(pages), *self._batch, out]
+        self._decoder.piece([*inputs, *_typed(sinks, unrotated.q)], unrotated)
+
+
+def _typed(sinks: torch.Tensor | None, q: torch.Tensor) -> list[torch.Tensor]:
+    """Sinks in the type that kernels are compiled for; a model may keep some weights in float32."""
+    return [] if sinks is None else [sinks.to(q.dtype)]
 
 
 def _by_slot(pages: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

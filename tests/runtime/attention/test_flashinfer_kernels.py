@@ -17,6 +17,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     check_supported,
     choose_prefill_kernel,
     decodes_on_tensor_cores,
+    plan_groups,
     prefill_capture_obstacle,
     prefill_costs,
     prefills_new_tokens_alone,
@@ -239,13 +240,18 @@ def test_windows_and_soft_caps_are_prefilled_by_fa2(params):
     [
         (make_layer(head_dim=96), "96"),
         (make_layer(head_dim=128, v_head_dim=64), "value head dim 64"),
-        (make_layer(head_dim=128, sinks=torch.zeros(4)), "sinks"),
         (make_layer(num_heads=5, num_kv_heads=2, head_dim=128), "5 query heads"),
     ],
 )
 def test_a_layer_that_no_kernel_serves_is_refused_by_name(layer, named):
     with pytest.raises(UnsupportedModelError, match=f"layer0: .*{named}.*attention_backend: torch"):
         check_supported([make_layer(head_dim=128), layer], torch.bfloat16)
+
+
+def test_sinks_are_served_and_keep_layers_apart_whose_own_kernels_they_are_part_of():
+    layers = [make_layer(head_dim=64, sinks=sinks, layer_id=i) for i, sinks in enumerate([None, torch.zeros(4)] * 2)]
+    check_supported(layers, torch.bfloat16)
+    assert [group.has_sinks for group in plan_groups(layers)] == [False, True]
 
 
 def test_float32_is_refused_with_the_keys_to_change():

@@ -73,6 +73,8 @@ def test_a_block_of_shares_fits_on_a_multiprocessor(group):
     [
         *(cluster_kernels(8 * group, 8, page_size)[-1] for group in (1, 4, 8) for page_size in (16, 64, 128)),
         *(ShareKernel(kv_heads, group, 64) for kv_heads in (8, 16) for group in (1, 4, 8)),
+        cluster_kernels(64, 8, 64, sinks=True)[0],
+        ShareKernel(8, 8, 64, sinks=True),
     ],
     ids=lambda kernel: kernel.name,
 )
@@ -102,10 +104,13 @@ class FakeKernel:
         self.name = name
         self.launches: list[tuple[int, int, int]] = []
         self.rotations: list[_Argument] = []
+        self.sinks: list[int | None] = []
 
     def launch(self, num_blocks, num_threads, arguments) -> None:
         self.launches.append((num_blocks, num_threads, len(arguments)))
-        self.rotations.append(arguments[-1])
+        *_, rotation, sinks = arguments
+        self.rotations.append(rotation)
+        self.sinks.append(sinks.value)
 
 
 class FakeMaps:
@@ -145,7 +150,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
-        "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 9)]
+        "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 10)]
     }
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 
@@ -156,7 +161,7 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     decode(inputs_of(3))
     decode(inputs_of(MOST_REQUESTS))
     # Binaries of older runtimes were compiled for such a launch: FORMAT_VERSION goes up with any change of it.
-    assert made["shares_8x4_page16"].launches == [(132, 384, 11)] * 2
+    assert made["shares_8x4_page16"].launches == [(132, 384, 12)] * 2
     with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
         decode(inputs_of(MOST_REQUESTS + 1))
     assert decode._maps.asked == [((160, 1024), tensor_maps.panels, 16, 16)] * 4
@@ -231,8 +236,25 @@ def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
         decode([told.q[0], *inputs_of(3)[1:6]], told)
         decode(inputs_of(3))
         kernel = made["clusters_8x4_page16_split4" if decode is few else "shares_8x4_page16"]
-        assert kernel.launches == [(3 * 8 * 4, 128, 9) if decode is few else (132, 384, 11)] * 2
+        assert kernel.launches == [(3 * 8 * 4, 128, 10) if decode is few else (132, 384, 12)] * 2
         assert [rotation.k for rotation in kernel.rotations] == [told.k.data_ptr(), None]
+        assert kernel.sinks == [None, None]
+
+
+def test_kernels_of_sinks_are_given_them_rotating_or_not(made):
+    kernels = (*cluster_kernels(32, 8, 16, sinks=True), ShareKernel(8, 4, 16, sinks=True))
+    binaries = {kernel.name: b"binary" for kernel in kernels}
+    told, sinks = unrotated(3), torch.zeros(32, dtype=torch.bfloat16)
+    for decode in (
+        decoder.ClusterDecode(kernels[:-1], binaries, 0.1, torch.device("cpu")),
+        decoder.ShareDecode(kernels[-1], binaries, 0.1, torch.device("cpu")),
+    ):
+        decode([told.q[0], *inputs_of(3)[1:6], sinks], told)
+        decode([*inputs_of(3), sinks])
+    launched = {name: kernel.sinks for name, kernel in made.items() if kernel.sinks}
+    assert launched == dict.fromkeys(
+        ("clusters_8x4_page16_sinks_split4", "shares_8x4_page16_sinks"), [sinks.data_ptr()] * 2
+    )
 
 
 def test_a_program_decodes_by_what_its_forms_name(made):
