@@ -176,7 +176,7 @@ def serve(runner: ModelRunner, num_steps: int) -> list[list[int]]:
     loop, requests, in_flight = Loop(runner), [], None
     for step in range(num_steps):
         if step % 4 == 0 or not loop.scheduler.has_work():
-            prompt = [rng.randrange(3, 3000) for _ in range(rng.randrange(1, 90))]
+            prompt = [rng.randrange(3, runner.vocab_size) for _ in range(rng.randrange(1, 90))]
             requests.append(loop.add(prompt, max_tokens=rng.randrange(1, 70), ignore_eos=True))
         in_flight = loop._turn(in_flight, overlap=True)
     loop._finish(*in_flight)

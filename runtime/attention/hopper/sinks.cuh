@@ -4,4 +4,3 @@
 __device__ __forceinline__ float sink_weight(const unsigned short* sinks, int query_head, float top) {
   return exp2f(first_of(sinks[query_head]) * 1.4426950408889634f - top);
 }
-
