@@ -13,12 +13,14 @@ from mllm_compile.errors import CompileError
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
 from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op, is_symbolic, is_weight
+from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
     ExpertWeight,
     PieceStep,
     Program,
+    QuantisedWeight,
     SmallForm,
     Step,
     UnrotatedStep,
@@ -60,7 +62,23 @@ def build_program(graph: fx.GraphModule) -> Program:
         _small_forms(graph),
         expert_weights=expert_weights,
         counted_experts=counted,
+        quantised_weights=_quantised(graph),
     )
+
+
+def _quantised(graph: fx.GraphModule) -> dict[str, QuantisedWeight]:
+    """The quantised weights, by the names of their values."""
+    found: dict[str, QuantisedWeight] = {}
+    for call in graph.graph.find_nodes(op="call_module"):
+        piece: Any = graph.get_submodule(str(call.target))
+        given: dict[Any, Any] = dict(zip(piece.graph.find_nodes(op="placeholder"), call.args, strict=True))
+        for node in piece.graph.nodes:
+            linear = match_quantised_linear(node)
+            if linear is not None:
+                zeros = None if linear.zeros is None else given[linear.zeros].meta["weight_name"]
+                values, scales = (given[one].meta["weight_name"] for one in (linear.values, linear.scales))
+                found[values] = QuantisedWeight(scales, zeros, *linear.shape)
+    return found
 
 
 def _experts(graph: fx.GraphModule) -> tuple[dict[str, ExpertWeight], tuple[str, ...]]:

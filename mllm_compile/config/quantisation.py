@@ -23,6 +23,7 @@ _SECTIONS = ("quantization_config", "compression_config")
 _ACTIVATION_SCALES = (".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale")
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
 _NO_SETTINGS = Settings()
+_FP8 = ("fp8",)
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Scheme:
         name: for people.
         formats: names of runtime/weights/formats.
         settings: sizes that the config names.
+        kinds: of the schemes that its linears' weights can have in memory (runtime/quantised); empty where none can.
         unused: how the names of tensors end that are not applied here.
     """
 
     name: str
     formats: tuple[str, ...]
     settings: Settings = _NO_SETTINGS
+    kinds: tuple[str, ...] = ()
     unused: tuple[str, ...] = _ACTIVATION_SCALES + _KV_SCALES
 
 
@@ -113,9 +116,9 @@ class _Section:
         self._expect("expert_dtype", None, "fp8")
         size = self._values.get("weight_block_size")
         if size is None:
-            return Scheme("fp8", ("fp8",))
+            return Scheme("fp8", ("fp8",), kinds=_FP8)
         block = self._block(size, "weight_block_size")
-        return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("fp8",), Settings(blocks=(block,)))
+        return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("fp8",), Settings(blocks=(block,)), _FP8)
 
     def gptq(self) -> Scheme:
         bits = self._expect("bits", 4, 8)
@@ -143,7 +146,7 @@ class _Section:
     def modelopt(self) -> Scheme:
         algorithm = self._values.get("quant_algo")
         if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-            return Scheme("modelopt fp8", ("modelopt fp8",))
+            return Scheme("modelopt fp8", ("modelopt fp8",), kinds=_FP8)
         if algorithm == "NVFP4":
             return Scheme("modelopt nvfp4", ("modelopt nvfp4",))
         raise self._refused(f"quant_algo: {shown(algorithm)}", "expected FP8, FP8_PER_CHANNEL_PER_TOKEN or NVFP4")
@@ -172,7 +175,8 @@ class _Section:
             blocks=tuple(dict.fromkeys(block for one in found for block in one.settings.blocks)),
         )
         names = dict.fromkeys(one.name for one in found)
-        return Scheme(f"compressed-tensors {' and '.join(names)}", tuple(formats), settings)
+        kinds = tuple(dict.fromkeys(kind for one in found for kind in one.kinds))
+        return Scheme(f"compressed-tensors {' and '.join(names)}", tuple(formats), settings, kinds)
 
     def _compressed_group(self, name: str, group: Any) -> Scheme:
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -185,9 +189,9 @@ class _Section:
             if strategy == "block":
                 block = self._block(weights.get("block_structure"), "block_structure")
                 sizes = Settings(blocks=(block,))
-                return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("compressed-tensors fp8",), sizes)
+                return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("compressed-tensors fp8",), sizes, _FP8)
             if strategy in ("channel", "tensor"):
-                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",))
+                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",), kinds=_FP8)
         if kind in (("int", 4), ("int", 8)) and layout == "pack-quantized" and strategy in ("group", "channel"):
             size = self._int(weights, "group_size") if strategy == "group" else -1
             settings = Settings(bits=(kind[1],), groups=(size,))
