@@ -24,6 +24,7 @@ _ACTIVATION_SCALES = (".input_scale", ".input_global_scale", ".input_zero_point"
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
 _NO_SETTINGS = Settings()
 _FP8 = ("fp8",)
+_INT4 = ("int4",)
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,11 @@ class _Section:
         if any(rule.get("bits", bits) != bits for rule in rules.values() if isinstance(rule, dict)):
             raise self._refused("dynamic with several numbers of bits", "all weights have one")
         groups = (group, *(self._int({"group_size": size}, "group_size") for size in sizes))
-        settings = Settings(bits=(bits,), groups=groups, zero_offset=0 if version == "gptq_v2" else 1)
-        return Scheme(f"gptq in {bits} bits, {_groups(group)}", ("gptq",), settings)
+        in_order = self._values.get("desc_act") is False
+        offset = 0 if version == "gptq_v2" else 1
+        settings = Settings(bits=(bits,), groups=groups, zero_offset=offset, in_order=in_order)
+        name = f"gptq in {bits} bits, {_groups(group)}{'' if in_order else ', desc_act'}"
+        return Scheme(name, ("gptq",), settings, _INT4 if bits == 4 and in_order else ())
 
     def awq(self) -> Scheme:
         self._expect("bits", 4)
@@ -141,7 +145,7 @@ class _Section:
         if str(version).lower() != "gemm":
             raise self._refused(f"version: {shown(version)}", "expected gemm")
         group = self._int(self._values, "group_size", 128)
-        return Scheme(f"awq in 4 bits, {_groups(group)}", ("awq",), Settings(bits=(4,), groups=(group,)))
+        return Scheme(f"awq in 4 bits, {_groups(group)}", ("awq",), Settings(bits=(4,), groups=(group,)), _INT4)
 
     def modelopt(self) -> Scheme:
         algorithm = self._values.get("quant_algo")
@@ -196,7 +200,8 @@ class _Section:
             size = self._int(weights, "group_size") if strategy == "group" else -1
             settings = Settings(bits=(kind[1],), groups=(size,))
             name = f"integers of {kind[1]} bits, {_groups(size)}"
-            return Scheme(name, ("compressed-tensors packed integers",), settings)
+            kinds = _INT4 if kind[1] == 4 and weights.get("actorder") != "group" else ()
+            return Scheme(name, ("compressed-tensors packed integers",), settings, kinds)
         if kind == ("float", 4) and layout == "nvfp4-pack-quantized":
             return Scheme("nvfp4", ("compressed-tensors nvfp4",))
         raise self._refused(

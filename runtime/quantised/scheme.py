@@ -58,9 +58,6 @@ class WeightScheme:
         """The bytes of all tensors of a weight [rows, columns]."""
         return sum(math.prod(self.shape(role, rows, columns)) * self.dtype(role).itemsize for role in self.roles)
 
-    def __str__(self) -> str:
-        return f"{self.kind}, a scale for {self.group} inputs of a row{', zero points' if self.has_zeros else ''}"
-
 
 def quantised_as(kind: Kind, columns: int) -> WeightScheme:
     """The scheme that a plain weight of so many inputs is quantised to."""

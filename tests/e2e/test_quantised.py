@@ -185,21 +185,42 @@ def test_gpt_oss_with_mxfp4_experts_says_what_transformers_says(tmp_path):
     assert ask(config, prompts) == transformers_greedy(plain, prompts)
 
 
+EXPLAINED = {
+    "gptq": (
+        "auto",
+        "stored as gptq; linears keep them so in memory",
+        "gptq in 4 bits; groups of 128, kept in linears",
+    ),
+    "gptq without groups": (
+        "auto",
+        "stored as gptq; linears keep",
+        "gptq in 4 bits; a scale a channel, kept in linears",
+    ),
+    "gptq ordered": (
+        "auto",
+        "stored as gptq, are dequantised to float32 while they are read",
+        "gptq in 4 bits; groups of 128; desc_act, dequantised to float32",
+    ),
+    "awq": (
+        "dequantize",
+        "stored as awq, are dequantised to float32 while they are read",
+        "awq in 4 bits; groups of 64, dequantised to float32",
+    ),
+}
+
+
 def test_explain_says_how_the_weights_are_read_and_another_scheme_is_another_runtime(tmp_path, capsys):
     found = {}
-    for name in ("gptq", "gptq without groups"):
+    for name, (quantization, line, factor) in EXPLAINED.items():
         packed = tmp_path / name.replace(" ", "-")
         quantise_folder(TINY, packed, tmp_path / f"plain of {name}", LINEARS[name])
         yaml = tmp_path / f"{packed.name}.yaml"
-        yaml.write_text(
-            json.dumps({"model": {"path": str(packed)}, "runtime": {"device": "cpu"}, "cache": {"dir": str(tmp_path)}})
-        )
+        model = {"path": str(packed), "quantization": quantization}
+        yaml.write_text(json.dumps({"model": model, "runtime": {"device": "cpu"}, "cache": {"dir": str(tmp_path)}}))
         assert run(["explain", str(yaml), "--json"]) == 0
         found[name] = json.loads(capsys.readouterr().out)
-        assert "stored as gptq, are dequantised to float32 while they are read" in found[name]["weights"]
+        assert line in found[name]["weights"]
         assert run(["explain", str(yaml)]) == 0
         assert found[name]["weights"] in capsys.readouterr().out
-    factors = [one["factors"]["quantisation"] for one in found.values()]
-    assert factors[0].startswith("gptq in 4 bits; groups of 128, dequantised to float32, settings ")
-    assert factors[1].startswith("gptq in 4 bits; a scale a channel, dequantised to float32, settings ")
-    assert found["gptq"]["key"] != found["gptq without groups"]["key"]
+        assert found[name]["factors"]["quantisation"].startswith(f"{factor}, settings ")
+    assert len({one["key"] for one in found.values()}) == len(EXPLAINED)

@@ -59,18 +59,14 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
 
 def _small_weights(setting: Setting) -> SmallWeights | None:
     """The weights that our engine has in few bits; None: it has none."""
+    if setting.quantization in ("none", "dequantize"):
+        return None
     from mllm_compile.compiler.lowering import build_model
-    from mllm_compile.config.device import detect_device
-    from mllm_compile.config.model_folder import open_model_folder
-    from mllm_compile.config.resolve import resolve
+    from mllm_compile.compiler.target import find_target
     from mllm_compile.process.progress import NullReporter
 
-    config = setting.engine_config()
-    model = open_model_folder(config.model)
-    resolved = resolve(config, model, detect_device(config.runtime.device))
-    if resolved.model.quantization in ("none", "dequantize"):
-        return None
-    return build_model(resolved, model, NullReporter()).small
+    target = find_target(setting.engine_config())
+    return build_model(target.config, target.model, NullReporter()).small
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:
