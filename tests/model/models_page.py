@@ -44,8 +44,9 @@ token from what Transformers' forward gives that text alone; above {tolerance:g}
 float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as well. So this page is about meaning, not
 about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it.
 
-On a GPU, FlashInfer has no attention with values of another width than keys, or with heads of another width than 64,
-128 or 256: such models need `runtime: {{attention_backend: torch}}` there, which is slow.
+On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
+the next of these widths, in the KV cache too (`pad_heads`). Heads wider than 256 need `runtime: {{attention_backend:
+torch}}` there, which is slow.
 
 ## Your model
 
