@@ -15,6 +15,7 @@ import torch
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hold_rope import hold_rope
+from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.program.spec import ModelSizes
 
@@ -46,11 +47,13 @@ class HFModel:
         model: every parameter on meta, in its final dtype.
         constants: buffer name → value on the CPU; these are in no checkpoint.
         unknown_constants: names of such buffers whose value could not be computed.
+        position_offset: the position that the model gives a text's first token.
     """
 
     model: PreTrainedModel
     constants: dict[str, torch.Tensor]
     unknown_constants: frozenset[str]
+    position_offset: int = 0
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -71,7 +74,8 @@ class HFModel:
             head_dim=max(one.head_dim for one in heads),
             hidden_size=self._size("hidden_size"),
             vocab_size=self._size("vocab_size"),
-            context_len=self._size("max_position_embeddings", NO_LIMIT),
+            context_len=self._size("max_position_embeddings", NO_LIMIT) - self.position_offset,
+            is_table_of_positions=self.position_offset > 0,
         )
 
     def heads_of_layers(self) -> list[Heads]:
@@ -153,7 +157,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     model.eval().requires_grad_(False)
     constants = compute_constants(model)
     hold_rope(model)
-    return HFModel(model, *constants)
+    return HFModel(model, *constants, position_offset(model))
 
 
 def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> None:
