@@ -92,8 +92,11 @@ def _arguments(module: torch.nn.Module) -> list[str]:
 def _forward_reading(module: Any, positions: Positions) -> Callable[..., torch.Tensor]:
     own = type(module).forward
 
-    def forward(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return own(module, *args, position_ids=positions(position_ids), **kwargs)
+    def forward(shaped: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if position_ids is None:
+            num_tokens = (shaped.shape if isinstance(shaped, torch.Tensor) else shaped)[1]
+            position_ids = torch.arange(num_tokens, device=module.weight.device)
+        return own(module, shaped, *args, position_ids=positions(position_ids), **kwargs)
 
     return forward
 
