@@ -1,6 +1,6 @@
 """Where the time of a prompt's first token goes: the host's parts of it, one after another, and the GPU's kernels.
 
-    python examples/first_token_parts.py configs/qwen-shape.yaml [--prompt 512] [--prompts 1] [--piecewise]
+    python examples/first_token_parts.py configs/qwen-shape.yaml [--prompt 512] [--prompts 1] [--batched 4096]
 
 Without a GPU it gives the host's parts alone. The parts overlap with the GPU, so they do not add up to the whole; a
 part that holds others is followed by them, indented. With --piecewise no whole step with prompts is captured.
@@ -87,10 +87,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
     parser.add_argument("--prompts", type=positive, default=1, help="prompts at once")
     parser.add_argument("--repeats", type=positive, default=40)
+    parser.add_argument("--batched", type=positive, help="runtime.max_num_batched_tokens")
     parser.add_argument("--piecewise", action="store_true", help="capture no whole step with prompts")
     args = parser.parse_args()
     config = EngineConfig.from_yaml(args.config)
-    changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update={"enable_prefix_cache": False})}
+    runtime: dict[str, Any] = {"enable_prefix_cache": False}
+    if args.batched is not None:
+        runtime["max_num_batched_tokens"] = args.batched
+    changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update=runtime)}
     if args.piecewise:
         changes["cudagraph"] = config.cudagraph.model_copy(update={"mixed_tokens": ()})
     clock = Clock()
