@@ -16,6 +16,7 @@ from typing import Any
 
 from mllm_compile.bench.adapters import open_engine, open_streams
 from mllm_compile.bench.adapters.base import BenchEngine
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.results import EngineRun, Measurement
 from mllm_compile.bench.measure.runtime_place import runtime_place
@@ -69,7 +70,7 @@ def latency(job: dict[str, Any]) -> dict[str, Any]:
         first_s, whole_s = _times(engine, (first, whole), work.repeats, left)
         lines += work.measurements(batch, first_s, whole_s)
         _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
-    run = _run(job["engine"], engine, lines)
+    run = _run(job["engine"], engine, _some(lines))
     return run | {"place": asdict(runtime_place(setting)) if job["engine"] == "mllm" else None}
 
 
@@ -104,7 +105,7 @@ def long(job: dict[str, Any]) -> dict[str, Any]:
         first_s, whole_s = _times(engine, calls, work.repeats, f"{name}, {index + 1} of {len(points)}")
         lines += work.measurements(point, first_s, whole_s)
         _say(f"{name}: " + ", ".join(f"{line.name} {line.median:.2f} {line.unit}" for line in lines[-2:]))
-    return _run(job["engine"], engine, lines)
+    return _run(job["engine"], engine, _some(lines))
 
 
 def gaps(job: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +118,16 @@ def gaps(job: dict[str, Any]) -> dict[str, Any]:
     return asdict(
         EngineRun(engine=job["engine"], version=engine.version, settings=engine.settings, measurements=tuple(lines))
     )
+
+
+def _some(lines: list[Measurement]) -> list[Measurement]:
+    """
+    Raises:
+        BenchmarkError: there are none.
+    """
+    if not lines:
+        raise BenchmarkError("the KV cache holds none of the batches at once: give smaller ones, or shorter prompts")
+    return lines
 
 
 def _fits(engine: BenchEngine, batch: int, request_len: int) -> bool:
