@@ -54,6 +54,7 @@ class PassTarget:
         hopper_decode: compile.hopper_decode.
         counts_experts: runtime.expert_stats.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
+        attention_backend: runtime.attention_backend.
     """
 
     device_type: str
@@ -63,6 +64,7 @@ class PassTarget:
     dtype: str
     kv_cache_dtype: str
     counts_experts: bool = False
+    attention_backend: str = "torch"
 
 
 class GraphPass:

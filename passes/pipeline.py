@@ -32,6 +32,7 @@ from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
@@ -46,6 +47,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
+    PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,
     FuseRopeCache,  # norms and rotation of q and k and the write into the KV cache as one kernel before attention

@@ -210,6 +210,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         dtype=config.model.dtype,
         kv_cache_dtype=config.runtime.kv_cache_dtype,
         counts_experts=config.runtime.expert_stats,
+        attention_backend=config.runtime.attention_backend,
     )
 
 

@@ -42,6 +42,7 @@ OPS = {
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",
+    "own_positions": "trace",
     "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",

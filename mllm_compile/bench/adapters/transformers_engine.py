@@ -20,6 +20,7 @@ class TransformersEngine:
 
     def __init__(self, setting: Setting) -> None:
         self.start_parts: dict[str, float] = {}
+        self.kv_tokens = None
         self.settings: dict[str, Any] = {"dtype": setting.dtype, "device": setting.device}
         self._device = torch.device(setting.device)
         dtype = getattr(torch, setting.dtype)
