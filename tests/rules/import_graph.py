@@ -59,6 +59,7 @@ FLOORS = (
     "runtime/sampling",
     "runtime/weights",
     "runtime/device",
+    "runtime/collectives",
     "runtime/cuda",
     "runtime",
 )
