@@ -16,6 +16,7 @@ from torch import fx
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
+IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
 SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodule that is its form for so many}
 

@@ -124,7 +124,8 @@ def _fill(
             constants, weights = plan_lowered_weights(config, model, lowered, timeline)
             files = target.weights
         if options.pack_weights:
-            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
+            packed, files = pack_weights(config, weights[0], model.path, scratch / WEIGHTS, timeline)
+            weights = (packed,)
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from mllm_compile.model.hf_model import HFModel
-    from mllm_compile.passes.base import PackedPart
+    from mllm_compile.passes.base import PackedPart, WeightCut
     from mllm_compile.passes.pipeline import PassReport
 
 
@@ -45,3 +45,21 @@ class Lowered:
         from mllm_compile.passes.base import PACKED_WEIGHTS
 
         return self.graph.meta.get(PACKED_WEIGHTS, {})
+
+    @property
+    def num_ranks(self) -> int:
+        from mllm_compile.passes.base import RANKS
+
+        return self.graph.meta.get(RANKS, 1)
+
+    @property
+    def cuts(self) -> dict[str, tuple[WeightCut, ...]]:
+        """How ranks' weights are cut out of the model's."""
+        from mllm_compile.passes.base import WEIGHT_CUTS
+
+        return self.graph.meta.get(WEIGHT_CUTS, {})
+
+    @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The model's own shapes of its weights."""
+        return {name: tuple(value.shape) for name, value in self.hf_model.model.state_dict(keep_vars=True).items()}

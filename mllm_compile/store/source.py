@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class ArtifactSource:
     """A ModelSource over a compiled runtime and the folder that its weights are in."""
 
-    def __init__(self, runtime: CompiledRuntime, reporter: Reporter) -> None:
+    def __init__(self, runtime: CompiledRuntime, reporter: Reporter, rank: int = 0) -> None:
         self._artifact = runtime.artifact
+        self._weights = runtime.artifact.weights_of(rank)
         self._config = runtime.config
         self._weights_root = runtime.weights_root
         self._reporter = reporter
@@ -38,7 +39,7 @@ class ArtifactSource:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(spec.num_bytes for spec in self._artifact.weights)
+        return sum(spec.num_bytes for spec in self._weights)
 
     def load(self, device: torch.device) -> LoadedModel:
         """Brings program and weights to `device`.
@@ -93,7 +94,7 @@ class ArtifactSource:
             use_kernels_from(folder)
 
     def _load_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
-        specs = self._artifact.weights
+        specs = self._weights
         with current_device(device):
             weights = allocate_weights(specs, str(device))
             self._tell_dequantised()
@@ -107,7 +108,7 @@ class ArtifactSource:
         return weights | _load_constants(self._artifact, device)
 
     def _tell_dequantised(self) -> None:
-        specs = self._artifact.weights
+        specs = self._weights
         formats = {part.quantised.format for spec in specs for part in spec.parts if part.quantised}
         if formats:
             file_bytes = sum(spec.num_bytes_read for spec in specs)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from mllm_compile.passes.base import IS_CONSTANT
 from mllm_compile.passes.match.nodes import LINEAR, is_attention, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
 
@@ -177,6 +178,8 @@ class Labelling:
             if is_weight(node) and math.prod(node.meta["val"].shape) <= _MOST_TRACED:
                 shape = tuple(node.meta["val"].shape)
                 self._shapes[node.meta["weight_name"]] = shape
+                if node.meta.get(IS_CONSTANT):
+                    self._use_whole(node)
                 self._places[node] = (node.meta["weight_name"], np.arange(math.prod(shape)).reshape(shape))
             return
         if node.op == "output":

@@ -133,7 +133,9 @@ class Plan:
             self._check_attention(node)
         elif name in ("mean", "softmax", "rms_norm", "layer_norm", "normalize"):
             self._check_reduction(node)
-        elif name in POINTWISE or name in ("cat", "stack"):
+        elif name in ("cat", "stack") and all(self._labelling.are_cut(one) for one in node.all_input_nodes):
+            self._check_view(node, node.target, node.args)
+        elif name in POINTWISE or name == "cat":
             self._check_operands(node, boxes[0])
         else:
             self._plan_view(node, name)
@@ -141,8 +143,6 @@ class Plan:
     def _check_operands(self, node: fx.Node, boxes: list[Box]) -> None:
         shape = self._labelling.shape(node)
         joined = None
-        if name_of(node) == "stack":
-            raise NotCutError("a stack of parts")
         if name_of(node) == "cat":
             joined = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[operator]
         for one in node.all_input_nodes:
@@ -188,14 +188,18 @@ class Plan:
             target, args = self._split(node, args)
         elif target is torch.reshape:
             args = (node.args[0], self._local_sizes(node, args))
+        self._check_view(node, target, args)
+        if target is not node.target or args != node.args:
+            self.calls[node] = target, args
+
+    def _check_view(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+        """Checks that a view of a rank's parts is the rank's part of the view."""
         for rank in (0, self._owners.num_ranks - 1):
             made = self._labelling.run(node, lambda one: self._part(one, rank), args=args, target=target)  # noqa: B023
             wanted = self._part(node, rank)
             pairs = zip(made, wanted, strict=True) if isinstance(wanted, list) else [(made, wanted)]
             if not all(np.array_equal(one, other) for one, other in pairs):
                 raise NotCutError("a view of a part is no part of the view")
-        if target is not node.target or args != node.args:
-            self.calls[node] = target, args
 
     def _part(self, node: fx.Node, rank: int) -> Any:
         labels = self._labelling.labels.get(node)

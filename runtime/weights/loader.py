@@ -281,9 +281,12 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
     for spec in specs:
         for part in spec.parts:
             place = place_of(weights[spec.name], part)
-            if place.dim() < 2:
+            if len(part.shape) < 2:
                 place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
                 continue
             digest = hashlib.sha256(f"{seed}:{part.tensor}".encode()).digest()
             generator = torch.Generator(place.device).manual_seed(int.from_bytes(digest[:7], "little"))
-            place.normal_(0.0, _DUMMY_STD, generator=generator)
+            drawn = place.new_empty(part.shape) if part.steps else place
+            drawn.normal_(0.0, _DUMMY_STD, generator=generator)
+            if part.steps:  # a rank's part of a tensor: it is the same on all ranks
+                place.copy_(viewed(drawn, part.steps))
