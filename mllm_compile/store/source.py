@@ -12,16 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from mllm_compile.checkpoint.quantised import dequantised_line
+from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.pieces import load_piece
+from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.store.artifact import CONSTANTS, Artifact
 
 if TYPE_CHECKING:
     from mllm_compile.store.opened import CompiledRuntime
+
+
+def runner_config(config: ResolvedConfig) -> RunnerConfig:
+    """The runner's part of a config."""
+    return RunnerConfig(dtype=getattr(torch, config.model.dtype), runtime=config.runtime, cudagraph=config.cudagraph)
 
 
 class ArtifactSource:
