@@ -14,7 +14,9 @@ from mllm_compile.passes.sharding.labels import Labelling, Product, name_of
 from mllm_compile.passes.sharding.plan import Plan
 from mllm_compile.runtime.ops import op
 
-_CARRIED_VIEWS = frozenset("view reshape transpose permute contiguous unsqueeze squeeze flatten getitem".split())
+_CARRIED_VIEWS = frozenset(
+    ["view", "reshape", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "flatten", "getitem"]
+)
 
 
 class Shard(GraphPass):
@@ -133,7 +135,9 @@ class _Rewriting:
         with graph.inserting_before(node):
             first = call(graph, operator.mul, call(graph, op("own_rank"), ids), rows)
             places = call(graph, operator.sub, ids, first)
-            is_own = call(graph, operator.and_, call(graph, operator.ge, places, 0), call(graph, operator.lt, places, rows))
+            is_own = call(
+                graph, operator.and_, call(graph, operator.ge, places, 0), call(graph, operator.lt, places, rows)
+            )
             own = call(graph, torch.where, is_own, places, 0)
             found = call(graph, node.target, own, weight, None, *rest[1:])  # type: ignore[arg-type]
             looked_up = call(graph, torch.where, call(graph, torch.unsqueeze, is_own, -1), found, 0.0)

@@ -69,9 +69,7 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         linked = link(program, pieces, binaries, torch.device(device))
-        ranks = [
-            linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)
-        ]
+        ranks = [linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)]
         logits = _check_program(lowered, ranks, device)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits)
 
@@ -267,7 +265,7 @@ def _run_ranks(
     device: str,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """What _run_program gives; of several ranks, which run beside each other, the first one's."""
+    """Runs _run_program on all ranks beside each other; returns the first one's logits."""
     if len(ranks) == 1:
         return _run_program(*ranks[0], ids, positions, rows, device, dtype)
 

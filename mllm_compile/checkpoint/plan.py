@@ -43,7 +43,7 @@ class Part:
     rank: int
 
     def of(self, name: str, table: Mapping[str, PlannedTensor] | None) -> tuple[Block, ...]:
-        """What fills the rank's part of a weight that is cut."""
+        """The blocks that fill the rank's part of a weight that is cut."""
         whole = PlannedTensor.of_file(name, "", self.shapes[name]) if table is None else table[name]
         blocks: tuple[Block, ...] = part_of_rank(whole, self.cuts[name], self.rank).blocks
         return blocks

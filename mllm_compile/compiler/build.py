@@ -138,6 +138,7 @@ def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
         "stages": timeline.stages,
         "passes": [asdict(report) for report in lowered.reports],
         "passes left out": dict(lowered.left_out),
+        "ranks": lowered.cut_lines(),
     }
 
 

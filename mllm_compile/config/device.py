@@ -84,8 +84,8 @@ def check_ranks(runtime: RuntimeSection) -> None:
         return
     if runtime.skip_compiled:
         raise ConfigError(
-            f"runtime.skip_compiled runs Transformers' own model, and runtime.tensor_parallel_size is {num_ranks}: that "
-            "model is not cut. Set one of them alone."
+            "runtime.skip_compiled runs Transformers' own model, which is not cut, and runtime.tensor_parallel_size "
+            f"is {num_ranks}. Set one of them alone."
         )
     if not runtime.device.startswith("cuda"):
         return
@@ -94,8 +94,8 @@ def check_ranks(runtime: RuntimeSection) -> None:
     first, count = int(runtime.device.partition(":")[2] or 0), torch.cuda.device_count()
     if first + num_ranks > count:
         raise DeviceError(
-            f"runtime.tensor_parallel_size is {num_ranks} from {runtime.device} on, which takes as many GPUs; torch sees "
-            f"{count}: {', '.join(f'cuda:{index}' for index in range(count))}. Set a smaller one, or another device."
+            f"runtime.tensor_parallel_size is {num_ranks} from {runtime.device} on, which takes as many GPUs; torch "
+            f"sees {count}, cuda:0 to cuda:{count - 1}. Set a smaller one, or another device."
         )
 
 

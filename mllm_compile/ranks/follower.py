@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.ranks.ring import RingReader
 
 BEAT_S = 0.5
 
@@ -43,7 +44,6 @@ def _follow(start: Start, lines: Lines) -> None:
     from mllm_compile.runtime.device.cpu_threads import use_threads
     from mllm_compile.runtime.device.open import open_device
     from mllm_compile.runtime.model_runner import ModelRunner
-    from mllm_compile.runtime.ranks.ring import RingReader
     from mllm_compile.runtime.sampling.sampler import Sampler
     from mllm_compile.runtime.step.follower import FollowingStepRunner
     from mllm_compile.store.artifact import open_artifact
@@ -74,7 +74,7 @@ def _follow(start: Start, lines: Lines) -> None:
         ring.done()
 
 
-def _beat(ring: RingReader) -> None:  # noqa: F821 - imported where it is made
+def _beat(ring: RingReader) -> None:
     pause = threading.Event()
     while True:
         ring.beat()

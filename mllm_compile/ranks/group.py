@@ -272,7 +272,7 @@ class RankGroup:
             self._communicator.abort()
 
     def _found(self) -> MllmError | None:
-        """What is wrong, if anything."""
+        """The first thing that is wrong, if any is."""
         now, beats = time.monotonic(), self._ring.beats
         for follower in self._followers:
             has_ended = follower.process.poll() is not None

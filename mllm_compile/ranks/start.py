@@ -1,4 +1,4 @@
-"""What a follower is told at its start, and what it answers: lines of JSON over a socket that it inherits."""
+"""The words between rank 0 and a follower at its start: lines of JSON over a socket that the follower inherits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of an engine whose model is cut over ranks: each is announced to the followers, and is over when none was lost."""
+"""Steps of an engine of several ranks: each is announced to the followers, and is over when no rank was lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankedHandle:
         return self._handle.wait()
 
     def token_of(self, request: Request, place: int) -> int:
-        """As StepHandle.token_of."""
+        """Return what StepHandle.token_of does."""
         return self._handle.token_of(request, place)
 
 

@@ -136,7 +136,7 @@ class Owners:
         self.undealt = undealt
 
     def has(self, labels: Array, rank: int) -> Array:
-        """Which of these are on `rank`."""
+        """True for those of these that are on `rank`."""
         mask: Array = (self._masks[self._cells.find(labels.ravel())] >> rank) & 1
         return mask.reshape(labels.shape).astype(bool)
 

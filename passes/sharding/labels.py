@@ -23,13 +23,73 @@ _TOKENS, _ROWS = 3, 2  # in place of T and S
 _MOST_TRACED = 1 << 20  # elements of a parameter whose places are followed through calls
 
 VIEWS = frozenset(
-    "view reshape transpose permute contiguous unsqueeze squeeze getitem split chunk expand flatten unflatten unbind "
-    "narrow repeat_interleave flip clone swapaxes movedim t repeat index_select".split()
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "contiguous",
+        "unsqueeze",
+        "squeeze",
+        "getitem",
+        "split",
+        "chunk",
+        "expand",
+        "flatten",
+        "unflatten",
+        "unbind",
+        "narrow",
+        "repeat_interleave",
+        "flip",
+        "clone",
+        "swapaxes",
+        "movedim",
+        "t",
+        "repeat",
+        "index_select",
+    ]
 )
 POINTWISE = frozenset(
-    "add sub mul truediv neg pow silu gelu relu sigmoid tanh square sqrt rsqrt exp log softplus clamp clip where abs "
-    "mish hardtanh leaky_relu minimum maximum erf cos sin log1p masked_fill elu floor_divide to dropout relu6 "
-    "hardswish reciprocal".split()
+    [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "neg",
+        "pow",
+        "silu",
+        "gelu",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "exp",
+        "log",
+        "softplus",
+        "clamp",
+        "clip",
+        "where",
+        "abs",
+        "mish",
+        "hardtanh",
+        "leaky_relu",
+        "minimum",
+        "maximum",
+        "erf",
+        "cos",
+        "sin",
+        "log1p",
+        "masked_fill",
+        "elu",
+        "floor_divide",
+        "to",
+        "dropout",
+        "relu6",
+        "hardswish",
+        "reciprocal",
+    ]
 )
 
 Labels = np.ndarray
@@ -146,7 +206,7 @@ class Labelling:
         return labels is not None
 
     def run(self, node: fx.Node, operand: Callable[[fx.Node], np.ndarray], args: Any = None, target: Any = None) -> Any:
-        """What a view makes of integers in its operands' places."""
+        """Runs a view on integers in its operands' places."""
 
         def argument(one: fx.Node) -> Any:
             val = one.meta["val"]
@@ -390,7 +450,7 @@ class Labelling:
         shape = self.shape(node)
         result = np.zeros(shape, dtype=np.int64)
         for one in cut:
-            labels = np.broadcast_to(self._fresh(self.labels[one]), shape)
+            labels = np.broadcast_to(self.of(one), shape)
             both = (labels != WHOLE) & (result != WHOLE)
             self.cells.join(labels[both], result[both])
             result = np.where(result == WHOLE, labels, result)

@@ -1,4 +1,4 @@
-"""What a cut makes of a graph's calls: sizes and places as they are on a rank, or the weights that cannot be cut.
+"""The calls of a graph that is cut: sizes and places as they are on a rank, or the weights that cannot be cut.
 
 Views are run once more on a rank's own labels: what they give has to be that rank's part of what the whole call gives.
 """
@@ -64,7 +64,7 @@ class Plan:
             elif wanted[0]:
                 self.cuts[name] = wanted[0]
         for node in gm.graph.nodes:
-            name = self._labelling.parameter_of(node)
+            name = self._labelling.parameter_of(node) or ""
             if name in self.cuts and node.op != "placeholder" and name_of(node) not in _KEEP_SIZES:
                 self._refuse([labels for use in self._labelling.uses[name] for labels in use.values()])
 
@@ -88,7 +88,9 @@ class Plan:
             plan(node)
         except (NotCutError, ValueError, TypeError, IndexError, RuntimeError, StopIteration):
             read = [self._labelling.labels.get(one) for one in (*node.all_input_nodes, node)]
-            self._refuse([part for one in read if one is not None for part in (one if isinstance(one, list) else [one])])
+            self._refuse(
+                [part for one in read if one is not None for part in (one if isinstance(one, list) else [one])]
+            )
 
     def _check_products(self) -> None:
         """A sum over ranks counts everything once; ranks have equal, contiguous parts of a vocabulary."""
@@ -104,9 +106,9 @@ class Plan:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def boxes(self, node: fx.Node) -> list[list[Box]]:
-        """What each rank has of each tensor of a value."""
+        """The part that each rank has of each tensor of a value."""
         if node not in self._boxes:
-            labels = self._labelling.labels.get(node)
+            labels: Any = self._labelling.labels.get(node)
             parts = labels if isinstance(labels, list) else [labels]
             if labels is None:
                 zeros = self._labelling.zeros(node)
@@ -215,8 +217,10 @@ class Plan:
         if name == "split":
             return self._split(node, args)[1]
         if name == "narrow":
-            dim = args[1] % node.meta["val"].dim()  # type: ignore[operator]
-            start, stop = self._between(node, dim, args[2], args[2] + args[3])  # type: ignore[operator]
+            first: Any
+            length: Any
+            dim, first, length = args[1] % node.meta["val"].dim(), *args[2:4]  # type: ignore[operator]
+            start, stop = self._between(args[0], dim, first, first + length)  # type: ignore[arg-type]
             return (args[0], dim, start, stop - start)
         if name == "getitem" and isinstance(args[0].meta["val"], torch.Tensor):  # type: ignore[union-attr]
             return (args[0], self._local_index(node))
@@ -257,7 +261,8 @@ class Plan:
         if Ellipsis in items:
             place = next(place for place, item in enumerate(items) if item is Ellipsis)
             items[place : place + 1] = [slice(None)] * (len(shape) - used)
-        dim, local = 0, []
+        dim = 0
+        local: list[Any] = []
         for item in items:
             if item is None:
                 local.append(item)
@@ -274,9 +279,7 @@ class Plan:
 
     def _between(self, node: fx.Node, dim: int, start: int, stop: int) -> tuple[int, int]:
         """Where a rank has what lies between two places; the same for all ranks."""
-        places = {
-            (int((box[dim] < start).sum()), int((box[dim] < stop).sum())) for box in self.boxes(node)[0]
-        }
+        places = {(int((box[dim] < start).sum()), int((box[dim] < stop).sum())) for box in self.boxes(node)[0]}
         if len(places) > 1:
             raise NotCutError("a slice is of different places on two ranks")
         return places.pop()
@@ -287,7 +290,9 @@ class Plan:
         shape, kept = self._labelling.shape(source), self.local_shape(source)
         cut = [dim for dim, size in enumerate(shape) if kept[dim] != size]
         dims = {one % len(shape) for one in _as_list(node.args[1])}  # type: ignore[arg-type]
-        held = [int(self._owners.has(self._labelling.labels[source], rank).sum()) for rank in range(self._owners.num_ranks)]
+        held = [
+            int(self._owners.has(self._labelling.labels[source], rank).sum()) for rank in range(self._owners.num_ranks)
+        ]
         counts = sum(self._owners.has(self._labelling.labels[source], rank).astype(int) for rank in range(len(held)))
         if not set(cut) <= dims or len(np.unique(counts)) > 1:
             raise NotCutError("parts of a mean are not alike")

@@ -1,1 +1,1 @@
-"""What ranks do together: sums, gathers and broadcasts of tensors, over gloo on a CPU and NCCL on GPUs."""
+"""Calls that ranks make together: sums, gathers and broadcasts of tensors, over gloo on a CPU and NCCL on GPUs."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,10 +30,11 @@ class GlooCommunicator:
         from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
         self.rank, self.size = rank, size
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
-        self._group = ProcessGroupGloo(FileStore(str(meeting_place), size), rank, size, options)
+        self._group: Any = gloo(FileStore(str(meeting_place), size), rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.to(_WIDER.get(x.dtype, x.dtype), copy=True)

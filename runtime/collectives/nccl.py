@@ -1,5 +1,7 @@
-"""A communicator over NCCL: ranks are processes with a GPU each. By ctypes, as torch has no public calls that are queued
-on the current stream, may be captured, and can be ended by another thread.
+"""A communicator over NCCL: ranks are processes with a GPU each.
+
+By ctypes, as torch has no public calls that are queued on the current stream, may be captured, and can be ended by
+another thread.
 
 Numbers are those of nccl.h (NCCL 2.20 and later).
 """
@@ -43,7 +45,9 @@ def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise DeviceError(f"NCCL cannot be loaded, by which ranks on GPUs meet: {error}. Install torch for CUDA.") from None
+        raise DeviceError(
+            f"NCCL cannot be loaded, by which ranks on GPUs meet: {error}. Install torch for CUDA."
+        ) from None
     size, handle, kind = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
@@ -63,7 +67,7 @@ def _check(result: int, doing: str) -> None:
 
 
 def new_group_id() -> bytes:
-    """What the ranks of a new group have in common; made by one, given to all."""
+    """The bytes that the ranks of a new group have in common; made by one, given to all."""
     made = _UniqueId()
     _check(_library().ncclGetUniqueId(ctypes.byref(made)), "a new group's id")
     return ctypes.string_at(ctypes.byref(made), _ID_BYTES)

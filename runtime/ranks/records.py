@@ -77,7 +77,8 @@ def read_step(memory: memoryview) -> StepRecord:
     """Reads what write_step wrote; the arrays are copies."""
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER + len(_ARRAYS)).tolist()
     step_id, num_decodes, num_tokens, is_scored, *sizes = header
-    start, arrays = _HEADER_BYTES, {}
+    start = _HEADER_BYTES
+    arrays: dict[str, np.ndarray] = {}
     for (name, dtype), size in zip(_ARRAYS, sizes, strict=True):
         arrays[name] = np.frombuffer(memory, dtype=dtype, count=size, offset=start if size else 0).copy()
         start += -(-size * np.dtype(dtype).itemsize // 8) * 8

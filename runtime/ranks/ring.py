@@ -1,15 +1,16 @@
 """A ring of records in memory that ranks' processes share: rank 0 writes, each follower reads all of them in order.
 
-The memory has no name: it is there as long as a process has it open. A follower waits at an event descriptor, so that it
-takes no processor while there is nothing to do. Behind the last record is an empty one, which says that the ring ends.
+The memory has no name: it is there as long as a process has it open. A follower waits at an event descriptor, and takes
+no processor while there is nothing to do. Behind the last record is an empty one, which says that it is the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ _LOOK_S = 0.0002
 
 @dataclass(frozen=True)
 class RingPlace:
-    """What a follower is told to find the ring: open descriptors of the memory and of its event, and sizes."""
+    """The words by which a follower finds the ring: open descriptors of the memory and of its event, and sizes."""
 
     memory: int
     event: int
@@ -49,10 +50,8 @@ class _Memory:
         del self.words
         self._view.release()
         # Whoever still has a view of it keeps it until then.
-        try:
+        with contextlib.suppress(BufferError):
             self._map.close()
-        except BufferError:
-            pass
 
 
 class RingWriter:
@@ -145,8 +144,3 @@ class RingReader:
     def beat(self) -> None:
         """Tells that this process lives; from any thread."""
         self._memory.words[_WORDS + self._follower] += 1
-
-
-def descriptors(places: Sequence[RingPlace]) -> list[int]:
-    """What processes inherit."""
-    return sorted({one for place in places for one in (place.memory, place.event)})

@@ -176,9 +176,7 @@ class StepRunner:
         all_scores = self._score_all(batch, plan, decode.logits)
         return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
 
-    def _launch(
-        self, batch: ScheduledBatch, plan: StepPlan
-    ) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
+    def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
         if batch.page_ids.size:
             plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)

@@ -30,6 +30,7 @@ class VllmEngine:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
             "trust_remote_code": setting.trust_remote_code,
+            "tensor_parallel_size": setting.num_ranks,
         }
         self._llm = LLM(model=setting.model_folder, disable_log_stats=True, **self.settings)
 
