@@ -26,10 +26,6 @@ MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # What packs, interleaves, norms over all heads, adds biases or mixes experts: always tested.
 FIXED = ("qwen3", "olmo2", "phi3", "gpt_oss")
 EACH_TIME = 3  # further ones, others every day
-# Weights that Transformers' plan cuts and we do not, or along another dimension.
-NOT_AS_PLANNED: dict[str, str] = {
-    "router": "a plan of experts; every rank chooses the same",
-}
 
 
 def served() -> list[str]:
@@ -85,12 +81,14 @@ def test_weights_are_cut_as_transformers_plans_to():
         config = tiny_config(name)
         found = cut_model(name, 2)
         planned = {f"model.{pattern}": kind for pattern, kind in config.base_model_tp_plan.items()}
+        weights = found.gm.graph.find_nodes(op="placeholder")
+        num_dims = {node.meta.get("weight_name"): node.meta["val"].dim() for node in weights}
         checked = 0
         for weight, cuts in found.cuts.items():
             module = re.sub(r"\.\d+\.", ".*.", weight.removesuffix(".weight"))
-            dim = {"colwise": 0, "rowwise": 1}.get(planned.get(module, ""))
+            dim = {"colwise": -2, "rowwise": -1}.get(planned.get(module, ""))
             if dim is not None:
-                assert [one.dim for one in cuts] == [dim], weight
+                assert [one.dim - num_dims[weight] for one in cuts] == [dim], weight
                 checked += 1
         wanted = sum(kind in ("colwise", "rowwise") for kind in planned.values())
         assert checked == wanted * config.num_hidden_layers

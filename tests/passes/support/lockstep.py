@@ -49,7 +49,9 @@ def cut(gm: fx.GraphModule, num_ranks: int, constants: dict[str, torch.Tensor] |
     """Cuts a canonical graph, and runs it whole and cut on random weights and ids."""
     weights = _random_weights(gm, constants or {})
     with torch.no_grad():
-        whole = _run(gm, weights)
+        # Of a small graph's vocabulary, or of a tiny model's without its special tokens.
+        most_ids = min(90, *_table_sizes(gm))
+        whole = _run(gm, weights, most_ids)
         known = size_equalities(gm)
         gm.meta[RANKS] = num_ranks
         Shard()(gm)
@@ -58,23 +60,34 @@ def cut(gm: fx.GraphModule, num_ranks: int, constants: dict[str, torch.Tensor] |
         verify_graph(gm, ["canonicalise", "shard"])
         no_new_size_equalities(gm, known)
         cuts = gm.meta[WEIGHT_CUTS]
-        logits = run_lockstep(num_ranks, lambda rank: _run_rank(gm, weights, cuts, rank))
+        logits = run_lockstep(num_ranks, lambda rank: _run_rank(gm, weights, cuts, rank, most_ids))
     error = max(float((one - whole).abs().max() / whole.abs().max()) for one in logits)
     names = [str(node.target).partition("mllm.")[2].partition(".")[0] for node in gm.graph.nodes]
     return Cut(gm, cuts, error, {name: names.count(name) for name in ("all_reduce", "all_gather", "own_rank")})
 
 
+def _table_sizes(gm: fx.GraphModule) -> list[int]:
+    """The rows of what token ids are looked up in."""
+    calls = gm.graph.find_nodes(op="call_function", target=torch.nn.functional.embedding)
+    return [int(node.args[1].meta["val"].shape[0]) for node in calls]
+
+
 def _run_rank(
-    gm: fx.GraphModule, weights: dict[str, torch.Tensor], cuts: dict[str, tuple[WeightCut, ...]], rank: int
+    gm: fx.GraphModule,
+    weights: dict[str, torch.Tensor],
+    cuts: dict[str, tuple[WeightCut, ...]],
+    rank: int,
+    most_ids: int,
 ) -> torch.Tensor:
+    parts = {name: part_of_rank(value, cuts.get(name, ()), rank) for name, value in weights.items()}
     with torch.no_grad():
-        return _run(gm, {name: part_of_rank(value, cuts.get(name, ()), rank) for name, value in weights.items()})
+        return _run(gm, parts, most_ids)
 
 
-def _run(gm: fx.GraphModule, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def _run(gm: fx.GraphModule, weights: dict[str, torch.Tensor], most_ids: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     inputs = {
-        "input_ids": torch.randint(0, 90, (TOKENS,), generator=generator),
+        "input_ids": torch.randint(0, most_ids, (TOKENS,), generator=generator),
         "positions": torch.arange(TOKENS),
         "logits_indices": torch.tensor(ROWS),
     }
