@@ -52,6 +52,7 @@ class PassTarget:
         counts_experts: runtime.expert_stats.
         num_ranks: runtime.tensor_parallel_size.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
+        attention_backend: runtime.attention_backend.
     """
 
     device_type: str
@@ -62,6 +63,7 @@ class PassTarget:
     kv_cache_dtype: str
     counts_experts: bool = False
     num_ranks: int = 1
+    attention_backend: str = "torch"
 
 
 class GraphPass:

@@ -19,6 +19,7 @@ import torch
 from mllm_compile.check.kernels import check_written_pieces, relative_error
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
+from mllm_compile.model.positions_hook import reading_positions
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
 from mllm_compile.passes.base import part_of_rank
@@ -37,6 +38,7 @@ from mllm_compile.store.artifact import CUBINS, PIECES
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
+    from mllm_compile.model.hf_model import HFModel
 
 _Bound = tuple[ProgramExecutor, tuple[AttentionLayer, ...]]
 _Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
@@ -83,7 +85,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> to
     for batch_ids, batch_positions in batches:
         wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
         with refusing(f"{model_type!r} does not run"):
-            theirs = _logits_of_transformers(hf_model.model, batch_ids, batch_positions, known)
+            theirs = _logits_of_transformers(hf_model, batch_ids, batch_positions, known)
         rows = _some_rows(len(theirs), device) if wants_rows else None
         try:
             ours, *of_rows = _run_ranks(ranks, batch_ids, batch_positions, rows, device, hf_model.model.dtype)
@@ -148,28 +150,33 @@ def _num_different(requests: _Requests) -> int:
 
 
 def _logits_of_transformers(
-    model: Any, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
+    hf_model: HFModel, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     """Runs each request once, and takes `known` from then on, by how many there are."""
     count = _num_different(ids)
     if count not in known:
-        known[count] = _run_transformers(model, ids[:count], positions[:count])
+        known[count] = _run_transformers(hf_model, ids[:count], positions[:count])
     return known[count].repeat(len(ids) // count, 1)
 
 
-def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
+def _run_transformers(hf_model: HFModel, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
     """Runs each request alone, with the model's own attention and masks.
 
     Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
     Transformers 5.17. A request that begins at 0 is not told its positions: some models count them from elsewhere.
     """
-    told = [{} if position[0] == 0 else {"position_ids": position[None]} for position in positions]
+    model: Any = hf_model.model
+
+    def run_alone(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if positions[0] == 0:
+            return model(input_ids=ids[None], use_cache=False).logits[0]
+        told = positions + hf_model.position_offset
+        with reading_positions(model, lambda counted: told.view(counted.shape)):
+            return model(input_ids=ids[None], position_ids=told[None], use_cache=False).logits[0]
 
     def run(implementation: str) -> torch.Tensor:
         with torch.no_grad(), attention_implementation(model, implementation):
-            each = zip(ids, told, strict=True)
-            alone = [model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in each]
-            return torch.cat(alone)
+            return torch.cat([run_alone(*request) for request in zip(ids, positions, strict=True)])
 
     try:
         return run("eager")

@@ -202,6 +202,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         kv_cache_dtype=config.runtime.kv_cache_dtype,
         counts_experts=config.runtime.expert_stats,
         num_ranks=config.runtime.tensor_parallel_size,
+        attention_backend=config.runtime.attention_backend,
     )
 
 

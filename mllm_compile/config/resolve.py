@@ -23,7 +23,7 @@ from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
-from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, RuntimeSection
+from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, MaxStepMs, RuntimeSection
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -166,8 +166,21 @@ def _runtime(
         "max_model_len": _max_model_len(asked, kind, model, choices),
         "max_running_requests": requests,
         "max_num_batched_tokens": tokens,
+        "max_step_ms": _max_step_ms(asked, choices),
     }
     return RuntimeSection(**asked.model_dump() | settled)  # the other keys have no `auto`
+
+
+def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
+    if not asked.deterministic:
+        why = "what running answers take alone, so prompts lose a tenth"
+        return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
+    if not isinstance(asked.max_step_ms, str):
+        raise ConfigError(
+            f"runtime.max_step_ms is {asked.max_step_ms:g}, but with runtime.deterministic all steps take the same "
+            "time. Set it to auto or none, and lower runtime.max_num_batched_tokens for shorter steps."
+        )
+    return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", "deterministic: steps are alike"))
 
 
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:

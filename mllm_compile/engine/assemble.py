@@ -87,7 +87,10 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         runner, plan, group = _start_runner(settings, compiled, timeline)
         try:
             tokenizer, defaults, default_params = loading.result()
-            scheduler = Scheduler(SchedulerConfig.of(compiled.config.runtime, runner.token_to_kv_pool.num_pages))
+            limits = SchedulerConfig.of(
+                compiled.config.runtime, compiled.config.cudagraph, runner.token_to_kv_pool.num_pages
+            )
+            scheduler = Scheduler(limits)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
         except BaseException:  # also Ctrl-C

@@ -19,11 +19,10 @@ from typing import Any
 class ProcessGroup(subprocess.Popen[Any]):
     """A command as the leader of a process group that does not outlive this process, or this object."""
 
-    def __init__(self, command: Sequence[str], inherited: Sequence[int] = (), **options: Any) -> None:
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
         """
         Args:
             command: the program and its arguments.
-            inherited: descriptors that the command has open as well, under their numbers.
             options: as subprocess.Popen takes them.
 
         Raises:
@@ -32,7 +31,8 @@ class ProcessGroup(subprocess.Popen[Any]):
         watched, held = os.pipe()
         try:
             wrapped = [sys.executable, "-E", "-S", "-P", __file__, str(watched), *command]
-            super().__init__(wrapped, pass_fds=[watched, *inherited], process_group=0, **options)
+            passed = [watched, *options.pop("pass_fds", ())]
+            super().__init__(wrapped, pass_fds=passed, process_group=0, **options)
         except BaseException:
             os.close(held)
             raise

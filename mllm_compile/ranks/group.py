@@ -62,7 +62,7 @@ class _Follower:
         with theirs:
             self.process = ProcessGroup(
                 [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
-                inherited=[theirs.fileno(), *inherited],
+                pass_fds=[theirs.fileno(), *inherited],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

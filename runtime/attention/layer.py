@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# The widths of heads, keys' and values' alike, that the GPU's attention kernels are made for.
+KERNEL_HEAD_DIMS = (64, 128, 256)
+
+
 @dataclass(frozen=True)
 class PerLayerParameters:
     """The parameters that may differ between layers of one model and change the kernel or its plan."""

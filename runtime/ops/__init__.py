@@ -44,6 +44,7 @@ OPS = {
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",
+    "own_positions": "trace",
     "own_rank": "ranks",
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",

@@ -73,5 +73,10 @@ def attention_reference(
     return torch.einsum("hqk,khd->qhd", weights, values).contiguous()
 
 
+# mllm::own_positions stands for the positions of the tokens where a model counts them by itself: it takes what was
+# counted, and is taken out of the graph before any pass (mllm_compile/model/positions_hook.py).
+_LIBRARY.define("own_positions(Tensor counted) -> Tensor")
+_LIBRARY.impl("own_positions", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::own_positions", torch.empty_like, lib=_LIBRARY)
 _LIBRARY.impl("attention", attention_reference, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::attention", _attention_fake, lib=_LIBRARY)

@@ -56,8 +56,10 @@ class TokenMasks:
         is_cuda = device.type == "cuda"
         shape = (max_rows, -(-vocab_size // _BITS))
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
-        self._bits = torch.zeros(shape, dtype=torch.int32, device=device) if is_cuda else self._host
+        self._bits = torch.empty(shape, dtype=torch.int32, device=device) if is_cuda else self._host
         self._stream = torch.cuda.Stream(device) if is_cuda else None
+        if self._stream is not None:  # kernels that are still queued may use this memory, which was another tensor's
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = torch.cuda.Event() if is_cuda else None
         self._tables: dict[torch.dtype, torch.Tensor] = {}
 

@@ -13,6 +13,7 @@ def test_a_histogram_counts_each_observation_once():
     assert (snapshot.count, snapshot.counts[0], snapshot.counts[-1]) == (5, 2, 1)
     assert snapshot.total == pytest.approx(5.021, abs=1e-6)
     assert snapshot.mean == pytest.approx(snapshot.total / 5)
+    assert (snapshot.largest, Histogram(1e-3, 1.0).snapshot().largest) == (5.0, 0.0)
 
 
 def test_quantiles_are_right_within_a_bucket():

@@ -23,6 +23,7 @@ class TransformersEngine:
         if setting.num_ranks > 1:
             raise BenchmarkError("Transformers is measured on one device; leave --tensor-parallel-size out for it")
         self.start_parts: dict[str, float] = {}
+        self.kv_tokens = None
         self.settings: dict[str, Any] = {"dtype": setting.dtype, "device": setting.device}
         self._device = torch.device(setting.device)
         dtype = getattr(torch, setting.dtype)

@@ -12,14 +12,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.bench.adapters import check_installed
+from mllm_compile.bench.adapters import check_installed, check_streams
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.limits.limits import ModelFigures, with_latency_limits, with_throughput_limits
+from mllm_compile.bench.limits.limits import (
+    ModelFigures,
+    with_gaps_limits,
+    with_latency_limits,
+    with_long_limits,
+    with_throughput_limits,
+)
 from mllm_compile.bench.measure.child import run_child
 from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.setting import Setting
-from mllm_compile.bench.measure.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import (
+    START_PROMPT_LEN,
+    GapsWork,
+    LatencyWork,
+    LongWork,
+    StartupWork,
+    ThroughputWork,
+)
 from mllm_compile.config.names import source_name
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
 
@@ -97,6 +110,34 @@ def run_throughput(
         lines = with_throughput_limits(run.measurements, work, probe.figures, probe.ceilings)
         runs.append(_with_lines(run, lines))
     return _result("throughput", asdict(work), source, probe.environment, probe.ceilings, runs)
+
+
+def run_long(source: str, engines: Sequence[str], work: LongWork) -> BenchResult:
+    """Like run_latency, for long contexts."""
+    _check_engines(engines)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    runs = []
+    for engine in engines:
+        run = run_from_json(_worker_run("long", engine, probe.setting, asdict(work)))
+        runs.append(_with_lines(run, with_long_limits(run.measurements, work, probe.figures, probe.ceilings)))
+    return _result("long", asdict(work), source, probe.environment, probe.ceilings, runs)
+
+
+def run_gaps(source: str, engines: Sequence[str], work: GapsWork) -> BenchResult:
+    """Like run_latency, for gaps beside a long prompt.
+
+    Raises:
+        BenchmarkError: also if an engine takes no requests while others run.
+    """
+    _check_engines(engines)
+    for engine in engines:
+        check_streams(engine)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    runs = []
+    for engine in engines:
+        run = run_from_json(_worker_run("gaps", engine, probe.setting, asdict(work)))
+        runs.append(_with_lines(run, with_gaps_limits(run.measurements, work, probe.figures, probe.ceilings)))
+    return _result("gaps", asdict(work), source, probe.environment, probe.ceilings, runs)
 
 
 def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> BenchResult:

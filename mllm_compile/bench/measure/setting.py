@@ -5,6 +5,7 @@ Made once, in a process of its own (worker.py), because it asks CUDA about the d
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -45,7 +46,8 @@ class Setting:
 
     @classmethod
     def from_config(cls, source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None) -> Self:
-        """Resolves the config under the benchmark's rules: no prefix cache, room for the work, 4096 tokens a request.
+        """Resolves the config under the benchmark's rules: no prefix cache, room for the work, 4096 tokens a request or
+        what the work needs.
 
         Args:
             num_ranks: runtime.tensor_parallel_size; None: the config's.
@@ -65,6 +67,11 @@ class Setting:
         max_model_len = resolved.runtime.max_model_len
         if config.runtime.max_model_len == "auto":
             max_model_len = min(max_model_len, max(MAX_MODEL_LEN, longest_request))
+        if longest_request > max_model_len:
+            # The config's own limit gives way to the work; the model's does not.
+            longer = {"runtime": _room_for(config, largest_batch)["runtime"] | {"max_model_len": longest_request}}
+            with contextlib.suppress(ConfigError):
+                max_model_len = resolve(changed_config(config, longer), model, device).runtime.max_model_len
         if longest_request > max_model_len:
             raise ConfigError(
                 f"a request of this work has {longest_request} tokens, but {source} serves at most {max_model_len}. "
