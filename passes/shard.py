@@ -29,8 +29,9 @@ class Shard(GraphPass):
         q = linear(x, q_weight); k = …; v = …              # [T, H*D]
         y = linear(attention(q, k, v), o_weight, o_bias)
 
-    After, for each of N ranks alike::
+    After::
 
+        # the same on each of N ranks
         q = linear(x, q_weight); k = …; v = …              # [T, H*D/N], of the rank's rows
         y = mllm.all_reduce(linear(attention(q, k, v), o_weight)) + o_bias
 

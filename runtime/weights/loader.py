@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised
 from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
-from mllm_compile.runtime.weights.stream import Source, TensorRead, stream_tensors
+from mllm_compile.runtime.weights.stream import Source, Spacing, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
@@ -55,6 +55,12 @@ class WeightPart:
     inner_starts: tuple[int, ...] = ()
     quantised: Quantised | None = None
 
+    @property
+    def num_elements_read(self) -> int:
+        """The elements of the tensor that are read: where the first step takes a part, that part."""
+        is_part = bool(self.steps) and self.steps[0][0] == "narrow"
+        return math.prod(view_shape(self.shape, self.steps[:1]) if is_part else self.shape)
+
 
 @dataclass(frozen=True)
 class WeightSpec:
@@ -80,7 +86,7 @@ class WeightSpec:
     def num_bytes_read(self) -> int:
         """The bytes of files that fill it, other dtypes left aside."""
         return sum(
-            part.quantised.num_bytes if part.quantised else math.prod(part.shape) * self.dtype.itemsize
+            part.quantised.num_bytes if part.quantised else part.num_elements_read * self.dtype.itemsize
             for part in self.parts
         )
 
@@ -164,7 +170,9 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
     view = partial(viewed, steps=part.steps) if part.steps else None
     if part.quantised is None:
         entry = _entry(folder, headers, part.file, part.tensor, part.shape)
-        return TensorRead(folder / part.file, entry, place, view)
+        entry, spacing, steps = _part_of_file(entry, part.steps)
+        view = partial(viewed, steps=steps) if steps else None
+        return TensorRead(folder / part.file, entry, place, view, spacing=spacing)
     quantised = part.quantised
     first, *others = (
         Source(folder / one.file, _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
@@ -178,6 +186,24 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
         fill_dequantised(place, quantised, part.shape, view, tensors)
 
     return TensorRead(first.path, first.entry, place, fill=fill, others=others)
+
+
+def _part_of_file(
+    entry: TensorEntry, steps: tuple[ViewStep, ...]
+) -> tuple[TensorEntry, Spacing | None, tuple[ViewStep, ...]]:
+    """The bytes that the first step leaves of a tensor, where that takes a part of it, and the steps behind it.
+
+    Rows lie in one stretch; a part of each row in as many as there are rows.
+    """
+    if not steps or steps[0][0] != "narrow":
+        return entry, None, steps
+    dim, start, length = (int(number) for number in steps[0][1:])
+    inner = math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize
+    stretch, distance, count = length * inner, entry.shape[dim] * inner, math.prod(entry.shape[:dim])
+    begin = entry.begin + start * inner
+    shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
+    part = replace(entry, begin=begin, end=begin + stretch * count, shape=shape)
+    return part, Spacing(stretch, distance) if count > 1 else None, steps[1:]
 
 
 def _unviewed(place: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor | None:
