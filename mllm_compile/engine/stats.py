@@ -42,7 +42,7 @@ class HistogramSnapshot:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
-    largest: float = 0.0
+    largest: float
 
     @property
     def count(self) -> int:
@@ -53,7 +53,7 @@ class HistogramSnapshot:
         return self.total / self.count if self.count else None
 
     def quantile(self, q: float) -> float | None:
-        """Estimate of the q-quantile (0 ≤ q ≤ 1), linear within a bucket; None without observations."""
+        """Estimate of the q-quantile (0 ≤ q ≤ 1), linear within a bucket, at most the largest; None without any."""
         if not self.count:
             return None
         rank = q * self.count
@@ -61,9 +61,9 @@ class HistogramSnapshot:
             if count and rank <= count:
                 low = self.bounds[i - 1] if i else 0.0
                 high = self.bounds[i] if i < len(self.bounds) else low
-                return low + (high - low) * rank / count
+                return min(low + (high - low) * rank / count, self.largest)
             rank -= count
-        return self.bounds[-1]
+        return self.largest
 
 
 class Histogram:

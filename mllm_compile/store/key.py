@@ -47,6 +47,7 @@ _SHAPING_ROOMS = (
     "runtime/cuda",
     "runtime/ops",
     "runtime/program",
+    "runtime/quantised",
     "runtime/sampling",
     "runtime/weights",
 )
@@ -118,11 +119,13 @@ def _ranks(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:
-    """How quantised weights are read: the scheme, its settings, and what becomes of them."""
+    """How quantised weights are read: the scheme, its settings, and what becomes of them; or what plain ones become."""
+    asked = config.model.quantization
     if model.scheme is None:
-        return "none"
+        return asked
     settings = _hash(repr(model.scheme).encode())[:8]
-    return f"{model.scheme.name.replace(', ', '; ')}, dequantised to {config.model.dtype}, settings {settings}"
+    becomes = "kept in linears" if asked == "keep" else f"dequantised to {config.model.dtype}"
+    return f"{model.scheme.name.replace(', ', '; ')}, {becomes}, settings {settings}"
 
 
 def _text_factors(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:

@@ -311,17 +311,20 @@ class Scheduler:
     def _serve_shorter(
         self, chunks: list[Chunk], admitted: list[Request], first: Request, budget: PromptBudget
     ) -> None:
-        """Plan chunks of prompts that have less left than `first`, in up to half of the budget, the shortest first."""
-        share = budget.half()
+        """Plan chunks of prompts that have less left than `first`, in up to half of the budget, the shortest first.
+
+        A page of the shortest, however little time there is.
+        """
+        share, least = budget.half(), self.config.page_size
         for request in sorted(self._shorter_than(first), key=self._rest):
-            if share.tokens < 1 or share.ms <= 0:
+            if share.tokens < 1:
                 return
             if request.status is RequestStatus.WAITING:
                 if not self._try_admit_before(request):  # the others are longer
                     return
                 admitted.append(request)
             context = int(self._computed[request.row])
-            chunk = min(max(share.longest(context), 1), self._rest(request))
+            chunk = min(max(share.longest(context), least), share.tokens, self._rest(request))
             # Pages for all of a new one were there beside those for the rest of `first`.
             if request not in admitted:
                 chunk = min(chunk, self._room(request) - self._pages_of_first(first, budget))
@@ -329,6 +332,9 @@ class Scheduler:
                 return
             self._plan_chunk(chunks, request, chunk, budget)
             share.take(chunk, context)
+            if share.ms <= 0:
+                return
+            least = 1
 
     def _pages_of_first(self, first: Request, budget: PromptBudget) -> int:
         """Tokens in the pages that the first prompt's next chunk needs and more."""

@@ -86,6 +86,12 @@ def test_batches_whose_kv_does_not_fit_at_once_are_left_out_and_said(engine, tmp
     assert "left out, as requests would wait for the KV cache at batch 3" in capsys.readouterr().err
 
 
+def test_work_of_which_nothing_fits_is_an_error(engine, tmp_path):
+    engine.kv_tokens = 7
+    sizes = LongWork(points=((1, 5), (2, 5)), output_len=3, repeats=1)
+    assert "the KV cache holds none of the batches at once" in work("long", tmp_path, work=asdict(sizes))["error"]
+
+
 def test_long_contexts_are_measured_point_by_point(engine, tmp_path, capsys):
     engine.kv_tokens = 40
     sizes = LongWork(points=((1, 10), (3, 5), (9, 5)), output_len=3, repeats=1)

@@ -24,6 +24,12 @@ def test_quantiles_are_right_within_a_bucket():
         assert histogram.snapshot().quantile(q) == pytest.approx(np.quantile(values, q), rel=0.3)
 
 
+def test_no_quantile_is_beyond_the_largest():
+    histogram = Histogram(1e-3, 10.0)
+    histogram.observe(np.array([0.0101, 0.0101]))
+    assert histogram.snapshot().quantile(0.99) <= 0.0101
+
+
 def test_without_observations_there_is_no_quantile():
     snapshot = Histogram(1e-3, 10.0).snapshot()
     assert (snapshot.quantile(0.5), snapshot.mean) == (None, None)

@@ -60,6 +60,7 @@ FLOORS = (
     "runtime/schedule",
     "runtime/sampling",
     "runtime/weights",
+    "runtime/quantised",
     "runtime/device",
     "runtime/collectives",
     "runtime/cuda",

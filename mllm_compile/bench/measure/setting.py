@@ -31,6 +31,7 @@ class Setting:
         vocab_size: prompts' ids are below it.
         trust_remote_code: the config's.
         num_ranks: over how many devices an engine cuts the model.
+        quantization: the resolved config's.
     """
 
     source: str
@@ -43,6 +44,7 @@ class Setting:
     vocab_size: int
     trust_remote_code: bool
     num_ranks: int = 1
+    quantization: str = "none"
 
     @classmethod
     def from_config(cls, source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None) -> Self:
@@ -93,6 +95,7 @@ class Setting:
             vocab_size=int(model.text_config_value("vocab_size")),
             trust_remote_code=resolved.model.trust_remote_code,
             num_ranks=num_ranks,
+            quantization=resolved.model.quantization,
         )
 
     def engine_config(self) -> EngineConfig:

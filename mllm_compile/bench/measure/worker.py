@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mllm_compile.bench.adapters import open_engine, open_streams
 from mllm_compile.bench.adapters.base import BenchEngine
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.results import EngineRun, Measurement
 from mllm_compile.bench.measure.runtime_place import runtime_place
@@ -24,6 +25,9 @@ from mllm_compile.bench.measure.workloads import Call, GapsWork, LatencyWork, Lo
 from mllm_compile.errors import MllmError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import reporter_for
+
+if TYPE_CHECKING:
+    from mllm_compile.passes.base import SmallWeights
 
 EXIT_MISTAKE = 2
 
@@ -51,9 +55,22 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
         result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
-        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code)
+        small = _small_weights(setting)
+        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small)
         result["figures"] = asdict(figures)
     return result
+
+
+def _small_weights(setting: Setting) -> SmallWeights | None:
+    """The weights that our engine has in few bits; None: it has none."""
+    if setting.quantization in ("none", "dequantize"):
+        return None
+    from mllm_compile.compiler.lowering import build_model
+    from mllm_compile.compiler.target import find_target
+    from mllm_compile.process.progress import NullReporter
+
+    target = find_target(setting.engine_config())
+    return build_model(target.config, target.model, NullReporter()).small
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +88,7 @@ def latency(job: dict[str, Any]) -> dict[str, Any]:
         first_s, whole_s = _times(engine, (first, whole), work.repeats, left)
         lines += work.measurements(batch, first_s, whole_s)
         _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
-    run = _run(job["engine"], engine, lines)
+    run = _run(job["engine"], engine, _some(lines))
     return run | {"place": asdict(runtime_place(setting)) if job["engine"] == "mllm" else None}
 
 
@@ -106,7 +123,7 @@ def long(job: dict[str, Any]) -> dict[str, Any]:
         first_s, whole_s = _times(engine, calls, work.repeats, f"{name}, {index + 1} of {len(points)}")
         lines += work.measurements(point, first_s, whole_s)
         _say(f"{name}: " + ", ".join(f"{line.name} {line.median:.2f} {line.unit}" for line in lines[-2:]))
-    return _run(job["engine"], engine, lines)
+    return _run(job["engine"], engine, _some(lines))
 
 
 def gaps(job: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +136,16 @@ def gaps(job: dict[str, Any]) -> dict[str, Any]:
     return asdict(
         EngineRun(engine=job["engine"], version=engine.version, settings=engine.settings, measurements=tuple(lines))
     )
+
+
+def _some(lines: list[Measurement]) -> list[Measurement]:
+    """
+    Raises:
+        BenchmarkError: there are none.
+    """
+    if not lines:
+        raise BenchmarkError("the KV cache holds none of the batches at once: give smaller ones, or shorter prompts")
+    return lines
 
 
 def _fits(engine: BenchEngine, batch: int, request_len: int) -> bool:

@@ -162,6 +162,16 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(bound: object, num_decodes:
     simulation.check_answers()
 
 
+def test_a_short_prompt_gets_on_also_where_decodes_take_all_time() -> None:
+    simulation = big(max_step_ms=0.5)
+    decoding(simulation, 8)
+    long = simulation.add(make_request("long", prompt_of(4000), max_tokens=4, **FREE))
+    simulation.step()
+    short = simulation.add(make_request("short", prompt_of(60, 5), max_tokens=4, **FREE))
+    batches = until_first_token(simulation, short)
+    assert len(batches) <= 6 and all(long in batch.requests for batch in batches)
+
+
 def test_prompts_of_one_length_are_served_one_after_another() -> None:
     simulation = big(max_step_ms="none")
     requests = [simulation.add(make_request(f"p{i}", prompt_of(6000, i), max_tokens=1, **FREE)) for i in range(4)]
