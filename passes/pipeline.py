@@ -35,6 +35,7 @@ from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
@@ -45,6 +46,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     # The graph as it was traced.
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
+    Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadHeads,  # heads as wide as those that attention kernels are made for

@@ -20,6 +20,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode
 
 MAX_PAGE_SIZE = 256
+MAX_RANKS = 16
 
 
 def _checked_path(text: str) -> str:
@@ -135,6 +136,9 @@ class RuntimeConfig(Section):
 
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
 
     attention_backend: Literal["auto", "flashinfer", "torch"] = "auto"
     """auto: flashinfer on a GPU, torch on a CPU and for float32."""

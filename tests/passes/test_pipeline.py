@@ -170,7 +170,7 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
 
 
 HOPPER = PassTarget(
-    "cuda", True, True, True, "bfloat16", "bfloat16", counts_experts=True, attention_backend="flashinfer"
+    "cuda", True, True, True, "bfloat16", "bfloat16", num_ranks=2, counts_experts=True, attention_backend="flashinfer"
 )
 KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
 # Those whose kernels are CUDA C++: the ops of kernel families, and decode attention that rotates.

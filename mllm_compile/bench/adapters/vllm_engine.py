@@ -35,6 +35,7 @@ def _settings(setting: Setting) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "trust_remote_code": setting.trust_remote_code,
+        "tensor_parallel_size": setting.num_ranks,
     }
     if setting.quantization == "fp8":
         settings["quantization"] = "fp8"

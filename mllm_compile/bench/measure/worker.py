@@ -41,7 +41,9 @@ def device(job: dict[str, Any]) -> dict[str, Any]:
 
 def probe(job: dict[str, Any]) -> dict[str, Any]:
     """The setting, the model's figures, the environment and (unless they are not wanted) the ceilings."""
-    setting = Setting.from_config(job["config"], job["largest_batch"], job["longest_request"])
+    setting = Setting.from_config(
+        job["config"], job["largest_batch"], job["longest_request"], job.get("tensor_parallel_size")
+    )
 
     import torch
 
@@ -52,7 +54,7 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
-        result["ceilings"] = asdict(measure_ceilings(device, dtype))
+        result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
         small = _small_weights(setting)
         figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small)
         result["figures"] = asdict(figures)
