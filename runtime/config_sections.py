@@ -37,6 +37,7 @@ class RuntimeSection:
     """`runtime`. `device` is `cpu` or `cuda:N`."""
 
     device: str
+    tensor_parallel_size: int = 1
     attention_backend: BackendName
     page_size: int
     kv_cache_dtype: KVDtypeName

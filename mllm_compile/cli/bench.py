@@ -56,6 +56,14 @@ RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each; one more b
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size", min=1, help="Cut the model over so many devices.", show_default="the config's"
+    ),
+]
+
+
 def make_bench_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(help="Measure speed: on the project's benchmark, against other engines, kernel by kernel.")
@@ -78,6 +86,7 @@ def latency_command(
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
     repeats: RepeatsOption = workloads.REPEATS,
+    num_ranks: RanksOption = None,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it, against the batch size, into this file.")] = None,
 ) -> None:
@@ -92,7 +101,7 @@ def latency_command(
     if plot is not None:
         check_picture(plot)
     work = _latency_work(model, batch, input_len, output_len, repeats)
-    result = run_latency(model, _names(engine), work)
+    result = run_latency(model, _names(engine), work, num_ranks)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
     if plot is not None:
         plot_latency(result, plot)
@@ -107,6 +116,7 @@ def throughput_command(
     prefill_prompts: Annotated[int, typer.Option(help="Prompts of the prefill.")] = workloads.PREFILL_PROMPTS,
     prefill_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = workloads.PREFILL_LEN,
     repeats: RepeatsOption = workloads.REPEATS,
+    num_ranks: RanksOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Output tokens a second of many requests of all lengths at once, and input tokens a second of long prompts."""
@@ -122,7 +132,7 @@ def throughput_command(
     from mllm_compile.bench.measure.harness import run_throughput
     from mllm_compile.bench.show.report import print_result
 
-    result = run_throughput(model, _names(engine), work)
+    result = run_throughput(model, _names(engine), work, num_ranks)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
 
 

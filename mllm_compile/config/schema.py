@@ -20,6 +20,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode
 
 MAX_PAGE_SIZE = 256
+MAX_RANKS = 16
 
 
 def _checked_path(text: str) -> str:
@@ -61,6 +62,12 @@ class ModelConfig(Section):
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
+
+    quantization: Literal["auto", "none", "dequantize", "fp8", "int4"] = "auto"
+    """The weights of linears in memory. auto: as the checkpoint has them, where it is quantised in a way that linears
+    compute with (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is
+    refused. fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights
+    too."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
@@ -129,6 +136,9 @@ class RuntimeConfig(Section):
 
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
 
     attention_backend: Literal["auto", "flashinfer", "torch"] = "auto"
     """auto: flashinfer on a GPU, torch on a CPU and for float32."""

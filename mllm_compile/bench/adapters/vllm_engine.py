@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from mllm_compile.bench.adapters.base import check_output
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 
@@ -21,7 +22,12 @@ GPU_MEMORY_UTILIZATION = 0.85
 
 
 def _settings(setting: Setting) -> dict[str, Any]:
-    return {
+    if setting.quantization in ("int4", "dequantize"):
+        raise BenchmarkError(
+            f"model.quantization is {setting.quantization}, which vLLM does not do while it reads a checkpoint. "
+            "Set it to auto or fp8, or measure mllm alone."
+        )
+    settings: dict[str, Any] = {
         "dtype": setting.dtype,
         "load_format": "dummy" if setting.random_weights else "auto",
         "max_model_len": setting.max_model_len,
@@ -29,7 +35,11 @@ def _settings(setting: Setting) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "trust_remote_code": setting.trust_remote_code,
+        "tensor_parallel_size": setting.num_ranks,
     }
+    if setting.quantization == "fp8":
+        settings["quantization"] = "fp8"
+    return settings
 
 
 class VllmEngine:

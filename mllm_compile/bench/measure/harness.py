@@ -59,7 +59,7 @@ def serves_on_cpu(source: str) -> bool:
     return bool(run_process(WORKER, {"task": "device", "config": source})["is_cpu"])
 
 
-def run_latency(source: str, engines: Sequence[str], work: LatencyWork) -> BenchResult:
+def run_latency(source: str, engines: Sequence[str], work: LatencyWork, num_ranks: int | None = None) -> BenchResult:
     """tpot and prefill of each engine, each in its own process, with the limits of this machine.
 
     Raises:
@@ -67,7 +67,7 @@ def run_latency(source: str, engines: Sequence[str], work: LatencyWork) -> Bench
         MllmError: the model, its config or the device cannot be used.
     """
     _check_engines(engines)
-    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
     runs = [measure_latency(engine, probe.setting, work, probe) for engine in engines]
     return _result("latency", asdict(work), source, probe.environment, probe.ceilings, runs)
 
@@ -98,10 +98,12 @@ def levers_at_work(setting: Setting) -> frozenset[str]:
     return frozenset(run_process(WORKER, {"task": "levers", "setting": asdict(setting)})["levers"])
 
 
-def run_throughput(source: str, engines: Sequence[str], work: ThroughputWork) -> BenchResult:
+def run_throughput(
+    source: str, engines: Sequence[str], work: ThroughputWork, num_ranks: int | None = None
+) -> BenchResult:
     """Like run_latency, for mixed and prefill throughput."""
     _check_engines(engines)
-    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
     runs = []
     for engine in engines:
         run = run_from_json(_worker_run("throughput", engine, probe.setting, asdict(work)))
@@ -148,13 +150,18 @@ def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> Bench
     return _result("startup", asdict(work), source, found["environment"], None, runs)
 
 
-def probe_machine(source: str, largest_batch: int, longest_request: int) -> Probe:
-    """Resolves the config for a work and measures the device's ceilings, in a process that leaves nothing behind."""
+def probe_machine(source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None) -> Probe:
+    """Resolves the config for a work and measures the device's ceilings, in a process that leaves nothing behind.
+
+    Args:
+        num_ranks: runtime.tensor_parallel_size; None: the config's.
+    """
     job = {
         "task": "probe",
         "config": source,
         "largest_batch": largest_batch,
         "longest_request": longest_request,
+        "tensor_parallel_size": num_ranks,
         "ceilings": True,
     }
     found = run_process(WORKER, job)

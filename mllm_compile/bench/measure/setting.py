@@ -30,6 +30,8 @@ class Setting:
         max_model_len: most tokens of one request.
         vocab_size: prompts' ids are below it.
         trust_remote_code: the config's.
+        num_ranks: over how many devices an engine cuts the model.
+        quantization: the resolved config's.
     """
 
     source: str
@@ -41,11 +43,16 @@ class Setting:
     max_model_len: int
     vocab_size: int
     trust_remote_code: bool
+    num_ranks: int = 1
+    quantization: str = "none"
 
     @classmethod
-    def from_config(cls, source: str, largest_batch: int, longest_request: int) -> Self:
+    def from_config(cls, source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None) -> Self:
         """Resolves the config under the benchmark's rules: no prefix cache, room for the work, 4096 tokens a request or
         what the work needs.
+
+        Args:
+            num_ranks: runtime.tensor_parallel_size; None: the config's.
 
         Raises:
             ConfigError: the work does not fit the model or the config.
@@ -74,6 +81,8 @@ class Setting:
                 "raise runtime.max_model_len if the model takes more."
             )
         changes = _room_for(config, largest_batch)
+        num_ranks = config.runtime.tensor_parallel_size if num_ranks is None else num_ranks
+        changes["runtime"] |= {"tensor_parallel_size": num_ranks}
         changes["runtime"] |= {"max_model_len": max_model_len, "enable_prefix_cache": False}
         return cls(
             source=source,
@@ -85,6 +94,8 @@ class Setting:
             max_model_len=max_model_len,
             vocab_size=int(model.text_config_value("vocab_size")),
             trust_remote_code=resolved.model.trust_remote_code,
+            num_ranks=num_ranks,
+            quantization=resolved.model.quantization,
         )
 
     def engine_config(self) -> EngineConfig:

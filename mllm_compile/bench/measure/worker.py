@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mllm_compile.bench.adapters import open_engine, open_streams
 from mllm_compile.bench.adapters.base import BenchEngine
@@ -26,6 +26,9 @@ from mllm_compile.errors import MllmError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import reporter_for
 
+if TYPE_CHECKING:
+    from mllm_compile.passes.base import SmallWeights
+
 EXIT_MISTAKE = 2
 
 
@@ -38,7 +41,9 @@ def device(job: dict[str, Any]) -> dict[str, Any]:
 
 def probe(job: dict[str, Any]) -> dict[str, Any]:
     """The setting, the model's figures, the environment and (unless they are not wanted) the ceilings."""
-    setting = Setting.from_config(job["config"], job["largest_batch"], job["longest_request"])
+    setting = Setting.from_config(
+        job["config"], job["largest_batch"], job["longest_request"], job.get("tensor_parallel_size")
+    )
 
     import torch
 
@@ -49,10 +54,23 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
-        result["ceilings"] = asdict(measure_ceilings(device, dtype))
-        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code)
+        result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
+        small = _small_weights(setting)
+        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small)
         result["figures"] = asdict(figures)
     return result
+
+
+def _small_weights(setting: Setting) -> SmallWeights | None:
+    """The weights that our engine has in few bits; None: it has none."""
+    if setting.quantization in ("none", "dequantize"):
+        return None
+    from mllm_compile.compiler.lowering import build_model
+    from mllm_compile.compiler.target import find_target
+    from mllm_compile.process.progress import NullReporter
+
+    target = find_target(setting.engine_config())
+    return build_model(target.config, target.model, NullReporter()).small
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:
