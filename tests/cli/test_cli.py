@@ -140,7 +140,7 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
         ([TINY, "--enforce-eager"], "write {model: {path: …}, cudagraph: {mode: none}} into"),
         (
             ["serve", TINY, "--tensor-parallel-size=2"],
-            "there is no option --tensor-parallel-size: an engine has one dev",
+            "--tensor-parallel-size is no option, but runtime.tensor_parallel_size of the config",
         ),
         (["serve", TINY, "--quantization", "awq"], "is no option, but model.quantization of the config"),
         (["inspect"], "Missing argument"),
