@@ -20,6 +20,7 @@ from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
+from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
@@ -67,6 +68,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
+    DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
 )
 
 Observer = Callable[["PassReport", fx.GraphModule], None]

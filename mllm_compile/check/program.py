@@ -272,7 +272,8 @@ class _PackedRequests:
                 self._of_request(x, start, length).transpose(0, 1).flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)
             )
             attended = attention_reference(
-                queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left
+                *(queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left),
+                alibi_slopes=layer.alibi_slopes * self.copies,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))
             start += length

@@ -52,6 +52,7 @@ def _is_served(layer: LayerSpec) -> bool:
         layer.head_dim == layer.v_head_dim
         and layer.head_dim in KERNEL_HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
+        and not layer.alibi_slopes
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.errors import CheckpointError
+from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.positions_hook import position_offset, reading_positions
 from mllm_compile.model.refusals import first_line
 from mllm_compile.runtime.forward_context import get_forward_context
@@ -59,6 +59,7 @@ class EagerSource:
 
         Raises:
             CheckpointError: Transformers cannot load the model's folder.
+            UnsupportedModelError: the model's attention cannot be replaced by ours.
         """
         model = self._source.load(device)
         names = tuple(layer.name for layer in model.layers)
@@ -88,4 +89,16 @@ class EagerSource:
                 f"runtime.skip_compiled: Transformers cannot load {settings.folder}: {first_line(error)} "
                 "Set runtime.skip_compiled: false to serve the compiled model."
             ) from error
+        except KeyError as error:  # a table of classes by the names of implementations
+            raise _past_the_interface(settings.folder) from error
+        if not model._can_set_attn_implementation():
+            raise _past_the_interface(settings.folder)
         return model.to(device).eval()
+
+
+def _past_the_interface(folder: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"runtime.skip_compiled: the model in {folder} writes its attention out, past Transformers' attention "
+        "interface, so that the paged cache cannot be put behind it. Set runtime.skip_compiled: false to serve the "
+        "compiled model."
+    )

@@ -38,6 +38,8 @@ class LayerSpec:
     logits_soft_cap: float  # 0.0: none
     window_left: int  # -1: none
     sinks: str | None  # name of the weight [H]: a logit per head that takes part in the softmax and has no value
+    # [H]: slope · (key's position − query's) is added to a head's logits; (): nothing is
+    alibi_slopes: tuple[float, ...] = ()
 
     @cached_property
     def params(self) -> PerLayerParameters:

@@ -21,8 +21,9 @@ from mllm_compile.runtime.schedule.step_cost import StepCost, StepLoad, pairs_of
 TENFOLD = 10.0
 # Tokens of the first chunk beside decodes, when nothing is known of what a chunk takes.
 _FIRST_CHUNK = 512
-# Steps of decodes alone are all alike: one of so many is taken in, all of the first ones.
-_DECODE_STEPS_PER_SAMPLE = 8
+# Steps of decodes alone are all alike: the mean of so many in a row is taken in. When one is seen to end depends on the
+# host, and may be off by as long as it takes; what several take together is not.
+_DECODE_STEPS = 8
 
 
 @dataclass(slots=True)
@@ -78,17 +79,22 @@ class Pace:
         self.last_bound_ms: float | None = None
         self._max_step_ms = max_step_ms
         self._step_sizes = step_sizes
-        self._decode_steps = 0
+        self._decode_steps = 0  # of decodes alone that were not taken in; -1: the next one does not count
+        self._decodes_ms = 0.0  # of all of them together
 
     def took(self, batch: ScheduledBatch, ms: float) -> None:
         """Learns from a step that took `ms` from the end of the one before, or from its own launch if that was over."""
         if self._max_step_ms == "none":
             return
-        if batch.num_tokens == batch.num_decodes:
-            self._decode_steps += 1
-            if self._decode_steps > _DECODE_STEPS_PER_SAMPLE and self._decode_steps % _DECODE_STEPS_PER_SAMPLE:
-                return
-        self.cost.learn(load_of(batch), ms)
+        if batch.num_tokens > batch.num_decodes:
+            self._decode_steps = -1  # the next one may have been held up by this one's launch
+            self.cost.learn(load_of(batch), ms)
+            return
+        self._decode_steps += 1
+        self._decodes_ms = self._decodes_ms + ms if self._decode_steps > 1 else ms
+        if self._decode_steps == _DECODE_STEPS or (self._decode_steps > 0 and not self.cost.knows_decodes):
+            self.cost.learn(load_of(batch), self._decodes_ms / self._decode_steps)
+            self._decode_steps = 0
 
     def bound_ms(self, num_decodes: int, decode_keys: int) -> float | None:
         """The time that a step with these decodes may take; None: there is no bound."""

@@ -3,7 +3,8 @@
 Two estimates, each linear: a step of decodes alone by its rows and the keys that they read; a step with prompts by its
 tokens and the pairs of a prompt's token with a token that it attends to. The keys that decodes read beside a prompt
 cost what they cost alone. Each is fitted to the steps of late by least squares of the relative error, which a step
-that was held up by something else hardly moves, and never has a negative coefficient. What few steps cannot tell apart
+that was held up by something else hardly moves, nor one that seems short as the one before was seen to end late; and no
+coefficient is negative. What few steps cannot tell apart
 is put down to the tokens: a longer chunk is then estimated too slow, and not too fast.
 
 Free of torch. Times are in ms.
@@ -17,6 +18,7 @@ _KEPT = 0.97  # of an earlier step's weight after each further one: the last 30 
 # So much of each feature is about as long as the others: it makes the fit well conditioned.
 _ROWS, _KEYS, _TOKENS, _PAIRS = 64.0, 2.0**17, 512.0, 2.0**21
 _RIDGE = 1e-5  # of what is put down to the preferred feature; the others' is a hundred times as much
+_MOST_EXPECTED = 20.0  # times what a step took: a first one that was held up is forgotten soon
 _LEAST_MS = 1e-3  # of a step that a clock saw end as it began
 _SETS = ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
 
@@ -121,9 +123,13 @@ class _Fit:
 
     def add(self, features: tuple[float, float, float], ms: float) -> None:
         """Takes in one step's features and time."""
-        row = [feature / ms for feature in features]  # whose product with the coefficients should be 1
+        # The error is relative to what was expected, where that is more: a step whose predecessor was seen to end late
+        # seems short, and relative to itself would outweigh all others.
+        expected = sum(a * b for a, b in zip(self.coefficients, features, strict=True))
+        scale = max(ms, min(expected, _MOST_EXPECTED * ms))
+        row = [feature / scale for feature in features]
         for i in range(3):
-            self._sums[i] = _KEPT * self._sums[i] + row[i]
+            self._sums[i] = _KEPT * self._sums[i] + row[i] * ms / scale
             for j in range(3):
                 self._products[i][j] = _KEPT * self._products[i][j] + row[i] * row[j]
         self.count += 1

@@ -45,8 +45,8 @@ float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as w
 about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it.
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
-the next of these widths, in the KV cache too (`pad_heads`). Heads wider than 256 need `runtime: {{attention_backend:
-torch}}` there, which is slow.
+the next of these widths, in the KV cache too (`pad_heads`). Heads wider than 256, and ALiBi, need `runtime:
+{{attention_backend: torch}}` there, which is slow.
 
 ## Your model
 
@@ -90,12 +90,12 @@ _GROUPS = (
         "Below, the kinds of layers that the config names, and where the trace ended; `u0` is the number of tokens.",
     ),
     (
-        r"no attention goes through|a table of its own|directly, past the attention|do not follow Transformers'",
+        r"no attention goes through|directly, past the attention",
         "Attention of its own",
-        "Their attention does not go through Transformers' attention interface: old models, ALiBi, relative positions.",
+        "Their attention does not go through Transformers' attention interface, and is none that is found in the trace.",
     ),
     (
-        r"its attention (mask|passes)|changes its attention mask",
+        r"its attention (mask|passes|is)|changes its attention mask",
         "Attention that the runtime does not have",
         "Chunks, biases, masks that depend on data, and attention in both directions.",
     ),

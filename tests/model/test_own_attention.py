@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mllm_compile import Engine
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.gate import check_trace
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.own_attention.find import KNOWS_ITS_MASK
 from mllm_compile.model.trace import Trace, trace_model
 from mllm_compile.passes.match.nodes import is_attention
-from tests.model.tiny_configs import WINDOW, tiny_config
+from tests.model.tiny_configs import WINDOW, save_tiny_model, tiny_config
 
 
 def traced(architecture: str, dtype: torch.dtype = torch.float32, **changes: object) -> Trace:
@@ -52,3 +55,32 @@ def test_the_attention_interface_is_as_it_was_after_a_trace_with_masks_of_zero()
 
     traced("falcon")
     assert "mllm" not in AttentionMaskInterface._global_mapping
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("bloom", torch.float32), ("bloom", torch.bfloat16), ("mpt", torch.float32)]
+)
+def test_a_bias_by_distance_is_the_heads_slopes(architecture, dtype):
+    """bloom's is made of ones, mpt's is a part of a table, added to scores of which masks are taken for granted."""
+    slopes = [2.0 ** (-2 * i) for i in range(1, 5)]
+    attentions = [node for node in traced(architecture, dtype).graph_module.graph.nodes if is_attention(node)]
+    assert len(attentions) == 4
+    for node in attentions:
+        assert node.args[8] == pytest.approx(slopes, rel=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["gptj", "megatron-bert"])
+def test_the_eager_model_is_refused_as_its_attention_cannot_be_replaced(architecture, tmp_path):
+    save_tiny_model(tiny_config(architecture), tmp_path / "model")
+    config = EngineConfig.from_dict(
+        {
+            "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+            "compile": {"backend": "eager"},
+            "runtime": {"device": "cpu", "max_model_len": 64, "skip_compiled": True},
+            "cache": {"dir": str(tmp_path / "cache")},
+        }
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"runtime\.skip_compiled: the model in .* writes its attention out"
+    ):
+        Engine(config)

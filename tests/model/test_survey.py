@@ -34,7 +34,7 @@ SERVED = {
     "longcat_flash": "values of another width",  # its own loop over experts, some of which are none
 }
 REFUSED = {
-    "bloom": "no attention goes through Transformers' attention interface",  # ALiBi
+    "xlm": "its attention is not causal",  # written out, in both directions
     "llama4_text": "its attention mask is neither causal nor a causal window",  # chunks
     "qwen3_next": "layers of kind linear_attention",
     "zaya": "with two requests in one batch its logits are off",  # convolutions

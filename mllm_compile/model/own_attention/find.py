@@ -22,6 +22,7 @@ from mllm_compile.model.own_attention.score_rule import (
     is_number_of,
     is_of_scores,
     nodes_of_scores,
+    operands_of,
 )
 from mllm_compile.passes.match.nodes import call, is_symbolic, recompute_value
 
@@ -99,7 +100,7 @@ def _product_with_values(softmax: fx.Node, tokens: Any) -> fx.Node | None:
 
 
 def _factors(product: fx.Node) -> list[Any]:
-    factors = list(product.args[1:] if is_named(product, "baddbmm") else product.args)[:2]
+    factors = operands_of(product)[:2]
     return [one for one in factors if isinstance(one, fx.Node) and isinstance(one.meta.get("val"), torch.Tensor)]
 
 
@@ -116,7 +117,7 @@ def _replace(graph: fx.Graph, product: fx.Node, output: fx.Node, rule: ScoreRule
     with graph.inserting_before(output):
         k = call(graph, torch.transpose, k, -2, -1)
         operands = [_by_token(graph, one, dtype) for one in (q, k, v)]
-        said = (None, rule.sm_scale, 0.0, rule.window_left, "")
+        said = (None, rule.sm_scale, 0.0, rule.window_left, "", list(rule.alibi_slopes) or None)
         attention = call(graph, torch.ops.mllm.attention.default, *operands, *said)
         attention.meta["nn_module_stack"] = output.meta.get("nn_module_stack", {})
         attention.meta[KNOWS_ITS_MASK] = rule.is_causal

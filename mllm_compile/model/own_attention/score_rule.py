@@ -30,9 +30,10 @@ class NoRuleError(Exception):
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """score = sm_scale · q·k, for the keys that are seen.
+    """score = sm_scale · q·k + slope · (key's place − query's), for the keys that are seen.
 
     Attributes:
+        alibi_slopes: of each head; () for none.
         is_causal: the stretch hides keys behind the query; if not, it hides none, and the mask is made elsewhere.
         window_left: earlier keys that are seen; -1: all.
     """
@@ -40,6 +41,7 @@ class ScoreRule:
     sm_scale: float
     is_causal: bool
     window_left: int
+    alibi_slopes: tuple[float, ...]
 
 
 @dataclass
@@ -81,9 +83,9 @@ def _rule_of(stretch: _Stretch, max_positions: int) -> ScoreRule:
     wanted = zero + scale * some
     if not torch.allclose(stretch.run(few, some)[seen], wanted[seen], rtol=_TOLERANCE, atol=_TOLERANCE):
         raise NoRuleError("scores are not scaled alone")
-    heads = math.prod(stretch.shape(1))
-    many = min(_MOST_TOKENS, max_positions, math.isqrt(_MOST_SCORES // heads))
-    bias = stretch.run(many, torch.zeros(stretch.shape(many)))
+    many = min(_MOST_TOKENS, max_positions, math.isqrt(_MOST_SCORES // stretch.num_heads()))
+    bias = _run_of_many(stretch, many)
+    many = bias.shape[-1]
     distance = torch.arange(many)[:, None] - torch.arange(many)
     seen = bias > _HIDDEN
     is_causal = not bool(seen.all())
@@ -91,9 +93,33 @@ def _rule_of(stretch: _Stretch, max_positions: int) -> ScoreRule:
     window_left = -1 if window == many - 1 else window
     if is_causal and not bool((seen == ((distance >= 0) & (distance <= window))).all()):
         raise NoRuleError("what it hides is neither causal nor a causal window")
-    if bool((bias[seen] != 0).any()):
-        raise NoRuleError("it adds a bias to scores")
-    return ScoreRule(scale, is_causal, window_left)
+    return ScoreRule(scale, is_causal, window_left, _slopes_of(zero, bias, seen, stretch.num_heads()))
+
+
+def _run_of_many(stretch: _Stretch, num_tokens: int) -> torch.Tensor:
+    """What the stretch makes of zeros, for so many tokens or for half as many, where its tables end before."""
+    while True:
+        try:
+            return stretch.run(num_tokens, torch.zeros(stretch.shape(num_tokens)))
+        except NoRuleError:
+            num_tokens //= 2
+            if num_tokens <= _FEW_TOKENS:
+                raise
+
+
+def _slopes_of(few: torch.Tensor, many: torch.Tensor, seen: torch.Tensor, num_heads: int) -> tuple[float, ...]:
+    """The slopes of a bias [.., T, T] for few tokens and for many; of those that are `seen` no other may be there."""
+    tokens = few.shape[-1]
+    by_head = few.reshape(-1, tokens, tokens)
+    slopes = (by_head[:, 1, 1] - by_head[:, 1, 0]).expand(num_heads) if tokens > 1 else by_head.new_zeros(num_heads)
+    places = torch.arange(many.shape[-1], dtype=torch.float64)
+    # What all keys of a query have in common changes no weight.
+    relative = (many - many.diagonal(dim1=-2, dim2=-1)[..., None]).reshape(-1, *many.shape[-2:])
+    wanted = slopes.view(-1, 1, 1) * (places - places[:, None])
+    is_near = torch.isclose(relative, wanted, rtol=_TOLERANCE, atol=1e-4)
+    if not bool((is_near | ~seen.reshape(relative.shape)).all()):
+        raise NoRuleError("it adds a bias to scores that is not by distance")
+    return tuple(slopes.tolist()) if bool(slopes.any()) else ()
 
 
 class _Stretch:
@@ -110,12 +136,15 @@ class _Stretch:
             node = wanted.pop()
             if node not in found and not _is_of_sizes(node):
                 found.add(node)
-                wanted += _operands_beside(node) if node is product else node.all_input_nodes
+                wanted += operands_of(node)[2:] if node is product else node.all_input_nodes
         self._nodes = [node for node in gm.graph.nodes if node in found]
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
         """The product's shape for a text of so many tokens."""
         return tuple(self._size(size, num_tokens) for size in self._product.meta["val"].shape)
+
+    def num_heads(self) -> int:
+        return math.prod(self.shape(1))
 
     def text(self) -> str:
         """The same for stretches that compute the same."""
@@ -126,7 +155,7 @@ class _Stretch:
             value = node.meta.get("input_name") if name is None else self._digest(name)
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: names.get(arg, str(arg.meta["val"])))
             if node is self._product:
-                args = args[:1]
+                args = tuple(names[operand] for operand in operands_of(node)[2:])
             lines.append(f"{node.op} {node.target if node.op != 'placeholder' else value} {args} {kwargs}")
         return "\n".join(lines)
 
@@ -139,12 +168,12 @@ class _Stretch:
 
         try:
             for node in self._nodes:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), value) if node is not self._product else ((), {})
-                args, kwargs = _on_cpu(args), _on_cpu(kwargs)
+                if node is self._product:
+                    values[node] = self._of_product(product, value)
+                    continue
+                args, kwargs = map(_in_float32_on_cpu, fx.map_arg((node.args, node.kwargs), value))
                 if node.op == "placeholder":
                     values[node] = self._input(node, num_tokens)
-                elif node is self._product:
-                    values[node] = self._of_product(product, value)
                 elif node.op == "call_function":
                     values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
                 else:
@@ -158,8 +187,8 @@ class _Stretch:
     def _of_product(self, product: torch.Tensor, value: Any) -> torch.Tensor:
         if not is_named(self._product, "baddbmm"):
             return product
-        added, beta, alpha = value(self._product.args[0]), *(_factor(self._product, name) for name in ("beta", "alpha"))
-        return beta * added + alpha * product
+        beta, alpha = (float(self._product.kwargs.get(name, 1.0)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
+        return beta * value(operands_of(self._product)[2]) + alpha * product
 
     def _input(self, node: fx.Node, num_tokens: int) -> torch.Tensor:
         if node.meta.get("input_name") == "positions":
@@ -199,13 +228,14 @@ def is_named(node: object, *names: str) -> bool:
     return (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")) in names
 
 
-def _operands_beside(product: fx.Node) -> list[fx.Node]:
-    """What a product adds to q·kᵀ."""
-    return [product.args[0]] if is_named(product, "baddbmm") else []  # type: ignore[list-item]
-
-
-def _factor(product: fx.Node, name: str) -> float:
-    return float(product.kwargs.get(name, 1.0))  # type: ignore[arg-type]
+def operands_of(product: fx.Node) -> list[Any]:
+    """The factors of a product, and for baddbmm what is added to it."""
+    if not is_named(product, "baddbmm"):
+        return list(product.args)[:2]
+    names = ("input", "batch1", "batch2")
+    operands: list[Any] = list(product.args)
+    operands += [product.kwargs[name] for name in names[len(operands) :]]
+    return [*operands[1:3], operands[0]]
 
 
 def _is_of_sizes(node: fx.Node) -> bool:
@@ -213,14 +243,17 @@ def _is_of_sizes(node: fx.Node) -> bool:
     return is_symbolic(val) or isinstance(val, torch.Size)
 
 
-def _on_cpu(arguments: Any) -> Any:
-    """The arguments with every device the CPU, where the constants are."""
+def _in_float32_on_cpu(arguments: Any) -> Any:
+    """The arguments with every device the CPU, where the constants are, and float32 for types that round more: what
+    the model computes in them stands for what it means."""
     if isinstance(arguments, torch.device):
         return torch.device("cpu")
+    if arguments is torch.bfloat16 or arguments is torch.float16:
+        return torch.float32
     if isinstance(arguments, dict):
-        return {name: _on_cpu(one) for name, one in arguments.items()}
+        return {name: _in_float32_on_cpu(one) for name, one in arguments.items()}
     if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
-        return type(arguments)(_on_cpu(one) for one in arguments)
+        return type(arguments)(_in_float32_on_cpu(one) for one in arguments)
     return arguments
 
 

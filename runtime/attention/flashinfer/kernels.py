@@ -254,6 +254,8 @@ def _problem(layer: AttentionLayer) -> str | None:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
     if layer.head_dim not in KERNEL_HEAD_DIMS:
         return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, KERNEL_HEAD_DIMS))}"
+    if layer.alibi_slopes:
+        return "it adds a bias by distance to its scores (ALiBi)"
     if layer.num_heads % layer.num_kv_heads:
         return f"its {layer.num_heads} query heads do not divide among {layer.num_kv_heads} KV heads"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from random import Random
 
 import pytest
 
@@ -235,6 +236,26 @@ def test_a_model_of_another_speed_is_found_within_a_few_steps() -> None:
         assert max(times[4:]) <= 1.1 * 10 * factor
 
 
+@pytest.mark.parametrize("max_step_ms", [20.0, "tenfold"])
+def test_steps_whose_ends_are_seen_late_do_not_loosen_the_bound(max_step_ms: object) -> None:
+    """The host is busy with the next step when one ends: by up to most of a decode step, now more, now less."""
+    draw, late = Random(0), [0.0, 0.0]
+
+    def seen_ms(batch: ScheduledBatch) -> float:
+        late[:] = late[1], draw.choice([0.0, 0.5, 2.9])
+        return max(0.05, linear_ms(batch) + late[1] - late[0])
+
+    simulation = Simulation(
+        make_config(**(BIG | {"max_step_ms": max_step_ms, "max_num_batched_tokens": 8192})), 1, seen_ms
+    )
+    decoding(simulation, 32, max_tokens=1000)
+    for _ in range(2):
+        prompt = simulation.add(make_request("long", prompt_of(16_000), max_tokens=4, **FREE))
+        times = beside(until_first_token(simulation, prompt))
+    assert max(times) <= 1.25 * (20.0 if max_step_ms == 20.0 else TENFOLD * 3.4)
+    assert statistics.median(times) >= 0.7 * (20.0 if max_step_ms == 20.0 else TENFOLD * 3.1)
+
+
 def test_only_some_of_a_steady_decodes_steps_are_taken_in() -> None:
     simulation = big(max_step_ms="tenfold")
     taken = []
@@ -242,7 +263,7 @@ def test_only_some_of_a_steady_decodes_steps_are_taken_in() -> None:
     simulation.scheduler._pace.cost.learn = lambda load, ms: taken.append(load) or learn(load, ms)
     decoding(simulation, 4, max_tokens=180)
     simulation.run()
-    assert len([load for load in taken if not load.prompt_tokens]) <= 8 + 180 / 8 + 1
+    assert 180 / 8 - 3 <= len([load for load in taken if not load.prompt_tokens]) <= 180 / 8 + 3
     assert isinstance(taken[0], StepLoad)
 
 

@@ -53,6 +53,17 @@ def test_noise_and_steps_that_were_held_up_hardly_move_it() -> None:
     assert max(errors(learnt(200, noise=0.05, held_up=0.05))[:-5]) < 0.25
 
 
+def test_ends_that_are_seen_late_hardly_move_it() -> None:
+    """What one step seems to take longer the next one seems to take less."""
+    draw, cost, late = Random(4), StepCost(), 0.0
+    for _ in range(300):
+        load = random_load(draw)
+        before, late = late, draw.uniform(0, 4.0)
+        cost.learn(load, max(0.05, true_ms(load) + late - before))
+    assert max(errors(cost)[:-5]) < 0.15
+    assert cost.decodes_ms(32, 64_000) == pytest.approx(true_ms(StepLoad(32, 64_000)), rel=0.2)
+
+
 def test_it_follows_a_device_that_has_become_slower() -> None:
     draw, cost = Random(2), learnt(300)
     for _ in range(150):
