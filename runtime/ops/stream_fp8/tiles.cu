@@ -1,0 +1,286 @@
+// A linear of 9 to 64 tokens on Hopper whose weight is float8_e4m3fn: out = x . (values * scales)^T, with the norm before it
+// and what follows it.
+//
+// As in stream_linear/tiles.cu a block asks for what its ring holds of the weight before the kernel that makes x has ended,
+// and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where those were few, of more whose inputs
+// the SPLIT blocks of a cluster divide. A tile of few rows would read x as often as it has weights: x's bytes are two an
+// input and token. Values are taken apart in registers, so rows of the weight are those of mma, and tokens its columns: a
+// warp has M_TILES times 16 rows, and K_WARPS of them divide the panels of a stage. All sums of a tile go to the block of
+// the cluster that finishes their rows, 16 at a time, into its shared memory.
+//
+// One warp asks for weight and x, the other three of its group compute the norm's factors.
+//
+// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16 * M_TILES), M_TILES, K_WARPS,
+// SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block, TOKENS (a
+// multiple of 8), PANELS (of 128 inputs, of a stage), STAGES, GROUP (inputs that share a scale: 128; 0: all of a row),
+// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
+// BIAS (in the place of the norm's weight).
+
+constexpr int PANEL = 128;  // inputs, and bytes of a swizzled row of the weight; of x a panel of boxes.cuh has half of them
+constexpr int EIGHTS = TOKENS / 8, M_ROWS = 16, WARP_ROWS = M_ROWS * M_TILES, ROW_WARPS = ROWS / WARP_ROWS;
+constexpr int CONSUMERS = ROW_WARPS * K_WARPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr int ROW_GROUPS = ROWS / M_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;  // groups of a tile, and a block's
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? M_ROWS / 2 : M_ROWS, OUTPUTS = GATED ? N / 2 : N;
+constexpr int TILES = (N + ROWS - 1) / ROWS, CLUSTERS = BLOCKS / SPLIT;
+constexpr int W_PANEL_BYTES = ROWS * PANEL, X_PANEL_BYTES = TOKENS * ROW_BYTES;
+constexpr int W_BYTES = PANELS * W_PANEL_BYTES, X_BYTES = 2 * PANELS * X_PANEL_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int STEPS = K / SPLIT / PANEL / PANELS;  // stages of a tile, a block's
+constexpr int SOURCES = SPLIT * K_WARPS;           // of what adds up to an output
+constexpr int ITEMS = (PLACES * EIGHTS + CONSUMERS - 1) / CONSUMERS;  // a warp's: 16 outputs of eight tokens each
+static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
+static_assert(K % (SPLIT * PANELS * PANEL) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
+static_assert(PANELS % K_WARPS == 0, "a warp has panels of every stage");
+static_assert(ROWS % WARP_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
+static_assert(GROUP == 0 || GROUP == PANEL, "a scale for a panel");
+
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int ROW_SCALES = GROUP ? STEPS * PANELS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
+struct Shared {
+  float4 inbox[PLACES][EIGHTS][SOURCES][32];
+  float scales[ROWS * SCALE_PITCH], factors[TOKENS];
+  u64 full[STAGES], empty[STAGES], arrived, factors_there;
+};
+static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
+
+// The warp that asks, by one lane.
+__device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
+                    int num_tokens) {
+  const u64 once = read_once();
+  const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
+  auto ask_weight = [&](int i) {
+    const u32 slot = i % STAGES, barrier = full + 8 * slot;
+    expect_bytes(barrier, W_BYTES + 2 * PANELS * num_tokens * ROW_BYTES);
+    load_weight(ring + slot * STAGE_BYTES, values, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS,
+                barrier, once);
+  };
+  auto ask_x = [&](int i) {
+    const u32 slot = i % STAGES;
+#pragma unroll
+    for (int p = 0; p < 2 * PANELS; p++)
+      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * 2 * PANELS + p, full + 8 * slot);
+  };
+  const int ahead = STAGES < total ? STAGES : total;
+  for (int i = 0; i < ahead; i++) ask_weight(i);
+  wait_for_prerequisites();
+  for (int i = 0; i < ahead; i++) ask_x(i);
+  for (int i = ahead; i < total; i++) {
+    wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
+    ask_weight(i), ask_x(i);
+  }
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+constexpr u32 VALUE_FACTOR = 0x7b807b80u;  // 2^120, twice
+// What a lane multiplies of 16 rows and 64 inputs, as bfloat16: of rows lane / 4 and that plus 8, 16 inputs each.
+struct Values {
+  u32 upper[8], lower[8];
+};
+__device__ __forceinline__ void take_apart(u32 (&to)[8], uint4 from) {
+  const u32 words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int j = 0; j < 4; j++) to[2 * j] = times(first_pair(words[j]), VALUE_FACTOR), to[2 * j + 1] = times(second_pair(words[j]), VALUE_FACTOR);
+}
+
+// Adds to `sums` the products of a panel: of its halves one after another.
+__device__ __forceinline__ void multiply_panel(float (&sums)[M_TILES][EIGHTS][4], u32 weight, u32 x, int lane) {
+  const int row = lane / 4, quad = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    Values values[M_TILES];
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++) {
+      const u32 from = weight + (m * M_ROWS + row) * PANEL + ((half * 4 + quad ^ row) & 7) * 16;
+      take_apart(values[m].upper, load_shared(from)), take_apart(values[m].lower, load_shared(from + 8 * PANEL));
+    }
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++) {
+      const u32 from = x + half * X_PANEL_BYTES + (e * 8 + row) * ROW_BYTES;  // of the token
+      const uint4 a = load_shared(from + ((quad * 2 ^ row) & 7) * 16), b = load_shared(from + ((quad * 2 + 1 ^ row) & 7) * 16);
+      const u32 inputs[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int k = 0; k < 8; k += 2)
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+          const Values& v = values[m];
+          multiply_add(sums[m][e], v.upper[k], v.lower[k], v.upper[k + 1], v.lower[k + 1], inputs[k], inputs[k + 1]);
+        }
+    }
+  }
+}
+
+// Of a tile's rows, by all warps that multiply. Returns when all have loaded theirs.
+__device__ void load_scales(float* to, const float* scales, int tile, int rank) {
+  for (int i = threadIdx.x - 128; i < ROWS * ROW_SCALES; i += 32 * CONSUMERS) {
+    const int in_tile = i / ROW_SCALES, at = tile * ROWS + in_tile, group = at / M_ROWS * M_ROWS;
+    const int row = GATED ? group / 2 + in_tile % 8 + in_tile / 8 % 2 * OUTPUTS : at;
+    if (at < N) to[in_tile * SCALE_PITCH + i % ROW_SCALES] = scales[row * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES];
+  }
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
+}
+
+// Transposes a matrix of 8 x 8 that has two neighbours of a row in each lane.
+__device__ __forceinline__ u32 transposed(u32 both) {
+  u32 to;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(both));
+  return to;
+}
+
+extern "C" __global__ void
+#if SPLIT > 1
+__cluster_dims__(SPLIT, 1, 1)
+#endif
+__launch_bounds__(THREADS, RESIDENT) fp8_tiles(
+    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const float* scales, const float* squares,
+    const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 ring = (shared_address(memory) + 1023) & ~1023u;
+  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + RING_BYTES);
+  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const u32 arrived = shared_address(&shared.arrived), factors_there = shared_address(&shared.factors_there);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % SPLIT, first_tile = blockIdx.x / SPLIT;
+  constexpr int GROUP_SUMS = EIGHTS * SOURCES * sizeof(shared.inbox[0][0][0]);
+  const int own_groups = (ROW_GROUPS - rank + SPLIT - 1) / SPLIT;
+  if (threadIdx.x == 0) {
+    fetch_map(&values), fetch_map(&x);
+    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS);
+    make_barrier(arrived, 1), make_barrier(factors_there, 3);
+    publish_barriers();
+    expect_bytes(arrived, own_groups * GROUP_SUMS);
+  }
+  __syncthreads();
+#if SPLIT > 1
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+  if (warp < 4) {
+    if (warp == 0) {
+      if (lane == 0) ask(&values, &x, ring, full, empty, rank, first_tile, num_tokens);
+    } else {
+      start_dependents();
+      if (NORM_BLOCKS) {
+        wait_for_prerequisites();
+        compute_factors<4>(squares, shared.factors, eps, 0, num_tokens);
+        __syncwarp();
+        if (lane == 0) arrive(factors_there);
+      }
+    }
+    return;
+  }
+  start_dependents();
+  load_scales(shared.scales, scales, first_tile, rank);
+  wait_for_prerequisites();
+  const int consumer = warp - 4, row_warp = consumer / K_WARPS, k_warp = consumer % K_WARPS, quad = lane % 4;
+  int slot = 0, phase = 0, turn = 0;
+  for (int tile = first_tile; tile < TILES; tile += CLUSTERS, turn ^= 1) {
+    // A warp finishes every CONSUMERS-th item, in an order in which neighbouring ones are of one place. What is added to
+    // them is asked for before the products and used after them, when it is there.
+    const auto place_of = [&](int i) { return (i * CONSUMERS + consumer) / EIGHTS; };
+    const auto token_of = [&](int i) { return (i * CONSUMERS + consumer) % EIGHTS * 8 + lane / 4; };
+    const auto row_of = [&](int i) { return tile * OUT_ROWS + (place_of(i) * SPLIT + rank) * OUT_GROUP + quad * 2; };  // the first
+    const auto is_item = [&](int i) { return place_of(i) * SPLIT + rank < ROW_GROUPS && row_of(i) < OUTPUTS; };
+    u32 residuals[ITEMS][2] = {};
+    if (RESIDUAL)
+#pragma unroll
+      for (int i = 0; i < ITEMS; i++)
+        if (is_item(i) && token_of(i) < num_tokens) {
+          const u32* from = residual + (token_of(i) * OUTPUTS + row_of(i)) / 2;
+          residuals[i][0] = from[0], residuals[i][1] = from[4];
+        }
+    if (tile > first_tile) load_scales(shared.scales, scales, tile, rank);
+    const float* my_scales = shared.scales + (row_warp * WARP_ROWS + lane / 4) * SCALE_PITCH;
+    float sums[M_TILES][EIGHTS][4] = {};
+    for (int step = 0; step < STEPS; step++) {
+      wait_for(full + 8 * slot, phase);
+      const u32 weight = ring + slot * STAGE_BYTES + row_warp * WARP_ROWS * PANEL, of_x = ring + slot * STAGE_BYTES + W_BYTES;
+#pragma unroll
+      for (int p = 0; p < PANELS / K_WARPS; p++) {
+        const int panel = p * K_WARPS + k_warp;
+        const u32 values_of_panel = weight + panel * W_PANEL_BYTES, x_of_panel = of_x + panel * 2 * X_PANEL_BYTES;
+        if (GROUP) {
+          float parts[M_TILES][EIGHTS][4] = {};
+          multiply_panel(parts, values_of_panel, x_of_panel, lane);
+#pragma unroll
+          for (int m = 0; m < M_TILES; m++) {
+            const float* of_upper = my_scales + m * M_ROWS * SCALE_PITCH + step * PANELS + panel;
+            const float upper = of_upper[0], lower = of_upper[8 * SCALE_PITCH];
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) {
+              float* sum = sums[m][e];
+              sum[0] += parts[m][e][0] * upper, sum[1] += parts[m][e][1] * upper;
+              sum[2] += parts[m][e][2] * lower, sum[3] += parts[m][e][3] * lower;
+            }
+          }
+        } else {
+          multiply_panel(sums, values_of_panel, x_of_panel, lane);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) arrive(empty + 8 * slot);
+      if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+#if SPLIT > 1
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
+#endif
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++) {
+      const int group = row_warp * M_TILES + m, owner = group % SPLIT;
+      const u32 barrier = address_of_peer(arrived, owner);
+#pragma unroll
+      for (int e = 0; e < EIGHTS; e++) {
+        const float* sum = sums[m][e];
+        const u32 to = shared_address(&shared.inbox[group / SPLIT][e][rank * K_WARPS + k_warp][lane]);
+        const float upper = GROUP ? 1.f : my_scales[m * M_ROWS], lower = GROUP ? 1.f : my_scales[m * M_ROWS + 8];
+        send(address_of_peer(to, owner), {sum[0] * upper, sum[1] * upper, sum[2] * lower, sum[3] * lower}, barrier);
+      }
+    }
+    wait_for(arrived, turn);
+    if (NORM_BLOCKS) wait_for(factors_there, 0);
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      if (!is_item(i)) break;
+      const int place = place_of(i), e = (i * CONSUMERS + consumer) % EIGHTS, first = row_of(i), token = token_of(i);
+      float sum[4] = {};
+#pragma unroll
+      for (int source = 0; source < SOURCES; source++) {
+        const float4 part = shared.inbox[place][e][source][lane];
+        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+      }
+      const float* factors = shared.factors + e * 8 + quad * 2;
+      const float even = NORM_BLOCKS ? factors[0] : 1.f, odd = NORM_BLOCKS ? factors[1] : 1.f;
+      float bias[2] = {};
+      if (BIAS)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int r = first - quad * 2 + lane / 4 + 8 * h;
+          const u32 both = norm_weight[r / 2];
+          bias[h] = r % 2 ? second_of(both) : first_of(both);
+        }
+      // From here on a lane has one token: two neighbouring outputs, and two that are eight behind, or their ups.
+      u32 low = transposed(pack(sum[0] * even + bias[0], sum[1] * odd + bias[0]));
+      u32 high = transposed(pack(sum[2] * even + bias[1], sum[3] * odd + bias[1]));
+      const bool is_there = token < num_tokens;
+      const int at = (token * OUTPUTS + first) / 2;
+      if (GATED) {
+        if (is_there) out[at] = silu_times(low, high);
+        continue;
+      }
+      if (RESIDUAL) low = add(residuals[i][0], low), high = add(residuals[i][1], high);
+      if (is_there) out[at] = low, out[at + 4] = high;
+      if (NEXT_BLOCKS) {
+        const u32 weights[2] = {norm_weight[first / 2], norm_weight[first / 2 + 4]};
+        if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
+        const float squares_of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
+        store_squares(is_there && quad == 0, out_squares, token, first, squares_of_group);
+      }
+    }
+    if (tile + CLUSTERS < TILES) {  // all have read what was sent
+      if (threadIdx.x == 128) expect_bytes(arrived, own_groups * GROUP_SUMS);
+      asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
+    }
+  }
+}
