@@ -5,19 +5,21 @@
 Needs a Hopper GPU. A CUDA graph runs the linears of many layers with weights of their own, so that weights come from
 the GPU's memory: qkv, o with its residual and the next norm, gate_up with its activation, down with its residual and
 norm. `row` weights have a scale a row, `group` weights one for 128 inputs. --each times the four linears apart, each in
-a chain of its own kind, and gives the rate at which its weight is read. --sweep does all that for several divisions
-of the work beside the one that is chosen. Every form's outputs are compared with float32 first; the column `error` is
-its worst token's distance over that of torch in bfloat16.
+a chain of its own kind, and gives the rate at which its weight is read and its error. --sweep does all that for several
+divisions of the work beside the one that is chosen. Every form's outputs are compared with float32 first; an `error` is
+the worst token's distance over that of torch in bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +131,9 @@ class Chain:
         for weights in self.layers:
             self.run_one(name, weights[name], self.x[name], self.squares.get(name), self.residual)
 
-    def error(self) -> float:
-        """The largest distance from float32 of the four linears, over that of torch in bfloat16."""
-        worst = 0.0
+    def errors(self) -> dict[str, float]:
+        """The distance from float32 of each linear, over that of torch in bfloat16."""
+        found = {}
         for name, weight in self.layers[0].items():
             x, exact_weight = self.x[name], weight.exact()
             squares = self.squares.get(name)
@@ -141,12 +143,12 @@ class Chain:
             if name in ("o", "down"):
                 true, theirs, ours = self.residual.float() + true, self.residual + theirs, ours[0]
             else:
-                factor = torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + EPS)
+                factor = torch.rsqrt(self.squares[name].sum(-1, keepdim=True) / x.shape[-1] + EPS)
                 true, theirs = true * factor, (theirs.float() * factor).bfloat16()
             if name == "gate_up":
                 true, theirs = (silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1] for both in (true, theirs))
-            worst = max(worst, _off_by(ours, true) / _off_by(theirs, true))
-        return worst
+            found[name] = _off_by(ours, true) / _off_by(theirs, true)
+        return found
 
 
 def _off_by(values: torch.Tensor, true: torch.Tensor) -> float:
@@ -206,7 +208,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
-    of_each = "".join(f"{name:>18}" for name in LINEARS) if options.each else ""
+    of_each = "".join(f"{name:>21}" for name in LINEARS) if options.each else ""
     print(f"{'form':6}{'tokens':>7}{'layer':>8}{'GB/s':>7}{'error':>7}{of_each}  division")
     with KernelCompiler() as compiler:
         for form in options.forms.split(","):
@@ -233,14 +235,15 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace) -
 
 
 def _line(chain: Chain, tokens: int, name: str, each: bool) -> str:
-    error, count = chain.error(), len(chain.layers)
+    errors, count = chain.errors(), len(chain.layers)
+    error = max(errors.values(), key=lambda error: (math.isnan(error), error))
     layer = microseconds(chain.run_layers) / count
     read = sum(weight.num_bytes for weight in chain.layers[0].values())
     line = f"{chain.form:6}{tokens:7}{layer:8.1f}{read / layer / 1e3:7.0f}{error:7.2f}"
     if each:
         for one in LINEARS:
-            time = microseconds(lambda one=one: chain.run_each(one)) / count
-            line += f"{time:9.1f} ({chain.layers[0][one].num_bytes / time / 1e3:4.0f})"
+            time = microseconds(partial(chain.run_each, one)) / count
+            line += f"{time:9.1f} ({chain.layers[0][one].num_bytes / time / 1e3:4.0f} {errors[one]:4.2f})"
     return f"{line}  {name}"
 
 

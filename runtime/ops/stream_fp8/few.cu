@@ -2,9 +2,8 @@
 // and what follows it.
 //
 // A weight of a byte an input is read in half the time, so all that a kernel does beside reading weighs twice. So a block
-// takes less than half of a multiprocessor, and the next kernel is let in before this one waits for what makes x: its
-// blocks ask for their own weight meanwhile, and when one of this kernel's ends, one of the kernel after the next finds
-// room. Weights of two linears are on their way at any time.
+// takes less than half of a multiprocessor: when it has asked for the last of its weight it lets the next kernel in, whose
+// blocks ask for theirs while this one waits for what it has asked for, adds up and ends.
 //
 // Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES. x stays in registers, in the order in which a lane
 // finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
@@ -12,8 +11,8 @@
 // them. Sums of the warps are added up by one of them, in turns, and finished at the end.
 //
 // Defined by few.py: N outputs (of a gated one: gate and up rows), K, SPLIT, PASSES, CLUSTERS, WARPS, RESIDENT (blocks of a
-// multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP (inputs that share a scale:
-// 128; 0: all of a row), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
+// multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, LEAD (stages that are not asked for yet
+// when the next kernel is let in), SHARED_BYTES, GROUP (inputs that share a scale: 128; 0: all of a row), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
 // squares a token to leave), BIAS (in the place of the norm's weight).
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
@@ -35,6 +34,7 @@ static_assert(K % (SPLIT * PANEL) == 0 && PIECE % PANEL == 0 && CLUSTERS <= GROU
 static_assert(GROUP == 0 || GROUP == PANEL, "a scale for a panel");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
 static_assert(WARPS % 2 == 0, "a warp's steps are all of one half");
+static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= TOKENS, "a warp has a token's sums, four at a time");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
 struct Shared {
@@ -51,16 +51,6 @@ static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "as 
 
 __device__ __forceinline__ bool is_step(int step) { return PIECE / STEP % WARPS == 0 || step < PIECE / STEP; }
 
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ float load_float(u32 address) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
-  return v;
-}
 __device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int group, int panel, u32 barrier, u64 policy) {
 #if GATED  // eight rows of gate, then eight of up
   asm volatile(
@@ -75,23 +65,19 @@ __device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int gr
 #endif
 }
 
-// 16 inputs of a token: the even and the odd ones of four, as weights are taken apart.
+// 16 inputs of a token.
 struct Inputs {
-  u32 even[4], odd[4];
+  u32 pairs[8];
 };
-__device__ __forceinline__ Inputs load_inputs(const uint4* from, bool is_there) {
-  const uint4 none = {0, 0, 0, 0}, a = is_there ? from[0] : none, b = is_there ? from[1] : none;
+__device__ __forceinline__ Inputs enlarged(uint4 a, uint4 b) {
   const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   Inputs v;
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    v.even[j] = times(__byte_perm(words[2 * j], words[2 * j + 1], 0x5410), X_FACTOR);
-    v.odd[j] = times(__byte_perm(words[2 * j], words[2 * j + 1], 0x7632), X_FACTOR);
-  }
+  for (int j = 0; j < 8; j++) v.pairs[j] = times(words[j], X_FACTOR);
   return v;
 }
 __device__ __forceinline__ void multiply(float* sums, u32 upper, u32 lower, const Inputs& v, int j) {
-  multiply_add(sums, even_of(upper), even_of(lower), odd_of(upper), odd_of(lower), v.even[j], v.odd[j]);
+  add_product(sums, first_pair(upper), first_pair(lower), second_pair(upper), second_pair(lower), v.pairs[2 * j], v.pairs[2 * j + 1]);
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
@@ -103,11 +89,12 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
-    const __grid_constant__ TensorMap values, const float* scales, const char* x, const float* squares, const u32* residual,
+    const __grid_constant__ TensorMap values, const char* x, const float* scales, const float* squares, const u32* residual,
     const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
-  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
+  const char* first_stage = memory + (ring - shared_address(memory));
+  Shared& shared = *(Shared*)(first_stage + STAGES * STAGE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty), arrived = shared_address(shared.arrived);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   const int rank = blockIdx.x % SPLIT, first_group = blockIdx.x / SPLIT;
@@ -125,14 +112,13 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
 
   // The first warp asks: of a pass all groups, of a group all pieces. What is past the last input comes as zeros.
   const auto row_of = [&](int group, int i) { return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i; };
-  const u64 once = read_once();
-  int ask_group = first_group, ask_begin = 0, ask_panel = 0;
+  int ask_group = first_group, ask_begin = 0, ask_panel = 0, unasked = PASSES * CHUNKS * ((GROUPS - first_group + CLUSTERS - 1) / CLUSTERS);
   const auto ask = [&](int slot) {
-    if (ask_begin >= PASSES * PASS_PANELS) return;
+    if (unasked == 0) return;
     const u32 barrier = full + 8 * slot, to = ring + slot * STAGE_BYTES;
     if (lane == 0) {
       expect_bytes(barrier, VALUE_BYTES);
-      load_values(to, &values, ask_group, rank * MY_PANELS + ask_panel, barrier, once);
+      load_values(to, &values, ask_group, rank * MY_PANELS + ask_panel, barrier, read_once());
     }
     if (GROUP) {
 #pragma unroll
@@ -145,13 +131,16 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
       // Arrives when the lane's copies have: one of the arrivals that the barrier was made for.
       asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
     }
+    // Let in before, the next kernel's blocks would ask for their weight ahead of this one.
+    if (--unasked == LEAD) start_dependents();
     if ((ask_panel += PANELS) < ask_begin + PASS_PANELS) return;
     if ((ask_group += CLUSTERS) >= GROUPS) ask_group = first_group, ask_begin += PASS_PANELS;
     ask_panel = ask_begin;
   };
-  if (warp == 0)
+  if (warp == 0) {
+    if (unasked <= LEAD) start_dependents();
     for (int i = 0; i < STAGES; i++) ask(i);
-  start_dependents();
+  }
 
   // What finishes the rows that are the block's: place p is the cluster's turn p * SPLIT + rank.
   const auto group_of = [&](int place) { return first_group + (place * SPLIT + rank) * CLUSTERS; };
@@ -162,13 +151,6 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
     for (int i = threadIdx.x; i < PLACES * HALVES; i += 32 * WARPS)
       if (group_of(i / HALVES) < GROUPS) shared.weights[i / HALVES][i % HALVES] = norm_weight[group_of(i / HALVES) * HALVES + i % HALVES];
   wait_for_prerequisites();
-  if (RESIDUAL)
-    for (int i = threadIdx.x; i < PLACES * TOKENS * HALVES; i += 32 * WARPS) {
-      const int place = i / HALVES / TOKENS, t = i / HALVES % TOKENS;
-      if (group_of(place) < GROUPS && t < num_tokens)
-        shared.residuals[place][t][i % HALVES] = residual[t * (OUTPUTS / 2) + group_of(place) * HALVES + i % HALVES];
-    }
-
   // So that a quarter of a warp reads other banks each, a lane's row is not lane / 4 but has the bits in another order.
   const int row = lane / 8 | (lane / 4 & 1) << 2;
   const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
@@ -178,49 +160,69 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
   for (int pass = 0; pass < PASSES; pass++) {
     const int begin = pass * CHUNKS * PIECE;
     const char* my_x = x + ((u64)(lane / 4) * K + rank * MY_K + begin + quad * 16) * 2;
+    // All are asked for before any is needed.
+    uint4 raw[CHUNKS][STEPS][2];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         const int step = s * WARPS + warp, at = c * PIECE + step * STEP;
-        const bool is_there = PASSES * CHUNKS * PIECE == MY_K || begin + at < MY_K;
-        xs[c][s] = load_inputs((const uint4*)(my_x + at * 2), is_there && lane / 4 < num_tokens && is_step(step));
+        const bool is_there = (PASSES * CHUNKS * PIECE == MY_K || begin + at < MY_K) && lane / 4 < num_tokens && is_step(step);
+        const uint4* from = (const uint4*)(my_x + at * 2);
+#pragma unroll
+        for (int h = 0; h < 2; h++) raw[c][s][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
       }
     if (pass == 0) {
-      for (int t = warp; t < num_tokens && NORM_BLOCKS; t += WARPS) {
-        float sum = 0.f;
-#pragma unroll 4
-        for (int j = lane; j < NORM_BLOCKS; j += 32) sum += squares[t * NORM_BLOCKS + j];
-        sum = sum_of_lanes(sum, 32);
-        if (lane == 0) shared.factors[t] = rsqrtf(sum / K + eps);
+      float of_norm = 0.f;
+      if (NORM_BLOCKS && warp < num_tokens)
+#pragma unroll
+        for (int j = lane * 4; j < NORM_BLOCKS; j += 128) {
+          const float4 v = *(const float4*)(squares + warp * NORM_BLOCKS + j);
+          of_norm += v.x + v.y + v.z + v.w;
+        }
+      if (RESIDUAL)
+        for (int i = threadIdx.x; i < PLACES * TOKENS * HALVES; i += 32 * WARPS) {
+          const int place = i / HALVES / TOKENS, t = i / HALVES % TOKENS;
+          if (group_of(place) < GROUPS && t < num_tokens)
+            shared.residuals[place][t][i % HALVES] = residual[t * (OUTPUTS / 2) + group_of(place) * HALVES + i % HALVES];
+        }
+      if (NORM_BLOCKS) {
+        of_norm = sum_of_lanes(of_norm, 32);
+        if (lane == 0 && warp < TOKENS) shared.factors[warp] = rsqrtf(of_norm / K + eps);
       }
 #if SPLIT > 1
       asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif
     }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) xs[c][s] = enlarged(raw[c][s][0], raw[c][s][1]);
 #pragma unroll 1
     for (int turn = 0; first_group + turn * CLUSTERS < GROUPS; turn++) {
-      float even[4] = {}, odd[4] = {}, all[4] = {};
+      float even[4] = {}, odd[4] = {};
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         wait_for(full + 8 * slot, phase);
-        const u32 stage = ring + slot * STAGE_BYTES;
+        const char* stage = first_stage + slot * STAGE_BYTES;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
           const int step = s * WARPS + warp;
           if (!is_step(step)) continue;
-          const u32 from = stage + step / 2 * PANEL_BYTES + place_of_lane;
-          const uint4 upper = load_shared(from), lower = load_shared(from + 8 * PANEL);
+          const char* from = stage + step / 2 * PANEL_BYTES + place_of_lane;
+          const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
           const Inputs& v = xs[c][s];
-          multiply(even, upper.x, lower.x, v, 0), multiply(odd, upper.y, lower.y, v, 1);
-          multiply(even, upper.z, lower.z, v, 2), multiply(odd, upper.w, lower.w, v, 3);
           if (GROUP) {
-            const u32 scale = stage + VALUE_BYTES + (row * PANELS + step / 2) * 4;
-            const float of_upper = load_float(scale), of_lower = load_float(scale + 8 * PANELS * 4);
-            all[0] += (even[0] + odd[0]) * of_upper, all[1] += (even[1] + odd[1]) * of_upper;
-            all[2] += (even[2] + odd[2]) * of_lower, all[3] += (even[3] + odd[3]) * of_lower;
-#pragma unroll
-            for (int i = 0; i < 4; i++) even[i] = odd[i] = 0.f;
+            const float* of_row = (const float*)(stage + VALUE_BYTES) + row * PANELS + step / 2;
+            const float of_upper = of_row[0], of_lower = of_row[8 * PANELS];
+            float part[4] = {};
+            multiply(part, upper.x, lower.x, v, 0), multiply(part, upper.y, lower.y, v, 1);
+            multiply(part, upper.z, lower.z, v, 2), multiply(part, upper.w, lower.w, v, 3);
+            even[0] += part[0] * of_upper, even[1] += part[1] * of_upper;
+            even[2] += part[2] * of_lower, even[3] += part[3] * of_lower;
+          } else {
+            multiply(even, upper.x, lower.x, v, 0), multiply(odd, upper.y, lower.y, v, 1);
+            multiply(even, upper.z, lower.z, v, 2), multiply(odd, upper.w, lower.w, v, 3);
           }
         }
         __syncwarp();
@@ -234,13 +236,10 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
         }
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
-      if (!GROUP)
-#pragma unroll
-        for (int i = 0; i < 4; i++) all[i] = even[i] + odd[i];
       // Whoever added up the sums before has read them.
       if (turn + pass) asm volatile("bar.sync 2, %0;" ::"n"(32 * WARPS) : "memory");
       float* mine = shared.sums[warp] + row * TOKENS + quad * 2;
-      *(float2*)mine = {all[0], all[1]}, *(float2*)(mine + 8 * TOKENS) = {all[2], all[3]};
+      *(float2*)mine = {even[0] + odd[0], even[1] + odd[1]}, *(float2*)(mine + 8 * TOKENS) = {even[2] + odd[2], even[3] + odd[3]};
       asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
       if (warp != WARPS - 1 - turn % (WARPS - 1)) continue;
       float* to = shared.inbox[turn / SPLIT][rank] + lane * 4;

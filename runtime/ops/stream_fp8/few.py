@@ -17,14 +17,9 @@ from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
 MAX_TOKENS = 8
 
 _STEP = 64  # columns of a warp's step
-_INPUT_REGISTERS = {
-    8: 64,
-    16: 32,
-}  # of a thread, at most, by the warps of a block: half of a multiprocessor has twice that
-_ROOM_BYTES, _RESERVED_BYTES = (
-    228 << 10,
-    1 << 10,
-)  # of a multiprocessor's shared memory; of that, a block's of the system
+_WARPS = 8  # of a block
+_INPUT_REGISTERS = 64  # of a thread, at most: where two blocks are on a multiprocessor it has twice as many
+_ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
 _MOST_STAGES = 16
 
 
@@ -39,6 +34,7 @@ class FewTiling(Fp8Tiling):
         resident: blocks of a multiprocessor that there are registers for.
         piece: columns of a row in a stage.
         stages: stages of the ring.
+        lead: stages that are not asked for yet when the next kernel is let in.
     """
 
     source: ClassVar[str] = "ops/stream_fp8/few.cu"
@@ -52,6 +48,7 @@ class FewTiling(Fp8Tiling):
     resident: int
     piece: int
     stages: int
+    lead: int
 
     @cached_property
     def num_blocks(self) -> int:
@@ -100,24 +97,31 @@ class FewTiling(Fp8Tiling):
             "RESIDENT": self.resident,
             "PIECE": self.piece,
             "STAGES": self.stages,
+            "LEAD": self.lead,
             "SHARED_BYTES": self.shared_bytes,
         }
 
 
-def divide(kind: Fp8Kind, warps: int, piece: int, resident: int) -> FewTiling | None:
-    """The tiling with so many warps and columns of a piece, and as many stages as leave room for `resident` blocks;
+def divide(
+    kind: Fp8Kind, piece: int = 1024, resident: int = 2, lead: int = 0, split: int | None = None
+) -> FewTiling | None:
+    """The tiling with so many columns of a piece, and as many stages as leave room for `resident` blocks;
     None: none fits.
     """
     groups = kind.rows // NORM_ROWS
-    splits = [split for split in (1, 2) if kind.columns % (split * GROUP) == 0]
+    splits = [of for of in (1, 2) if kind.columns % (of * GROUP) == 0 and split in (None, of)]
+    if not splits:
+        return None
     split = min(splits, key=lambda split: math.ceil(groups * split / MULTIPROCESSORS) / split)  # of what a block takes
     pieces = math.ceil(kind.columns / split / piece)
-    most_pieces = _INPUT_REGISTERS[warps] // (8 * math.ceil(piece / _STEP / warps))
-    passes = math.ceil(pieces / most_pieces)
+    of_piece = 8 * math.ceil(piece / _STEP / _WARPS)
+    passes = math.ceil(pieces * of_piece / _INPUT_REGISTERS)
+    if passes > 1 and kind.group:  # scales take registers too
+        passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
     clusters = min(groups, MULTIPROCESSORS // split)
     room = _ROOM_BYTES // resident - _RESERVED_BYTES
     tilings = (
-        FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, resident, piece, stages)
+        FewTiling(kind, MAX_TOKENS, split, passes, clusters, _WARPS, resident, piece, stages, lead)
         for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.shared_bytes <= room), None)
@@ -125,7 +129,7 @@ def divide(kind: Fp8Kind, warps: int, piece: int, resident: int) -> FewTiling | 
 
 @cache
 def choose(kind: Fp8Kind) -> FewTiling:
-    tiling = divide(kind, warps=8, piece=1024, resident=2)
+    tiling = divide(kind)
     if tiling is None:
         raise ValueError(f"the linear {kind.name} does not divide")
     return tiling

@@ -12,7 +12,8 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16 * M_TILES), M_TILES, K_WARPS,
 // SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block, TOKENS (a
-// multiple of 8), PANELS (of 128 inputs, of a stage), STAGES, GROUP (inputs that share a scale: 128; 0: all of a row),
+// multiple of 8), PANELS (of 128 inputs, of a stage), STAGES, LEAD (stages that are not asked for yet when the next
+// kernel is let in), GROUP (inputs that share a scale: 128; 0: all of a row),
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
 // BIAS (in the place of the norm's weight).
 
@@ -60,19 +61,16 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
       load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * 2 * PANELS + p, full + 8 * slot);
   };
   const int ahead = STAGES < total ? STAGES : total;
+  // Let in before, the next kernel's blocks would ask for their weight ahead of this one.
+  if (total <= ahead + LEAD) start_dependents();
   for (int i = 0; i < ahead; i++) ask_weight(i);
   wait_for_prerequisites();
   for (int i = 0; i < ahead; i++) ask_x(i);
   for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
     ask_weight(i), ask_x(i);
+    if (i == total - 1 - LEAD) start_dependents();
   }
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
 }
 
 constexpr u32 VALUE_FACTOR = 0x7b807b80u;  // 2^120, twice
@@ -87,27 +85,27 @@ __device__ __forceinline__ void take_apart(u32 (&to)[8], uint4 from) {
 }
 
 // Adds to `sums` the products of a panel: of its halves one after another.
-__device__ __forceinline__ void multiply_panel(float (&sums)[M_TILES][EIGHTS][4], u32 weight, u32 x, int lane) {
+__device__ __forceinline__ void multiply_panel(float (&sums)[M_TILES][EIGHTS][4], const char* weight, const char* x, int lane) {
   const int row = lane / 4, quad = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     Values values[M_TILES];
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
-      const u32 from = weight + (m * M_ROWS + row) * PANEL + ((half * 4 + quad ^ row) & 7) * 16;
-      take_apart(values[m].upper, load_shared(from)), take_apart(values[m].lower, load_shared(from + 8 * PANEL));
+      const char* from = weight + (m * M_ROWS + row) * PANEL + ((half * 4 + quad ^ row) & 7) * 16;
+      take_apart(values[m].upper, *(const uint4*)from), take_apart(values[m].lower, *(const uint4*)(from + 8 * PANEL));
     }
 #pragma unroll
     for (int e = 0; e < EIGHTS; e++) {
-      const u32 from = x + half * X_PANEL_BYTES + (e * 8 + row) * ROW_BYTES;  // of the token
-      const uint4 a = load_shared(from + ((quad * 2 ^ row) & 7) * 16), b = load_shared(from + ((quad * 2 + 1 ^ row) & 7) * 16);
+      const char* from = x + half * X_PANEL_BYTES + (e * 8 + row) * ROW_BYTES;  // of the token
+      const uint4 a = *(const uint4*)(from + ((quad * 2 ^ row) & 7) * 16), b = *(const uint4*)(from + ((quad * 2 + 1 ^ row) & 7) * 16);
       const u32 inputs[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int k = 0; k < 8; k += 2)
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
           const Values& v = values[m];
-          multiply_add(sums[m][e], v.upper[k], v.lower[k], v.upper[k + 1], v.lower[k + 1], inputs[k], inputs[k + 1]);
+          add_product(sums[m][e], v.upper[k], v.lower[k], v.upper[k + 1], v.lower[k + 1], inputs[k], inputs[k + 1]);
         }
     }
   }
@@ -139,7 +137,8 @@ __launch_bounds__(THREADS, RESIDENT) fp8_tiles(
     const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
-  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + RING_BYTES);
+  const char* first_stage = memory + (ring - shared_address(memory));
+  Shared& shared = *(Shared*)(first_stage + RING_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const u32 arrived = shared_address(&shared.arrived), factors_there = shared_address(&shared.factors_there);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -160,18 +159,14 @@ __launch_bounds__(THREADS, RESIDENT) fp8_tiles(
   if (warp < 4) {
     if (warp == 0) {
       if (lane == 0) ask(&values, &x, ring, full, empty, rank, first_tile, num_tokens);
-    } else {
-      start_dependents();
-      if (NORM_BLOCKS) {
-        wait_for_prerequisites();
-        compute_factors<4>(squares, shared.factors, eps, 0, num_tokens);
-        __syncwarp();
-        if (lane == 0) arrive(factors_there);
-      }
+    } else if (NORM_BLOCKS) {
+      wait_for_prerequisites();
+      compute_factors<4>(squares, shared.factors, eps, 0, num_tokens);
+      __syncwarp();
+      if (lane == 0) arrive(factors_there);
     }
     return;
   }
-  start_dependents();
   load_scales(shared.scales, scales, first_tile, rank);
   wait_for_prerequisites();
   const int consumer = warp - 4, row_warp = consumer / K_WARPS, k_warp = consumer % K_WARPS, quad = lane % 4;
@@ -196,11 +191,12 @@ __launch_bounds__(THREADS, RESIDENT) fp8_tiles(
     float sums[M_TILES][EIGHTS][4] = {};
     for (int step = 0; step < STEPS; step++) {
       wait_for(full + 8 * slot, phase);
-      const u32 weight = ring + slot * STAGE_BYTES + row_warp * WARP_ROWS * PANEL, of_x = ring + slot * STAGE_BYTES + W_BYTES;
+      const char* weight = first_stage + slot * STAGE_BYTES + row_warp * WARP_ROWS * PANEL;
+      const char* of_x = first_stage + slot * STAGE_BYTES + W_BYTES;
 #pragma unroll
       for (int p = 0; p < PANELS / K_WARPS; p++) {
         const int panel = p * K_WARPS + k_warp;
-        const u32 values_of_panel = weight + panel * W_PANEL_BYTES, x_of_panel = of_x + panel * 2 * X_PANEL_BYTES;
+        const char *values_of_panel = weight + panel * W_PANEL_BYTES, *x_of_panel = of_x + panel * 2 * X_PANEL_BYTES;
         if (GROUP) {
           float parts[M_TILES][EIGHTS][4] = {};
           multiply_panel(parts, values_of_panel, x_of_panel, lane);

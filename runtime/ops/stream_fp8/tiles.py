@@ -26,6 +26,7 @@ _BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
 _SHARE_BESIDE = 0.5  # of what a block reads of a tile: with a ring for so much half of the memory is enough
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29, 8: 14}  # that run at the same time
 _MOST_ROWS = 256  # of a box
+_LEAD = 1  # stages that are not asked for yet when the next kernel is let in
 _WARPS, _MOST_WARPS = 8, 12  # that multiply: as a rule, and at most
 
 
@@ -115,6 +116,7 @@ class TileTiling(Fp8Tiling):
             "SHARED_BYTES": self.shared_bytes,
             "PANELS": self.panels,
             "STAGES": self.stages,
+            "LEAD": _LEAD,
         }
 
 
@@ -173,6 +175,6 @@ def _cost(tiling: TileTiling) -> tuple[float, ...]:
     beside = 0 if tiling.is_beside else 32 << 10
     # Registers: four warps of a scheduler have 128 each, three 168.
     sums = tiling.row_tiles * tiling.tokens // 2 * (2 if kind.group else 1)
-    crowded = 256 << 10 if sums > (48 if tiling.num_warps > _WARPS else 128) else 0
+    crowded = 256 << 10 if sums > (64 if tiling.num_warps > _WARPS else 96) else 0
     warps = abs(tiling.num_warps - _WARPS) << 11
     return (read + sent + starved + beside + crowded + warps, -tiling.panels)
