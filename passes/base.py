@@ -6,14 +6,21 @@ every node that it makes; match/nodes.py has helpers. pipeline.py times, lints, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+
+# Key of gm.meta that the compiler's driver fills for passes.
+SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
+
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
+QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
 SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodule that is its form for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
@@ -91,3 +98,27 @@ class PackedPart:
     weight_name: str
     start: int
     rows: int
+
+
+@dataclass(frozen=True)
+class SmallWeights:
+    """The weights that may lie in memory in few bits.
+
+    Attributes:
+        schemes: by the weight's name.
+        are_chosen: the checkpoint has them plain, and they are quantised while they are read: then heads and routers,
+            whose errors choose tokens and experts, keep their numbers.
+    """
+
+    schemes: Mapping[str, WeightScheme]
+    are_chosen: bool = False
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """One tensor of a quantised weight of `columns` inputs."""
+
+    weight_name: str
+    role: str
+    scheme: WeightScheme
+    columns: int

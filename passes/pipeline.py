@@ -31,6 +31,7 @@ from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_linears import StreamLinears
@@ -42,6 +43,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     # The graph as it was traced.
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
+    QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,

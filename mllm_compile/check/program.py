@@ -21,7 +21,7 @@ from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
-from mllm_compile.passes.base import PackedPart
+from mllm_compile.passes.base import PackedPart, QuantisedTensor
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -32,6 +32,8 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.link import current_device, link
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import ModelSizes, Program
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.store.artifact import CUBINS, PIECES
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
     """
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
-        bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
+        weights = _quantise(hf_model.model, materialise(hf_model, device), lowered.quantised)
+        bound = _program_weights(weights, program, lowered.packed)
         binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
@@ -176,6 +179,27 @@ def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch
         return run("eager")
     except Exception:  # not every model has it
         return run("sdpa")
+
+
+def _quantise(
+    model: Any, by_name: dict[str, torch.Tensor], tensors: Mapping[str, QuantisedTensor]
+) -> dict[str, torch.Tensor]:
+    """Adds the tensors of quantised weights to the model's, and gives the model what they stand for. Layers share them,
+    as they share what was quantised."""
+    done: dict[tuple[int, WeightScheme], tuple[dict[str, torch.Tensor], torch.nn.Parameter]] = {}
+    found = dict(by_name)
+    for name, tensor in tensors.items():
+        weight, scheme = by_name[tensor.weight_name], tensor.scheme
+        key = weight.data_ptr(), scheme
+        if key not in done:
+            parts = quantised(weight, scheme)
+            stands_for = dequantised(parts, scheme.kind, scheme.group, tensor.columns, weight.dtype)
+            done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
+        parts, parameter = done[key]
+        found[name] = parts[tensor.role]
+        owner, _, own_name = tensor.weight_name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, parameter)
+    return found
 
 
 def _program_weights(

@@ -1,4 +1,4 @@
-"""A model after the passes: what lowering gives, and what is checked and compiled."""
+"""A model before and after the passes: what is traced, and what lowering gives, which is checked and compiled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,25 @@ from mllm_compile.runtime.program.spec import Program
 if TYPE_CHECKING:
     from torch import fx
 
+    from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.model.hf_model import HFModel
-    from mllm_compile.passes.base import PackedPart
+    from mllm_compile.passes.base import PackedPart, QuantisedTensor, SmallWeights
     from mllm_compile.passes.pipeline import PassReport
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model without its weights, and what is known of these.
+
+    Attributes:
+        hf_model: Transformers' model.
+        table: model key → what of the checkpoint fills it; None for random weights.
+        small: the weights that may lie in memory in few bits.
+    """
+
+    hf_model: HFModel
+    table: Mapping[str, PlannedTensor] | None
+    small: SmallWeights
 
 
 @dataclass(frozen=True)
@@ -22,7 +38,7 @@ class Lowered:
     """A model after the passes.
 
     Attributes:
-        hf_model: the model that was traced.
+        built: the model that was traced.
         graph: the parent graph; its children are the pieces.
         program: the same as steps.
         reports: one a pass that has run.
@@ -32,13 +48,24 @@ class Lowered:
             and the decode loop.
     """
 
-    hf_model: HFModel
+    built: BuiltModel
     graph: fx.GraphModule
     program: Program
     reports: list[PassReport]
     left_out: Mapping[str, str]
     symbols: dict[str, str]
     written_pieces: tuple[WrittenPiece, ...]
+
+    @property
+    def hf_model(self) -> HFModel:
+        return self.built.hf_model
+
+    @property
+    def quantised(self) -> dict[str, QuantisedTensor]:
+        """The tensors of quantised weights, before they were packed, by their names."""
+        from mllm_compile.passes.base import QUANTISED_TENSORS
+
+        return self.graph.meta.get(QUANTISED_TENSORS, {})
 
     @property
     def packed(self) -> dict[str, tuple[PackedPart, ...]]:

@@ -62,6 +62,12 @@ class ModelConfig(Section):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
 
+    quantization: Literal["auto", "none", "dequantize", "fp8", "int4"] = "auto"
+    """The weights of linears in memory. auto: as the checkpoint has them, where it is quantised in a way that linears
+    compute with (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is
+    refused. fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights
+    too."""
+
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
 

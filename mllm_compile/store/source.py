@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.checkpoint.quantised import dequantised_line
+from mllm_compile.checkpoint.quantised import lines_on_weights
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
@@ -96,7 +96,8 @@ class ArtifactSource:
         specs = self._artifact.weights
         with current_device(device):
             weights = allocate_weights(specs, str(device))
-            self._tell_dequantised()
+            for line in lines_on_weights(specs, self._config.model.dtype):
+                self._reporter.tell(line)
             total = sum(spec.num_bytes_read for spec in specs)
             with self._reporter.stage("load weights", total=total) as stage:
                 if self._artifact.manifest.weights.are_random:
@@ -105,14 +106,6 @@ class ArtifactSource:
                     with self._artifact.trusted.naming_itself():
                         load_weights(specs, weights, self._weights_root, stage.advance)
         return weights | _load_constants(self._artifact, device)
-
-    def _tell_dequantised(self) -> None:
-        specs = self._artifact.weights
-        formats = {part.quantised.format for spec in specs for part in spec.parts if part.quantised}
-        if formats:
-            file_bytes = sum(spec.num_bytes_read for spec in specs)
-            dtype = self._config.model.dtype
-            self._reporter.tell(dequantised_line(formats, dtype, file_bytes, self.weight_bytes))
 
 
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ OPS = {
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",
+    "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
@@ -94,7 +95,12 @@ def define(source: str | None = None) -> None:
 @cache
 def define_called() -> None:
     """Defines the ops that a compiled package calls by name: those without Triton, whose kernels it cannot hold."""
-    for module in ("experts.count", "experts.linear", *(f"{folder}.ops" for folder in FAMILIES)):
+    for module in (
+        "experts.count",
+        "experts.linear",
+        "quantised_linear.ops",
+        *(f"{folder}.ops" for folder in FAMILIES),
+    ):
         importlib.import_module(f"{__name__}.{module}")
 
 

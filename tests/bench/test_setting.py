@@ -23,6 +23,9 @@ def test_the_rules_of_the_benchmark_are_put_on_the_config(config):
     assert runtime.max_running_requests == 300, "all requests of a batch run at once"
     assert runtime.max_model_len == setting.max_model_len == 2048, "the model's own limit is below 4096"
     assert (setting.vocab_size, setting.dtype, setting.random_weights) == (3072, "float32", False)
+    assert setting.quantization == "none"
+    config.write_text(config.read_text().replace("dtype: float32", "quantization: fp8"))
+    assert Setting.from_config(config, largest_batch=1, longest_request=641).quantization == "fp8"
 
 
 def test_what_the_config_says_about_sizes_stays(config):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from mllm_compile.config.device import DeviceInfo, detect_device
 from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve import resolve
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.config.resolved import ResolvedConfig
@@ -392,3 +393,35 @@ def test_a_gpu_that_is_not_there_is_a_clear_error():
         assert detect_device("auto").device == "cpu"
         with pytest.raises(DeviceError, match=r"runtime\.device is 'cuda:1'.*sees no GPU"):
             detect_device("cuda:1")
+
+
+QUANTISED = Scheme("fp8 in blocks of 128 x 128", ("fp8",), kinds=("fp8",))
+NOT_IN_LINEARS = Scheme("bitsandbytes nf4", ("bitsandbytes nf4",))
+
+
+def quantization(asked: str, scheme: Scheme | None, *disabled: str) -> ResolvedConfig:
+    model = {"path": "m", "quantization": asked}
+    config = EngineConfig.from_dict({"model": model, "compile": {"disable_passes": list(disabled)}})
+    return resolve(config, ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheme", "disabled", "becomes"),
+    [
+        ("auto", None, (), "none"),
+        ("auto", QUANTISED, (), "keep"),
+        ("auto", QUANTISED, ("quantise_linears",), "dequantize"),
+        ("auto", NOT_IN_LINEARS, (), "dequantize"),
+        ("none", None, (), "none"),
+        ("dequantize", None, (), "none"),
+        ("dequantize", QUANTISED, (), "dequantize"),
+        ("fp8", None, (), "fp8"),
+        ("fp8", QUANTISED, (), "keep"),
+        ("int4", None, (), "int4"),
+    ],
+)
+def test_weights_are_kept_as_the_checkpoint_has_them_or_as_is_asked(asked, scheme, disabled, becomes):
+    config = quantization(asked, scheme, *disabled)
+    assert config.model.quantization == becomes
+    again = resolve(config.as_config(), ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
+    assert again.model.quantization == becomes

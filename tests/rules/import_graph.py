@@ -58,6 +58,7 @@ FLOORS = (
     "runtime/schedule",
     "runtime/sampling",
     "runtime/weights",
+    "runtime/quantised",
     "runtime/device",
     "runtime/cuda",
     "runtime",

@@ -9,6 +9,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from mllm_compile.bench.adapters.base import check_output
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 
@@ -21,6 +22,11 @@ class VllmEngine:
     version = vllm.__version__
 
     def __init__(self, setting: Setting) -> None:
+        if setting.quantization in ("int4", "dequantize"):
+            raise BenchmarkError(
+                f"model.quantization is {setting.quantization}, which vLLM does not do while it reads a checkpoint. "
+                "Set it to auto or fp8, or measure mllm alone."
+            )
         self.start_parts: dict[str, float] = {}
         self.settings: dict[str, Any] = {
             "dtype": setting.dtype,
@@ -31,6 +37,8 @@ class VllmEngine:
             "skip_tokenizer_init": True,
             "trust_remote_code": setting.trust_remote_code,
         }
+        if setting.quantization == "fp8":
+            self.settings["quantization"] = "fp8"
         self._llm = LLM(model=setting.model_folder, disable_log_stats=True, **self.settings)
 
     def generate(self, call: Call) -> None:

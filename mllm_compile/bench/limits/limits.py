@@ -23,11 +23,12 @@ class ModelFigures:
         layer_params: parameters that every token is multiplied with.
         expert_params: parameters of one expert, in all layers; num_experts of which each token chooses num_chosen.
         head_params: parameters of the head, which only sampled rows are multiplied with.
-        weight_itemsize: bytes a parameter.
+        weight_itemsize: bytes a parameter that is not quantised.
         kv_bytes_per_token: over all layers.
         attention_flops_per_pair: operations of one query token with one key, over all heads and layers.
         vocab_size: rows of the embedding.
         context_len: tokens that the model was made for.
+        quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
     """
 
     layer_params: int
@@ -40,12 +41,15 @@ class ModelFigures:
     expert_params: int = 0
     num_experts: int = 1
     num_chosen: int = 1
+    quantised_params: int = 0
+    quantised_bytes: int = 0
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Bytes that a step of so many tokens reads; an embedding table that is not the head is left out, as few of its
         rows are."""
         experts = self.expert_params * active_experts(self.num_experts, self.num_chosen, num_tokens)
-        return (self.layer_params + self.head_params + experts) * self.weight_itemsize
+        plain = self.layer_params - self.quantised_params + self.head_params + experts
+        return plain * self.weight_itemsize + self.quantised_bytes
 
     def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
         """Least time of one step with a request at each of these contexts."""

@@ -29,6 +29,7 @@ class Setting:
         max_model_len: most tokens of one request.
         vocab_size: prompts' ids are below it.
         trust_remote_code: the config's.
+        quantization: the resolved config's.
     """
 
     source: str
@@ -40,6 +41,7 @@ class Setting:
     max_model_len: int
     vocab_size: int
     trust_remote_code: bool
+    quantization: str = "none"
 
     @classmethod
     def from_config(cls, source: str, largest_batch: int, longest_request: int) -> Self:
@@ -78,6 +80,7 @@ class Setting:
             max_model_len=max_model_len,
             vocab_size=int(model.text_config_value("vocab_size")),
             trust_remote_code=resolved.model.trust_remote_code,
+            quantization=resolved.model.quantization,
         )
 
     def engine_config(self) -> EngineConfig:

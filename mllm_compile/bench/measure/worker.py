@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mllm_compile.bench.adapters import open_engine
 from mllm_compile.bench.adapters.base import BenchEngine
@@ -23,6 +23,9 @@ from mllm_compile.bench.measure.workloads import Call, LatencyWork, StepWork, Th
 from mllm_compile.errors import MllmError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import reporter_for
+
+if TYPE_CHECKING:
+    from mllm_compile.passes.base import SmallWeights
 
 EXIT_MISTAKE = 2
 
@@ -48,9 +51,22 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
         result["ceilings"] = asdict(measure_ceilings(device, dtype))
-        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code)
+        small = _small_weights(setting)
+        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small)
         result["figures"] = asdict(figures)
     return result
+
+
+def _small_weights(setting: Setting) -> SmallWeights | None:
+    """The weights that our engine has in few bits; None: it has none."""
+    if setting.quantization in ("none", "dequantize"):
+        return None
+    from mllm_compile.compiler.lowering import build_model
+    from mllm_compile.compiler.target import find_target
+    from mllm_compile.process.progress import NullReporter
+
+    target = find_target(setting.engine_config())
+    return build_model(target.config, target.model, NullReporter()).small
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:
