@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op, linear_operands, takes_kernels
+from mllm_compile.passes.match.nodes import LINEAR, is_call, linear_operands, takes_kernels
+from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.passes.match.rms_norm import match_rms_norm
 from mllm_compile.runtime.ops.stream_fp8.linear import GROUP
 
@@ -52,19 +53,21 @@ def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
 
 def match_fp8_linear(node: object, takes_bias: bool = False) -> Linear | None:
     """A linear of an fp8 weight with float32 scales of rows or of GROUP inputs, without a bias unless `takes_bias`."""
-    if not is_op(node, "quantised_linear"):
+    found = match_quantised_linear(node)
+    if (
+        not isinstance(node, fx.Node)
+        or found is None
+        or found.kind != "fp8"
+        or found.group not in (GROUP, found.shape[1])
+    ):
         return None
-    operands: Any = node.args
-    source, values, scales, zeros, bias, kind, group = operands
-    if kind != "fp8" or zeros is not None or group not in (GROUP, source.meta["val"].shape[-1]):
+    if found.scales.meta["val"].dtype != torch.float32 or not takes_kernels(found.source):
         return None
-    of_values, of_scales = values.meta["val"], scales.meta["val"]
-    is_fp8 = of_values.dtype == torch.float8_e4m3fn and of_scales.dtype == torch.float32
-    if not is_fp8 or not takes_kernels(source) or values.op != "placeholder" or scales.op != "placeholder":
+    if found.values.op != "placeholder" or found.scales.op != "placeholder":
         return None
-    if bias is not None and not (takes_bias and bias.op == "placeholder"):
+    if found.bias is not None and not (takes_bias and found.bias.op == "placeholder"):
         return None
-    return Linear(node, source, values, bias, scales)
+    return Linear(node, found.source, found.values, found.bias, found.scales)
 
 
 def match_silu_mul(node: fx.Node) -> fx.Node | None:

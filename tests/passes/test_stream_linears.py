@@ -18,6 +18,7 @@ from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.stream_fp8.linear import Fp8Kind
 from mllm_compile.runtime.ops.stream_fp8.shapes import FP8_BUCKETS, MAX_FP8_TOKENS
 from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
@@ -25,7 +26,7 @@ from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, T
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from mllm_compile.runtime.program.spec import Program, SmallForm
 from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
-from tests.passes.support.stand_ins import fp8_weight, streamed_ops_on_cpu
+from tests.passes.support.stand_ins import streamed_ops_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -157,41 +158,27 @@ def test_the_kernels_that_forms_call_are_each_named_once():
 @pytest.fixture(scope="module")
 def quantised():
     """The op that a trace has for a linear of a quantised weight."""
-    library = torch.library.Library("mllm", "FRAGMENT")
-    if not hasattr(torch.ops.mllm, "quantised_linear"):
-        library.define(
-            "quantised_linear(Tensor x, Tensor values, Tensor scales, Tensor? zeros, Tensor? bias, str kind, int group)"
-            " -> Tensor"
-        )
-        library.impl(
-            "quantised_linear",
-            lambda x, values, scales, zeros, bias, kind, group: torch.nn.functional.linear(
-                x, fp8_weight(values, scales).to(x.dtype), bias
-            ),
-            "CPU",
-        )
-    yield torch.ops.mllm.quantised_linear.default
-    del library
+    return op("quantised_linear")
 
 
 class Fp8Block(Block):
     """Builds pieces with linears of fp8 weights, a scale for `group` inputs or, without one, for a row."""
 
-    def __init__(self, op, group: int | None) -> None:
+    def __init__(self, quantised, group: int | None) -> None:
         super().__init__()
-        self._op, self._group = op, group
+        self._quantised, self._group = quantised, group
 
-    def fp8(self, name: str, source: fx.Node, rows: int, bias: fx.Node | None = None, kind: str = "fp8") -> fx.Node:
+    def fp8(self, name: str, source: fx.Node, rows: int, bias: fx.Node | None = None) -> fx.Node:
         columns = source.meta["val"].shape[-1]
         group = self._group or columns
         values = self.input(name, rows, columns, dtype=torch.float8_e4m3fn)
         scales = self.input(f"{name}_scales", rows, columns // group, dtype=torch.float32)
-        return self.call(self._op, source, values, scales, None, bias, kind, group)
+        return self.call(self._quantised, source, values, scales, None, bias, "fp8", group)
 
 
-def fp8_decoder(op, group: int | None) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def fp8_decoder(quantised, group: int | None) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """As decoder_piece, but that its gate_up stays in bfloat16."""
-    block = Fp8Block(op, group)
+    block = Fp8Block(quantised, group)
     attended, residual = block.input("attended", 1, 4, HIDDEN), block.input("residual", 1, 4, HIDDEN)
     after = block.call(operator.add, residual, block.fp8("o", attended, HIDDEN))
     hidden = block.norm(after, block.input("norm", HIDDEN))
@@ -258,9 +245,11 @@ def test_an_fp8_linear_takes_its_bias_and_its_gate_along(quantised):
 def test_other_quantised_weights_keep_their_piece_from_the_form(quantised, rows, group, scales, kind):
     block = Block()
     x = block.input("x", 1, 4, HIDDEN)
-    values = block.input("values", rows, HIDDEN, dtype=torch.float8_e4m3fn)
+    is_fp8 = kind == "fp8"
+    values = block.input("values", rows, HIDDEN if is_fp8 else HIDDEN // 2, dtype=torch.float8_e4m3fn)
+    if not is_fp8:
+        values.meta["val"] = values.meta["val"].view(torch.uint8)
     of_values = block.input("scales", rows, HIDDEN // group, dtype=scales)
     other = block.call(LINEAR, x, block.input("w", HIDDEN, HIDDEN), None)
-    linear = block.call(quantised, x, values, of_values, None, None, "fp8", group)
-    linear.args = (*linear.args[:5], kind, group)
+    linear = block.call(quantised, x, values, of_values, None, None, kind, group)
     assert StreamLinears()(graph_of_one_piece(block.module(linear, other))).matches == 0
