@@ -51,7 +51,7 @@ KINDS = kinds(128, (1, 64)) | kinds(1023, (1, 224))
 def test_eight_tokens_divide_into_pieces_that_fit_beside_the_next_kernels(kind):
     tiling = few.choose(kind)
     assert 2 * (tiling.shared_bytes + 1024) <= 228 << 10
-    assert tiling.stages >= 3
+    assert tiling.stages >= 2
     assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
     assert tiling.clusters <= kind.rows // 16
     assert kind.columns % (tiling.split * GROUP) == 0
