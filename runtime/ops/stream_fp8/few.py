@@ -39,6 +39,7 @@ class FewTiling(Fp8Tiling):
 
     source: ClassVar[str] = "ops/stream_fp8/few.cu"
     function: ClassVar[str] = "fp8_linear"
+    reads_boxes_of_x: ClassVar[bool] = False
 
     split: int
     passes: int
