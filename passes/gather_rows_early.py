@@ -172,6 +172,8 @@ def _is_by_token(node: fx.Node) -> bool:
     """True if a row of the node's outputs depends only on the same row of its inputs."""
     rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
     rule = _is_linear if is_op(node, "quantised_linear") else rule
+    if is_op(node, "all_reduce"):
+        rule = _is_pointwise
     inputs = [arg.meta["val"] for arg in node.all_input_nodes if not _is_of_sizes(arg.meta["val"]) and any(_sizes(arg))]
     if rule is None or not inputs or any(_token_dim(value) is None for one in inputs for value in _each(one)):
         return False

@@ -66,7 +66,7 @@ def _lower(gm: fx.GraphModule, node: fx.Node, spec: LayerSpec) -> None:
 
 
 def _layer_of(node: fx.Node, layer_id: int, taken: set[str]) -> LayerSpec:
-    q, k, v, sinks, sm_scale, logits_soft_cap, window_left = node.args[:7]
+    q, k, v, sinks, sm_scale, logits_soft_cap, window_left, _, *slopes = node.args
     return LayerSpec(
         name=_unique_name(node, layer_id, taken),
         layer_id=layer_id,
@@ -78,6 +78,7 @@ def _layer_of(node: fx.Node, layer_id: int, taken: set[str]) -> LayerSpec:
         logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
         window_left=int(window_left),  # type: ignore[arg-type]
         sinks=None if sinks is None else sinks.meta["weight_name"],  # type: ignore[union-attr]
+        alibi_slopes=tuple(slopes[0]) if slopes and slopes[0] else (),  # type: ignore[arg-type]
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from mllm_compile.checkpoint.keys import to_model_keys
 from mllm_compile.checkpoint.planned_tensor import Block, PlannedTensor
 from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError
-from mllm_compile.passes.base import PackedPart, QuantisedTensor
+from mllm_compile.passes.base import PackedPart, QuantisedTensor, WeightCut, part_of_rank
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.every import FORMATS
 from mllm_compile.runtime.weights.loader import SmallPart, WeightPart, WeightSpec
@@ -30,11 +30,36 @@ if TYPE_CHECKING:
 _LEFTOVERS = r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$"
 
 
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a model's weights.
+
+    Attributes:
+        cuts: weight → how it is cut; of those that every rank has whole there is none.
+        shapes: the model's own shapes of its weights.
+        rank: the rank.
+    """
+
+    cuts: Mapping[str, tuple[WeightCut, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    rank: int
+
+    def of(self, name: str, table: Mapping[str, PlannedTensor] | None) -> tuple[Block, ...]:
+        """The blocks that fill the rank's part of a weight that is cut."""
+        whole = PlannedTensor.of_file(name, "", self.shapes[name]) if table is None else table[name]
+        blocks: tuple[Block, ...] = part_of_rank(whole, self.cuts[name], self.rank).blocks
+        return blocks
+
+
+_WHOLE = Part({}, {}, 0)
+
+
 def plan_weights(
     program_weights: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     packed: Mapping[str, tuple[PackedPart, ...]],
     table: Mapping[str, PlannedTensor] | None,
     quantised: Mapping[str, QuantisedTensor] | None = None,
+    part: Part = _WHOLE,
 ) -> list[WeightSpec]:
     """One spec for each weight of the program.
 
@@ -43,6 +68,7 @@ def plan_weights(
         packed: the weights that pack_projections joined.
         table: model key → what fills it (read_checkpoint), or None for random weights.
         quantised: the weights that quantise_linears made, before they were joined.
+        part: the part of the model's weights that the program's are.
 
     Raises:
         KeyError: the table, which read_checkpoint has checked, lacks a weight.
@@ -53,10 +79,12 @@ def plan_weights(
         parts = []
         for member in members:
             tensor = None if quantised is None else quantised.get(member.weight_name)
-            if tensor is None:
-                parts += _parts(member, (member.rows, *shape[1:]) if shape else (), table)
-            else:
+            if tensor is not None:
                 parts += _small_parts(member, tensor, table)
+            elif member.weight_name in part.cuts:
+                parts += [_part(member, block) for block in part.of(member.weight_name, table)]
+            else:
+                parts += _parts(member, (member.rows, *shape[1:]) if shape else (), table)
         specs.append(WeightSpec(name, shape, dtype, tuple(parts)))
     return specs
 

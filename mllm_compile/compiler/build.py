@@ -121,7 +121,8 @@ def _fill(
             constants, weights = plan_lowered_weights(lowered)
             files = target.weights
         if options.pack_weights:
-            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
+            packed, files = pack_weights(config, weights[0], model.path, scratch / WEIGHTS, timeline)
+            weights = (packed,)
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)
@@ -134,6 +135,7 @@ def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
         "stages": timeline.stages,
         "passes": [asdict(report) for report in lowered.reports],
         "passes left out": dict(lowered.left_out),
+        "ranks": lowered.cut_lines(),
     }
 
 

@@ -18,7 +18,7 @@ from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.errors import CompileError
+from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
@@ -30,6 +30,8 @@ from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.inductor.job import PieceJob
     from mllm_compile.model.hf_model import HFModel
@@ -156,12 +158,14 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     from mllm_compile.passes.base import SMALL_WEIGHTS
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
+    _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
     trace.graph_module.meta[SMALL_WEIGHTS] = built.small
     try:
         left_out = passes_left_out(pass_target(config), config.compile.disable_passes)
         graph, reports = run_passes(trace.graph_module, left_out, observer=observer)
     except PassFailedError as error:
         raise CompileError(str(error)) from error
+    _check_cut(graph, config.runtime.tensor_parallel_size)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]
@@ -170,6 +174,26 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     program = replace(program, kernels=kernels_of(graph, program))
     written = (*decode_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
+
+
+def _set_ranks(trace: Trace, hf_model: HFModel, num_ranks: int) -> None:
+    """Tells `shard` for how many ranks it is, and what no checkpoint holds."""
+    from mllm_compile.passes.base import IS_CONSTANT, RANKS
+
+    trace.graph_module.meta[RANKS] = num_ranks
+    for node in trace.graph_module.graph.find_nodes(op="placeholder"):
+        node.meta[IS_CONSTANT] = node.meta.get("weight_name") in hf_model.constants
+
+
+def _check_cut(graph: fx.GraphModule, num_ranks: int) -> None:
+    """Refuses a model of which every rank would compute everything."""
+    from mllm_compile.passes.base import WEIGHT_CUTS
+
+    if num_ranks > 1 and not graph.meta.get(WEIGHT_CUTS):
+        raise ConfigError(
+            f"runtime.tensor_parallel_size is {num_ranks}, and nothing of this model can be cut into as many parts: "
+            "expected heads, features or a vocabulary that divide by it. Set a smaller one, or 1."
+        )
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
@@ -210,15 +234,28 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         dtype=config.model.dtype,
         kv_cache_dtype=config.runtime.kv_cache_dtype,
         counts_experts=config.runtime.expert_stats,
+        num_ranks=config.runtime.tensor_parallel_size,
+        attention_backend=config.runtime.attention_backend,
     )
 
 
-def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tuple[WeightSpec, ...]]:
-    """The program's constants by name, and where each of its weights comes from."""
-    from mllm_compile.checkpoint.plan import plan_weights
+def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tuple[tuple[WeightSpec, ...], ...]]:
+    """The program's constants by name, and of each rank where each of its weights comes from."""
+    from mllm_compile.checkpoint.plan import Part, plan_weights
     from mllm_compile.compiler.program_builder import weight_shapes
 
     needed = set(lowered.program.weights)
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
     shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}
-    return constants, tuple(plan_weights(shapes, lowered.packed, lowered.built.table, lowered.quantised))
+    return constants, tuple(
+        tuple(
+            plan_weights(
+                shapes,
+                lowered.packed,
+                lowered.built.table,
+                lowered.quantised,
+                Part(lowered.cuts, lowered.whole_shapes, rank),
+            )
+        )
+        for rank in range(lowered.num_ranks)
+    )

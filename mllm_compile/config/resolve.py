@@ -24,7 +24,7 @@ from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
-from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, RuntimeSection
+from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, MaxStepMs, RuntimeSection
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -114,10 +114,13 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
 def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> Quantization:
     asked, scheme = config.model.quantization, model.scheme
     is_left_out = _QUANTISING_PASS in config.compile.disable_passes
+    num_ranks = config.runtime.tensor_parallel_size
 
     def choose() -> tuple[Quantization, str]:
         if scheme is None:
             return "none", "the weights are not quantised"
+        if num_ranks > 1:
+            return "dequantize", "weights in few bits are not cut over ranks yet"
         if is_left_out:
             return "dequantize", f"compile.disable_passes names {_QUANTISING_PASS}"
         if not scheme.kinds:
@@ -132,6 +135,11 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
         )
     if chosen not in ("fp8", "int4"):
         return "none" if scheme is None else chosen
+    if num_ranks > 1:
+        raise ConfigError(
+            f"model.quantization is {chosen}, but runtime.tensor_parallel_size is {num_ranks}, and weights in few bits "
+            "are not cut over ranks yet. Set model.quantization: auto or dequantize, or one rank."
+        )
     if is_left_out:
         raise ConfigError(
             f"model.quantization is {chosen}, but compile.disable_passes names {_QUANTISING_PASS}, which puts "
@@ -205,8 +213,21 @@ def _runtime(
         "max_model_len": _max_model_len(asked, kind, model, choices),
         "max_running_requests": requests,
         "max_num_batched_tokens": tokens,
+        "max_step_ms": _max_step_ms(asked, choices),
     }
     return RuntimeSection(**asked.model_dump() | settled)  # the other keys have no `auto`
+
+
+def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
+    if not asked.deterministic:
+        why = "what running answers take alone, so prompts lose a tenth"
+        return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
+    if not isinstance(asked.max_step_ms, str):
+        raise ConfigError(
+            f"runtime.max_step_ms is {asked.max_step_ms:g}, but with runtime.deterministic all steps take the same "
+            "time. Set it to auto or none, and lower runtime.max_num_batched_tokens for shorter steps."
+        )
+    return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", "deterministic: steps are alike"))
 
 
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:

@@ -79,6 +79,8 @@ class ResolvedConfig(_Resolved):
         model, runtime = sections["model"], sections["runtime"]
         del model["source"]
         model |= {"path": model.pop("folder"), "revision": None}
+        if runtime["max_step_ms"] == "tenfold":
+            runtime["max_step_ms"] = "auto"
         if model["quantization"] == "keep":
             model["quantization"] = "auto"
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")

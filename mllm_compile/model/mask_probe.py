@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -85,8 +85,20 @@ class ObservedCall:
         return self.mask(torch.tensor(0), torch.tensor(0), queries, keys)  # type: ignore[misc]
 
 
-def observe_attention_calls(model: PreTrainedModel, device: str) -> list[ObservedCall]:
-    """Runs `model`, whose weights are real (any will do), and returns its attention calls in order.
+class Observation(NamedTuple):
+    """What a model asked for in one forward.
+
+    Attributes:
+        calls: of the attention interface, in order.
+        masks: what a call with each of the masks sees that Transformers made.
+    """
+
+    calls: list[ObservedCall]
+    masks: list[ObservedCall]
+
+
+def observe_attention(model: PreTrainedModel, device: str) -> Observation:
+    """Runs `model`, whose weights are real (any will do), and returns its attention calls and masks.
 
     Raises:
         UnsupportedModelError: the model cannot run with another attention implementation.
@@ -97,12 +109,13 @@ def observe_attention_calls(model: PreTrainedModel, device: str) -> list[Observe
     input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
     with attention_implementation(model, PROBE_IMPLEMENTATION), torch.no_grad():
         model(input_ids=input_ids, use_cache=False)
-    return observer.calls
+    return Observation(observer.calls, [ObservedCall(mask) for mask in observer.masks])
 
 
 class _Observer:
     def __init__(self) -> None:
         self.calls: list[ObservedCall] = []
+        self.masks: list[MaskFunction] = []
         self._functions: dict[int, MaskFunction] = {}
         self._masks: list[torch.Tensor] = []  # kept alive: ids of collected tensors are reused
 
@@ -110,6 +123,7 @@ class _Observer:
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
         self._masks.append(mask)
         self._functions[id(mask)] = mask_function
+        self.masks.append(mask_function)
         return mask
 
     def attend(

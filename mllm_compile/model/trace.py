@@ -21,6 +21,9 @@ from torch import fx
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
+from mllm_compile.model.own_attention.find import find_attention
+from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
+from mllm_compile.model.positions_hook import as_positions, reading_positions, settle_positions
 from mllm_compile.model.refusals import first_line, refusing
 
 INPUT_NAMES = ("input_ids", "positions", "logits_indices")
@@ -47,10 +50,11 @@ class Trace:
 class _FlatTokens(torch.nn.Module):
     """The model as a function of flat tokens: no cache, no mask, logits of chosen rows only."""
 
-    def __init__(self, model: torch.nn.Module, max_tokens: int) -> None:
+    def __init__(self, model: torch.nn.Module, max_tokens: int, position_offset: int) -> None:
         super().__init__()
         self.model = model
         self.max_tokens = max_tokens
+        self.position_offset = position_offset
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         for sized in (input_ids, logits_indices):
@@ -58,7 +62,7 @@ class _FlatTokens(torch.nn.Module):
             torch._check(sized.shape[0] <= self.max_tokens)
         output = self.model(
             input_ids=input_ids[None],
-            position_ids=positions[None],
+            position_ids=positions[None] + self.position_offset if self.position_offset else positions[None],
             use_cache=False,
             logits_to_keep=logits_indices,
         )
@@ -84,13 +88,18 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     mark_unbacked(logits_indices, 0, shape_id="S")
     with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
         check_choices(hf_model.text_config)
+        tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         weight_names = fake_copy(hf_model.model, mode, device)
         try:
-            with experts_as_ops(hf_model.model):
-                captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
+            with experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions):
+                flat = _FlatTokens(hf_model.model, max_tokens, hf_model.position_offset)
+                inputs = (input_ids, positions, logits_indices)
+                captured = with_a_mask_if_needed(lambda: _capture(flat, inputs))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _name_placeholders(captured, weight_names)
+        settle_positions(captured)
+        find_attention(captured, hf_model.constants, min(hf_model.sizes().context_len, max_tokens))
     return Trace(captured, max_tokens, device)
 
 

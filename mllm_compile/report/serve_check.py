@@ -110,7 +110,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
             target.config,
             "not compiled yet, which the server does first; nothing in its trace or its checkpoint is against it",
             lowered.program.layers,
-            sum(spec.num_bytes for spec in weights),
+            sum(spec.num_bytes for spec in weights[0]),
             load_tokenizer(tokenizer),
             {},
         )

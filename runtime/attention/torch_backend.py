@@ -98,7 +98,12 @@ def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardB
         values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
         mask = visible[part, None, None, :]
-        out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer)).flatten(1, 2)
+        bias = None
+        if layer.alibi_slopes:
+            own_place = visible[part].sum(dim=-1) - 1  # of a query, among the keys that are looked at
+            places = torch.arange(rows.shape[2], device=q.device) - own_place[:, None]  # [R, L]
+            bias = _slopes(layer, q).view(layer.num_kv_heads, -1, 1) * places[:, None, None]  # [R, Hk, G, L]
+        out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer), bias).flatten(1, 2)
 
 
 def _prefill(
@@ -132,6 +137,11 @@ def _grouped_sinks(layer: AttentionLayer) -> torch.Tensor | None:
     return None if layer.sink_logits is None else layer.sink_logits.reshape(layer.num_kv_heads, -1, 1)
 
 
+def _slopes(layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+    """[H] float32, on the device of q."""
+    return torch.tensor(layer.alibi_slopes, dtype=torch.float32, device=q.device)
+
+
 def _attend_block(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_query: int, layer: AttentionLayer
 ) -> torch.Tensor:
@@ -143,7 +153,8 @@ def _attend_block(
     if params.window_left >= 0:
         mask &= distance <= params.window_left
     q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
-    if params.logits_soft_cap == 0 and layer.sink_logits is None:
+    is_plain = params.logits_soft_cap == 0 and layer.sink_logits is None and not layer.alibi_slopes
+    if is_plain:
         return F.scaled_dot_product_attention(
             q[None],
             keys[None].to(q.dtype),
@@ -158,7 +169,11 @@ def _attend_block(
     sinks = _grouped_sinks(layer)
     if sinks is not None:
         sinks = sinks.repeat_interleave(q.shape[1], dim=1)  # [Hk, G * T, 1]
-    folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks)
+    bias = None
+    if layer.alibi_slopes:
+        bias = _slopes(layer, q)[:, None, None] * -distance  # [H, T, L]
+        bias = bias.unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)
+    folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks, bias)
     return folded.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
 
 
@@ -169,15 +184,19 @@ def _attend(
     mask: torch.Tensor,
     layer: AttentionLayer,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention with the scores in the open: q [.., N, D], keys [.., L, D], values [.., L, Dv] → [.., N, Dv].
 
-    Computed in float32 whatever the inputs are. `sinks` [.., N, 1] take part in the softmax and carry no value.
+    Computed in float32 whatever the inputs are. `sinks` [.., N, 1] take part in the softmax and carry no value; `bias`
+    [.., N, L] is added to the scores.
     """
     logits = (q.float() @ keys.float().transpose(-1, -2)) * layer.params.sm_scale
     cap = layer.params.logits_soft_cap
     if cap > 0:
         logits = cap * torch.tanh(logits / cap)
+    if bias is not None:
+        logits = logits + bias
     logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         logits = torch.cat((logits, sinks.float().expand(*logits.shape[:-1], 1)), dim=-1)

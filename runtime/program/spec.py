@@ -295,3 +295,4 @@ class ModelSizes:
     hidden_size: int
     vocab_size: int
     context_len: int
+    is_table_of_positions: bool = False  # context_len is all that it has rows for, and config.json does not say so

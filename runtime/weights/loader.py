@@ -27,7 +27,7 @@ from mllm_compile.runtime.weights.formats.every import (
     small_sources,
 )
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
-from mllm_compile.runtime.weights.stream import Source, TensorRead, stream_tensors
+from mllm_compile.runtime.weights.stream import Source, Spacing, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
@@ -89,7 +89,8 @@ class WeightPart:
             return sum(tensor.num_bytes for tensor in self.sources)
         if self.small is not None:  # of the tensors that are made of one, the values count
             return 2 * math.prod(self.shape) if self.small.role == VALUES else 0
-        return math.prod(self.shape) * dtype.itemsize
+        is_part = bool(self.steps) and self.steps[0][0] == "narrow"  # then no other byte of it is read
+        return math.prod(view_shape(self.shape, self.steps[:1]) if is_part else self.shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,9 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
         # Numbers of eight bits mean nothing in another type.
         dtype = place.dtype if place.dtype.itemsize == 1 else None
         entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype)
-        return TensorRead(folder / part.file, entry, place, view)
+        entry, spacing, steps = _part_of_file(entry, part.steps)
+        view = partial(viewed, steps=steps) if steps else None
+        return TensorRead(folder / part.file, entry, place, view, spacing=spacing)
     quantised, small = part.quantised, part.small
     first, *others = (
         Source(folder / one.file, _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
@@ -223,6 +226,24 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
         fill_dequantised(place, quantised, part.shape, view, tensors)
 
     return TensorRead(first.path, first.entry, place, fill=fill, others=others)
+
+
+def _part_of_file(
+    entry: TensorEntry, steps: tuple[ViewStep, ...]
+) -> tuple[TensorEntry, Spacing | None, tuple[ViewStep, ...]]:
+    """The bytes that the first step leaves of a tensor, where that takes a part of it, and the steps behind it.
+
+    Rows lie in one stretch; a part of each row in as many as there are rows.
+    """
+    if not steps or steps[0][0] != "narrow":
+        return entry, None, steps
+    dim, start, length = (int(number) for number in steps[0][1:])
+    inner = math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize
+    stretch, distance, count = length * inner, entry.shape[dim] * inner, math.prod(entry.shape[:dim])
+    begin = entry.begin + start * inner
+    shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
+    part = replace(entry, begin=begin, end=begin + stretch * count, shape=shape)
+    return part, Spacing(stretch, distance) if count > 1 else None, steps[1:]
 
 
 class _Quantising:
@@ -396,6 +417,15 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
     for spec in specs:
         for part in spec.parts:
             place = place_of(weights[spec.name], part)
+            if len(part.shape) < 2:
+                place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
+                continue
+            digest = hashlib.sha256(f"{seed}:{part.tensor}".encode()).digest()
+            generator = torch.Generator(place.device).manual_seed(int.from_bytes(digest[:7], "little"))
+            drawn = place.new_empty(part.shape) if part.steps else place
+            drawn.normal_(0.0, _DUMMY_STD, generator=generator)
+            if part.steps:  # a rank's part of a tensor: it is the same on all ranks
+                place.copy_(viewed(drawn, part.steps))
             if quantising.takes(part, place):
                 continue
             if place.dim() < 2:

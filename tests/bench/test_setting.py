@@ -36,6 +36,13 @@ def test_what_the_config_says_about_sizes_stays(config):
     assert (runtime.max_running_requests, runtime.max_model_len) == (4, 99)
 
 
+def test_the_configs_own_length_gives_way_to_longer_work(config):
+    config.write_text(config.read_text().replace("device: cpu", "device: cpu, max_model_len: 99"))
+    assert Setting.from_config(config, 1, longest_request=2048).engine_config().runtime.max_model_len == 2048
+    with pytest.raises(ConfigError, match=r"a request of this work has 2049 tokens, but .* serves at most 99"):
+        Setting.from_config(config, 1, longest_request=2049)
+
+
 def test_work_that_does_not_fit_the_model_is_refused(config):
     said = (
         r"a request of this work has 2049 tokens, but .* serves at most 2048\. .*max_model_len if the model takes more"

@@ -142,6 +142,28 @@ def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
     assert (config.cudagraph.mode, config.cudagraph.piecewise_tokens[-1]) == ("piecewise", 512)
 
 
+def test_a_bound_in_ms_is_a_rule_a_number_or_none():
+    assert resolved(H200).runtime.max_step_ms == "tenfold"
+    assert resolved(H200, runtime={"max_step_ms": 25}).runtime.max_step_ms == 25
+    assert resolved(H200, runtime={"max_step_ms": "none"}).runtime.max_step_ms == "none"
+    assert resolved(H200, runtime={"deterministic": True}).runtime.max_step_ms == "none"
+    with pytest.raises(ConfigError, match=r"max_step_ms is 25, but with runtime\.deterministic .* auto or none"):
+        resolved(H200, runtime={"deterministic": True, "max_step_ms": 25})
+
+
+def test_a_resolved_bound_is_asked_for_again_as_it_was():
+    for asked in ("auto", "none", 12.5):
+        assert resolved(H200, runtime={"max_step_ms": asked}).as_config().runtime.max_step_ms == asked
+
+
+def test_with_a_bound_in_ms_small_models_capture_more_sizes_of_long_steps():
+    narrow = QWEN | {"hidden_size": 1024}
+    rule = resolved(H200, narrow).cudagraph.piecewise_tokens
+    bound = resolved(H200, narrow, runtime={"max_step_ms": 25}).cudagraph.piecewise_tokens
+    assert [size for size in rule if size > 512] == [1024, 2048, 4096]
+    assert [size for size in bound if size > 512] == [768, 1024, 1536, 2048, 3072, 4096]
+
+
 def test_no_auto_is_left_and_json_keeps_everything():
     config = resolved(H200)
     assert "auto" not in str(config)

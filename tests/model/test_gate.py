@@ -36,7 +36,14 @@ def compile_config(config, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("kind", "window_left"),
-    [("plain", -1), ("window in call and mask", 999), ("window in the mask alone", 999), ("no head count", -1)],
+    [
+        ("plain", -1),
+        ("window in call and mask", 999),
+        ("window in the mask alone", 999),
+        ("no head count", -1),
+        ("written out", -1),
+        ("written out with a window of its own", 3),
+    ],
 )
 def test_a_model_without_a_flaw_passes(kind, window_left, tmp_path):
     (layer,) = compile_toy(kind, tmp_path).artifact.program.layers
@@ -46,6 +53,10 @@ def test_a_model_without_a_flaw_passes(kind, window_left, tmp_path):
 REASONS = {
     "direct attention": r"calls scaled_dot_product_attention directly, past the attention interface",
     "own scores": "no attention goes through Transformers' attention interface; .* is a tokens × tokens tensor",
+    "written out and sees all": "with two requests in one batch its logits are off by",
+    "written out in chunks": "is a tokens × tokens tensor",
+    "written out with a learned bias": "is a tokens × tokens tensor",
+    "written out with a cap": "is a tokens × tokens tensor",
     "not causal": "its attention passes attention that is not causal",
     "keyword of unknown meaning": "its attention passes keyword block_indices",
     "window in the call alone": "its attention call sees 999 tokens back, its mask -1",

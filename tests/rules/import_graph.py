@@ -28,6 +28,7 @@ FLOORS = (
     "mllm_compile/bench",
     "mllm_compile/server",
     "mllm_compile/engine",
+    "mllm_compile/ranks",
     "mllm_compile/structured",
     "mllm_compile/compiler",
     "mllm_compile/check",
@@ -46,6 +47,7 @@ FLOORS = (
     "mllm_compile/version",
     "passes",
     "runtime/step",
+    "runtime/ranks",
     "runtime/model_runner",
     "runtime/cuda_graph",
     "runtime/program",
@@ -60,6 +62,7 @@ FLOORS = (
     "runtime/weights",
     "runtime/quantised",
     "runtime/device",
+    "runtime/collectives",
     "runtime/cuda",
     "runtime",
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mllm_compile.bench.limits.active_experts import active_experts
 from mllm_compile.bench.measure.results import Ceilings, Measurement
-from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Call, GapsWork, LatencyWork, LongWork, ThroughputWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,31 @@ def with_latency_limits(
             seconds = figures.prefill_seconds(ceilings, [work.input_len] * batch)
         limited.append(line.with_limit(seconds * 1e3))
     return limited
+
+
+def with_long_limits(
+    lines: Sequence[Measurement], work: LongWork, figures: ModelFigures, ceilings: Ceilings
+) -> list[Measurement]:
+    """The lines of a run of long contexts with their limits, each in its own unit."""
+    limited = []
+    for line in lines:
+        count, length = line.batch or 1, int(line.name.rpartition(" ")[2])
+        if line.name.startswith("tpot"):
+            limit = figures.decode_seconds(ceilings, [length + work.output_len / 2] * count) * 1e3
+        else:
+            seconds = figures.prefill_seconds(ceilings, [length] * count)
+            limit = seconds * 1e3 if line.unit == "ms" else count * length / seconds
+        limited.append(line.with_limit(limit))
+    return limited
+
+
+def with_gaps_limits(
+    lines: Sequence[Measurement], work: GapsWork, figures: ModelFigures, ceilings: Ceilings
+) -> list[Measurement]:
+    """The lines of a run of gaps; what the answers and the prompt take alone has a limit, in ms."""
+    decode_s = figures.decode_seconds(ceilings, [work.decode_len + work.tokens / 2] * work.decodes)
+    limits = {"gap alone, median": decode_s, "prompt alone": figures.prefill_seconds(ceilings, [work.prompt_len])}
+    return [line.with_limit(limits[line.name] * 1e3) if line.name in limits else line for line in lines]
 
 
 def with_throughput_limits(

@@ -287,6 +287,7 @@ def _one_request(num_tokens: int) -> Any:
             params.sm_scale,
             params.logits_soft_cap,
             params.window_left,
+            alibi_slopes=layer.alibi_slopes,
         )
 
     batch = SimpleNamespace(

@@ -1,0 +1,125 @@
+"""Small models of many architectures on the GPU's attention kernels, in bfloat16, against float32.
+
+Their heads of 16 are padded to 64 (`pad_heads`), windows are shorter than most prompts, and prompts of 1 to 1,500
+tokens are one batch. bf16 is compared with a float32 reference: what is asked is that our error is no larger than that
+of Transformers in bf16, within a margin.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.store.artifact import open_artifact
+from tests.gpu.test_experts import scores_of
+from tests.gpu.test_gpt_oss import scores_of_answer
+from tests.gpu.test_served_models import random_ids, reference, reference_scores
+from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+ARCHITECTURES = (
+    "apertus",
+    "arcee",
+    "bart",
+    "biogpt",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5",
+    "exaone4",
+    "falcon",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "granite_swa",
+    "helium",
+    "hunyuan_v1_dense",
+    "internlm3",
+    "llama",
+    "minicpm3",
+    "mistral",
+    "modernbert-decoder",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "roberta",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "xglm",
+    "youtu",
+)
+LENGTHS = (1, 2, 7, 9, 33, 64, 130, 500, 1500)
+LONGEST = 2048
+POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), LONGEST)
+NEW = 16
+MARGIN = 1.25
+
+
+def served(folder: Path, cache: Path) -> Engine:
+    sections = {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "compile": {"backend": "eager"},
+        "cache": {"dir": str(cache)},
+        "runtime": {"device": "cuda", "max_model_len": LONGEST, "mem_fraction_static": 0.1},
+    }
+    return Engine(EngineConfig.from_dict(sections))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name):
+    folder = tmp_path / "model"
+    save_tiny_model(tiny_config(name, **POSITIONS), folder)
+    exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)
+    prompts = [random_ids(length, FIRST_SPECIAL_TOKEN, length) for length in LENGTHS]
+    with served(folder, tmp_path / "cache") as engine:
+        (manifest,) = (open_artifact(path.parent).manifest for path in tmp_path.rglob("program.json"))
+        assert manifest.config["runtime"]["attention_backend"] == "flashinfer"
+        read = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+        asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+        written = engine.generate(prompts, asked)
+    ours = torch.cat([scores_of(output, ids) for output, ids in zip(read, prompts, strict=True)][1:])
+    compare(f"{name}, prompts", ours, [reference_scores(exact, ids) for ids in prompts[1:]], rounded, prompts[1:])
+    texts = [ids + list(output.token_ids) for output, ids in zip(written, prompts, strict=True)]
+    ours = torch.cat([scores_of_answer(output) for output in written])
+    compare(f"{name}, answers", ours, [reference_scores(exact, ids)[-NEW:] for ids in texts], rounded, texts, NEW)
+
+
+def compare(
+    what: str,
+    ours: torch.Tensor,
+    exact: list[torch.Tensor],
+    rounded: torch.nn.Module,
+    texts: list[list[int]],
+    last: int = 0,
+) -> None:
+    """Of the last so many tokens of each text; 0: of all."""
+    want = torch.cat(exact)
+    theirs = torch.cat([reference_scores(rounded, ids)[-last:] for ids in texts])
+    error, limit = (ours - want).abs().mean(), (theirs - want).abs().mean()
+    print(f"{what}: off by {error:.5f}, Transformers in bfloat16 by {limit:.5f}")
+    assert error <= MARGIN * limit + 1e-3
