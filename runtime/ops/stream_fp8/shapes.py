@@ -44,7 +44,7 @@ def sweep_tilings(kind: Fp8Kind, tokens: int) -> Iterator[tuple[str, Fp8Tiling]]
     if tokens > by_few.MAX_TOKENS:
         yield from by_tiles.best_by_form(kind, tokens)
         return
-    for split, piece, resident, lead in itertools.product((1, 2), (1024, 2048), (2, 1), (0, 2, 1 << 20)):
-        tiling = by_few.divide(kind, piece=piece, resident=resident, lead=lead, split=split)
+    for split, piece, resident in itertools.product((1, 2), (1024, 2048), (2, 1)):
+        tiling = by_few.divide(kind, piece=piece, resident=resident, split=split)
         if tiling is not None:
-            yield f"split {split}, pieces of {piece}, {resident} resident, lead {lead}", tiling
+            yield f"split {split}, pieces of {piece}, {resident} resident", tiling

@@ -12,8 +12,7 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16 * M_TILES), M_TILES, K_WARPS,
 // SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block, TOKENS (a
-// multiple of 8), PANELS (of 128 inputs, of a stage), STAGES, LEAD (stages that are not asked for yet when the next
-// kernel is let in), GROUP (inputs that share a scale: 128; 0: all of a row),
+// multiple of 8), PANELS (of 128 inputs, of a stage), STAGES, GROUP (inputs that share a scale: 128; 0: all of a row),
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
 // BIAS (in the place of the norm's weight).
 
@@ -61,15 +60,13 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
       load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * 2 * PANELS + p, full + 8 * slot);
   };
   const int ahead = STAGES < total ? STAGES : total;
-  // Let in before, the next kernel's blocks would ask for their weight ahead of this one.
-  if (total <= ahead + LEAD) start_dependents();
   for (int i = 0; i < ahead; i++) ask_weight(i);
+  start_dependents();
   wait_for_prerequisites();
   for (int i = 0; i < ahead; i++) ask_x(i);
   for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
     ask_weight(i), ask_x(i);
-    if (i == total - 1 - LEAD) start_dependents();
   }
 }
 

@@ -24,9 +24,8 @@ _MOST_STAGES = 32
 # ends; or all.
 _BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
 _SHARE_BESIDE = 0.5  # of what a block reads of a tile: with a ring for so much half of the memory is enough
-_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29, 8: 14}  # that run at the same time
+_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
 _MOST_ROWS = 256  # of a box
-_LEAD = 1  # stages that are not asked for yet when the next kernel is let in
 _WARPS, _MOST_WARPS = 8, 12  # that multiply: as a rule, and at most
 
 
@@ -116,7 +115,6 @@ class TileTiling(Fp8Tiling):
             "SHARED_BYTES": self.shared_bytes,
             "PANELS": self.panels,
             "STAGES": self.stages,
-            "LEAD": _LEAD,
         }
 
 
