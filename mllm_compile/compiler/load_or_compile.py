@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mllm_compile.compiler.target import Target, find_target
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.device import detect_device
+from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError
@@ -69,6 +69,7 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
         artifact = open_artifact(folder)
         config = artifact.manifest.resolved_config(folder)
         detect_device(config.runtime.device)
+        check_ranks(config.runtime)
         _check_machine(artifact, config)
         weights = artifact.manifest.weights
         root = artifact.weights_root(Path(weights.folder))

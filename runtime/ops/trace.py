@@ -82,7 +82,7 @@ def attention_reference(
         sink_logits = sinks.to(logits.dtype)[:, None, None].expand(-1, num_tokens, 1)
         logits = torch.cat((logits, sink_logits), dim=-1)
     weights = torch.softmax(logits.float(), dim=-1).to(q.dtype)[..., :num_tokens]
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    return torch.einsum("hqk,khd->qhd", weights, values).contiguous()
 
 
 # mllm::own_positions stands for the positions of the tokens where a model counts them by itself: it takes what was

@@ -64,7 +64,7 @@ For every architecture:
 - RoPE of the types default, linear, llama3 and yarn is served at every length that the model takes; `longrope`
   (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`, and `dynamic` up to `max_position_embeddings`.
   Beyond these a long request would change the frequencies of all others, so `max_model_len` ends there.
-- A quantised checkpoint is dequantised while it is read, where its [format](quantised.md) is one that is read.
+- A quantised checkpoint is served where its [format](quantised.md) is one that is read.
 - An architecture that mixes attention with other layers is refused for the others: where a config has none of them, it
   may be served ([below](#served-where-every-layer-is-full-attention)).
 - Of models with images or sound that are served (gemma3, phi4_multimodal) it is the text part.
