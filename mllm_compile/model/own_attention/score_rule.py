@@ -1,4 +1,4 @@
-"""What a model does to the scores q·kᵀ before their softmax, told by running that stretch of its graph.
+"""Tells what a model does to the scores q·kᵀ before their softmax, by running that stretch of its graph.
 
 The stretch is a function of the scores and of places alone, or nothing is told of it. It is run on the CPU with scores
 of our own, for few tokens and for many: what it gives shows the scale, which keys are seen, and what else there is.
