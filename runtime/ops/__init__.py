@@ -45,6 +45,9 @@ OPS = {
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
+    "stream_expert_down": "stream_experts.ops",
+    "stream_expert_down_norm": "stream_experts.ops",
+    "stream_expert_up": "stream_experts.ops",
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
@@ -55,6 +58,7 @@ OPS = {
 FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
+    "stream_experts": "stream_experts.family",
     "stream_linear": "stream_linear.family",
 }
 
