@@ -157,8 +157,8 @@ class _Fusion:
         """Gives experts the norm before them as its input times its weight, where it is left so."""
         norm = self._scaled.get(node.args[0]) if is_op(node, "stream_expert_up") else None  # type: ignore[arg-type]
         if norm is not None:
-            _, weight, _, _, *router = node.args
-            node.args = (norm.value, weight, norm.squares, norm.eps, *router)
+            _, weight, _, _, *others = node.args
+            node.args = (norm.value, weight, norm.squares, norm.eps, *others)
 
     def gated(self, node: fx.Node) -> None:
         """Fuses silu(gate) * up over the halves of a linear."""

@@ -80,7 +80,7 @@ def load(of: Case, folder: Path) -> None:
 
 def ours(of: Case, normed: bool) -> tuple[torch.Tensor, ...]:
     x, squares = of.scaled if normed else (of.x, None)
-    rows = op("stream_expert_up")(x, of.up, squares, EPS if normed else 0.0, *of.router)
+    rows = op("stream_expert_up")(x, of.up, squares, EPS if normed else 0.0, None, *of.router)
     return rows, *op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, *of.router)
 
 
@@ -115,8 +115,11 @@ def off_by(one: torch.Tensor, exact: torch.Tensor) -> float:
     return ((one.float() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [*((SHAPES[0], how) for how in HOW.values()), *((shape, HOW["softmax"]) for shape in SHAPES[1:])],
+    ids=str,
+)
 def test_it_is_as_near_to_float32_as_torch(tmp_path, shape, how):
     for tokens in (1, 2, 5, 8):
         of = case(shape, how, tokens)
@@ -221,7 +224,7 @@ def test_it_waits_for_scores_that_are_written_late(tmp_path):
     with torch.cuda.graph(graph):
         scores.copy_(written.flip(1))
         late.launch(LATE_BLOCKS, 32, arguments)
-        rows = op("stream_expert_up")(x, of.up, squares, EPS, *of.router)
+        rows = op("stream_expert_up")(x, of.up, squares, EPS, of.down[0], *of.router)
         out = op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, *of.router)
     for _ in range(5):
         graph.replay()

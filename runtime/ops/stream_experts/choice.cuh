@@ -8,7 +8,7 @@ constexpr int TOKENS = 8, WARPS = 8;  // of a product; of a block, those that co
 constexpr int MOST_ACTIVE = TOKENS * CHOSEN < EXPERTS ? TOKENS * CHOSEN : EXPERTS;
 constexpr int WORDS = (EXPERTS + 31) / 32;      // of a mask; scores of a lane
 constexpr int NONE = -1;                        // in the place of an expert: the token is padding
-constexpr float LEAST = -3.402823466e38f;
+constexpr float LEAST = -3.402823466e38f;       // in the place of a score
 static_assert(WORDS <= 32 && CHOSEN <= 32 && CHOSEN <= EXPERTS, "a lane has a word, and a choice");
 
 struct Choice {
@@ -49,61 +49,74 @@ __device__ __forceinline__ u32 key_of(float v) {
 __device__ __forceinline__ float number_of(u32 key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
-__device__ __forceinline__ float max_of_warp(float v) {
+
+// The largest of a warp's keys, a lane's i-th of expert i * 32 + lane, of equal ones the first expert's; it is taken away.
+struct Largest {
+  u32 key;
+  int expert;
+};
+__device__ __forceinline__ Largest take_largest(u32 (&keys)[WORDS]) {
+  u32 best = 0;
+  if constexpr (SCORE_BYTES == 2) {  // a key's lower half is free for the expert
 #pragma unroll
-  for (int other = 16; other; other /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, other));
-  return v;
+    for (int i = 0; i < WORDS; i++) best = max(best, keys[i]);
+    const u32 most = __reduce_max_sync(~0u, best);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+      if (keys[i] == most) keys[i] = 0;
+    return {most & 0x80000000u ? most & 0xffff0000u : most | 0xffffu, (int)(0xffff - (most & 0xffff))};
+  } else {
+    u32 first = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+      if (keys[i] > best) best = keys[i], first = i * 32 + threadIdx.x % 32;
+    const u32 most = __reduce_max_sync(~0u, best), expert = __reduce_min_sync(~0u, best == most ? first : ~0u);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+      if (expert == i * 32 + threadIdx.x % 32) keys[i] = 0;
+    return {most, (int)expert};
+  }
 }
 
 // A warp finds a token's largest scores, lane j the j-th; the lowest of equal scores' experts comes first. A token with
-// scores that are no numbers chooses the first experts with the weight NaN.
+// scores that are no numbers chooses the first experts with the weight NaN. The choice is of scores: a softmax of all of
+// them leaves their order, and only its sum is needed besides.
 __device__ __forceinline__ void choose(int& id, float& weight, const void* scores, int token) {
   const int lane = threadIdx.x % 32;
   float values[WORDS];
   u32 keys[WORDS];
+  bool is_number = true;
 #pragma unroll
   for (int i = 0; i < WORDS; i++) {
     const int expert = i * 32 + lane;
     values[i] = expert < EXPERTS ? load_number(scores, token * EXPERTS + expert, SCORE_BYTES) : LEAST;
   }
-  if (SOFTMAX == 1) {
-    float most = LEAST, sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) most = fmaxf(most, values[i]);
-    most = max_of_warp(most);
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) sum += values[i] = __expf(values[i] - most);
-    sum = sum_of_lanes(sum, 32);
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) values[i] = __fdividef(values[i], sum);
-  }
-  bool is_number = true;
 #pragma unroll
   for (int i = 0; i < WORDS; i++) {
     is_number &= values[i] == values[i];
-    keys[i] = i * 32 + lane < EXPERTS ? key_of(values[i]) : 0;
+    const u32 key = key_of(values[i]), expert = i * 32 + lane;
+    keys[i] = expert >= EXPERTS ? 0 : SCORE_BYTES == 2 ? (key & 0xffff0000u) | (0xffff - expert) : key;
   }
   is_number = __all_sync(~0u, is_number);
   id = 0, weight = 0.f;
+  float most = 0.f;
 #pragma unroll 1
   for (int j = 0; j < CHOSEN; j++) {
-    u32 best = 0, at = 0;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++)
-      if (keys[i] > best) best = keys[i], at = i;
-    const u32 most = __reduce_max_sync(~0u, best);
-    const u32 expert = __reduce_min_sync(~0u, best == most ? at * 32 + lane : ~0u);
-#pragma unroll
-    for (int i = 0; i < WORDS; i++)
-      if (expert == i * 32 + lane) keys[i] = 0;
-    if (lane == j) id = expert, weight = number_of(most);
+    const Largest largest = take_largest(keys);
+    if (j == 0) most = number_of(largest.key);
+    if (lane == j) id = largest.expert, weight = number_of(largest.key);
   }
   const bool is_choice = lane < CHOSEN;
-  if (SOFTMAX == 2) {
-    weight = is_choice ? __expf(weight - max_of_warp(is_choice ? weight : LEAST)) : 0.f;
-    weight /= sum_of_lanes(weight, 32);
-  }
-  if (RENORMALISE) weight /= sum_of_lanes(weight, 32);
+  if (SOFTMAX) {
+    weight = is_choice ? __expf(weight - most) : 0.f;
+    float sum = weight;
+    if (SOFTMAX == 1 && !RENORMALISE) {  // of all; else what is left out stands in both, the weights' sum and theirs
+      sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) sum += __expf(values[i] - most);
+    }
+    weight /= sum_of_lanes(sum, 32);
+  } else if (RENORMALISE) weight /= sum_of_lanes(weight, 32);
   if (!is_number) id = lane, weight = __uint_as_float(0x7fc00000u);
 }
 

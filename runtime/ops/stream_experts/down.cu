@@ -3,14 +3,16 @@
 //
 // A block takes 16 outputs, of one active expert after another: rows that lie side by side. One warp asks for them (by
 // cp.async.bulk, a ring of STAGES), before the kernel that makes the inputs has ended: the choice is of the kernel before
-// that one. Eight warps take an expert each in turns, and leave what it gives each of its tokens in shared memory, where
-// a token's experts are added up in the order of its choice. So its numbers are the same in any company.
+// that one. WORKERS warps take an expert each in turns, and leave what it gives each of its tokens in shared memory, where
+// a token's experts are added up in the order of its choice. So its numbers are the same in any company. A stage has one
+// warp that reads it, each time: one that had not seen it full the time before could take that for the next time.
 //
-// Defined by kernel.py: as choice.cuh, N, K, STAGES, NEXT_BLOCKS (sums of squares a token to leave), SHARED_BYTES.
+// Defined by kernel.py: as choice.cuh, N, K, STAGES, WORKERS, NEXT_BLOCKS (sums of squares a token to leave), SHARED_BYTES.
 
 constexpr int ROWS = 16;  // of m16n8k16
 constexpr int GROUPS = N / ROWS, STEP = 32, STEPS = K / STEP;
 constexpr int PITCH = K * 2, STAGE_BYTES = ROWS * PITCH, COPIES = 4;  // of a stage
+static_assert(WORKERS <= WARPS && STAGES % WORKERS == 0, "a stage has one warp");
 static_assert(N % ROWS == 0 && K % STEP == 0 && (NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS), "whole groups and steps");
 
 struct Shared {
@@ -62,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
   int next = warp, turn = 0;  // of all stages of the block
   for (int group = blockIdx.x; group < GROUPS; group += gridDim.x, turn++) {
     float(*parts)[ROWS] = shared.parts[turn % 2];
-    for (; next < (turn + 1) * active; next += WARPS) {
+    for (; warp < WORKERS && next < (turn + 1) * active; next += WORKERS) {
       const int n = next - turn * active, slot = next % STAGES;
       const int place = shared.choice.places[n][token];
       const char* from = x + ((u64)(token * CHOSEN + place) * K + quad * 8) * 2;

@@ -4,8 +4,12 @@
 // asks for rows of the weight, 8 gates and 8 ups, in pieces (by cp.async.bulk, a ring of STAGES); eight multiply them with
 // all tokens, whose inputs they divide and hold in registers, and add up their sums in shared memory.
 //
+// Until the scores are there nobody knows what to read, and the memory idles. So blocks meanwhile ask the L2 cache for a
+// weight that a later kernel reads; experts' weights, which are read once, do not push it out.
+//
 // Defined by kernel.py: as choice.cuh, OUTPUTS (of an expert), K, PIECE (inputs of a row in a stage), STAGES, RESIDENT (blocks
-// of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), SHARED_BYTES.
+// of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), AHEAD (bytes of a request to the L2),
+// SHARED_BYTES.
 
 constexpr int ROWS = 16, OUT_ROWS = 8;  // of m16n8k16
 constexpr int GROUPS = OUTPUTS / OUT_ROWS, CHUNKS = K / PIECE;
@@ -23,8 +27,8 @@ struct Shared {
 static_assert(STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is launched");
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
-    expert_gate_up(const char* weight, const char* x, const float* squares, const Router router, u32* out, float eps,
-                   int num_tokens) {
+    expert_gate_up(const char* weight, const char* x, const float* squares, const char* ahead, const Router router, u32* out,
+                   float eps, int num_ahead, int num_tokens) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)(memory + STAGES * STAGE_BYTES);
   const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
@@ -34,6 +38,9 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     publish_barriers();
   }
   clear(shared.choice);
+  if (warp == WARPS)
+    for (int i = blockIdx.x * 32 + lane; i < num_ahead; i += gridDim.x * 32)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead + (u64)i * AHEAD), "n"(AHEAD) : "memory");
   wait_for_prerequisites();
   start_dependents();  // not before: they count on all that is ahead of this kernel
   __syncthreads();

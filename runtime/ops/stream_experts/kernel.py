@@ -17,7 +17,9 @@ from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, ROWS
 
 _WARPS = 8  # that compute; one more asks for weights
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
-_MOST_STAGES = 12
+_MOST_STAGES = 16
+AHEAD_BYTES = 4096  # that gate_up asks the L2 for at once, of a weight that another kernel reads
+_FEWEST_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ class ExpertsKernel(CudaKernel):
 
     @cached_property
     def stages(self) -> int:
+        return self._most_stages
+
+    @property
+    def _most_stages(self) -> int:
         room = _MULTIPROCESSOR_BYTES // self.resident - _RESERVED_BYTES - self.other_bytes
         return min(_MOST_STAGES, room // (self.stage_bytes + 2 * 8))
 
@@ -155,6 +161,7 @@ class GateUpKernel(ExpertsKernel):
             "PIECE": self.piece,
             "RESIDENT": self.resident,
             "NORM_BLOCKS": self.norm_blocks,
+            "AHEAD": AHEAD_BYTES,
         }
 
 
@@ -177,6 +184,11 @@ class DownKernel(ExpertsKernel):
     def name(self) -> str:
         return f"expert_down_{self.rows}x{self.columns}_next{self.next_blocks}_{self.routing.name}"
 
+    @cached_property
+    def stages(self) -> int:
+        """As many as divide among warps of which each reads its own, and enough of these."""
+        return next(count for count in range(self._most_stages, 0, -1) if _workers_of(count) >= _FEWEST_WORKERS)
+
     @property
     def num_blocks(self) -> int:
         return min(MULTIPROCESSORS, self.rows // ROWS)
@@ -193,5 +205,11 @@ class DownKernel(ExpertsKernel):
         return {
             **super().constants(),
             "N": self.rows,
+            "WORKERS": _workers_of(self.stages),
             "NEXT_BLOCKS": self.next_blocks,
         }
+
+
+def _workers_of(stages: int) -> int:
+    """Warps that take the experts of down in turns."""
+    return max(count for count in range(1, _WARPS + 1) if stages % count == 0)

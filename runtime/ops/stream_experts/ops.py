@@ -18,7 +18,7 @@ import torch
 
 from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import aligned
-from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
+from mllm_compile.runtime.ops.stream_experts.kernel import AHEAD_BYTES, DownKernel, ExpertsKernel, GateUpKernel, Routing
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
@@ -104,7 +104,9 @@ def _loaded(x: torch.Tensor, kernel: ExpertsKernel) -> _Loaded:
 
 # mllm::stream_expert_up ----------------------------------------------------------------------------------------------
 
-_LIBRARY.define("stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, " + _ROUTER + ") -> Tensor")
+_LIBRARY.define(
+    "stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, Tensor? ahead, " + _ROUTER + ") -> Tensor"
+)
 
 
 def up_kernel(weight: torch.Tensor, squares: torch.Tensor | None, router: Router) -> GateUpKernel:
@@ -115,7 +117,12 @@ def up_kernel(weight: torch.Tensor, squares: torch.Tensor | None, router: Router
 
 
 def stream_expert_up(
-    x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float, *router: object
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    squares: torch.Tensor | None,
+    eps: float,
+    ahead: torch.Tensor | None,
+    *router: object,
 ) -> torch.Tensor:
     """silu(x · gateᵀ) * (x · upᵀ) by each expert of each token, rounded where the three operations round.
 
@@ -124,6 +131,7 @@ def stream_expert_up(
         weight: [E, 2I, K], gate rows first.
         squares: […, B] float32: x is h · norm_weight and these are the sums of squares of h; None: x is taken as it is.
         eps: the norm's.
+        ahead: a weight that a later kernel reads, for which the L2 cache is asked before the choice is known.
         router: see _ROUTER.
 
     Returns:
@@ -133,10 +141,11 @@ def stream_expert_up(
     x, kernel = aligned(x), up_kernel(weight, squares, of)
     out = _rows_of_experts(x, weight, of.num_chosen)
     _loaded(x, kernel)(
-        *map(address_of, (weight, x, squares)),
+        *map(address_of, (weight, x, squares, ahead)),
         of.argument,
         address_of(out),
         ctypes.c_float(eps),
+        ctypes.c_int(0 if ahead is None else ahead.nbytes // AHEAD_BYTES),
         ctypes.c_int(math.prod(x.shape[:-1])),
     )
     return out
@@ -149,7 +158,7 @@ def _rows_of_experts(x: torch.Tensor, weight: torch.Tensor, num_chosen: int) -> 
 _LIBRARY.impl("stream_expert_up", stream_expert_up, "CUDA")
 torch.library.register_fake(
     "mllm::stream_expert_up",
-    lambda x, weight, squares, eps, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
+    lambda x, weight, squares, eps, ahead, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
     lib=_LIBRARY,
 )
 
