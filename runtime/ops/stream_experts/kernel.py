@@ -186,7 +186,7 @@ class DownKernel(ExpertsKernel):
 
     @cached_property
     def stages(self) -> int:
-        """As many as divide among warps of which each reads its own, and enough of these."""
+        """The most that divide among warps of which each reads its own, and enough of these."""
         return next(count for count in range(self._most_stages, 0, -1) if _workers_of(count) >= _FEWEST_WORKERS)
 
     @property
