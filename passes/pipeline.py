@@ -56,7 +56,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
     CountExperts,  # for runtime.expert_stats, how often each expert is chosen
     StreamExperts,  # a form for steps of up to 8 tokens of pieces with experts, which find the choice themselves
-    FetchAhead,  # experts ask the L2 cache for the weight of the linear behind them
+    FetchAhead,  # experts ask the L2 cache for weights of the kernels behind them
     FuseSingleToken,  # a further form of each piece, for steps of one token
     StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
     FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears

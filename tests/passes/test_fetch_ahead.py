@@ -1,4 +1,4 @@
-"""passes/fetch_ahead.py: experts are given the weight of the linear behind them."""
+"""passes/fetch_ahead.py: experts are given the weights of the linears behind them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def kernels_on_cpu():
         yield
 
 
-def test_the_weight_behind_experts_is_given_to_them():
+def test_the_weights_behind_gate_up_are_given_to_it():
     middle, last = forms_of_experts(streamed(own_weights, FetchAhead))
     *_, (_, weight, *_) = calls(middle, "stream_linear")
-    ((_, _, _, _, ahead, *_),) = calls(middle, "stream_expert_up")
-    assert ahead is weight and ahead.op == "placeholder"
-    ((_, _, _, _, none, *_),) = calls(last, "stream_expert_up")
-    assert none is None, "no linear of ours stands behind the last ones"
+    ((_, down, *_),) = calls(middle, "stream_expert_down_norm")
+    assert calls(middle, "stream_expert_up")[0][4:6] == (down, weight)
+    ((_, down, *_),) = calls(last, "stream_expert_down")
+    assert calls(last, "stream_expert_up")[0][4:6] == (down, None), "no linear of ours stands behind the last ones"
 
 
 def test_a_weight_that_would_fill_the_cache_is_left_alone(monkeypatch):
     monkeypatch.setattr(fetch_ahead, "_MOST_BYTES", 1000)
     for form in forms_of_experts(streamed(own_weights, FetchAhead)):
-        assert calls(form, "stream_expert_up")[0][4] is None
+        ((_, _, _, _, down, ahead, *_),) = calls(form, "stream_expert_up")
+        assert down is not None and ahead is None
 
 
 def test_a_gpu_without_the_kernels_does_without():

@@ -105,15 +105,19 @@ def _loaded(x: torch.Tensor, kernel: ExpertsKernel) -> _Loaded:
 # mllm::stream_expert_up ----------------------------------------------------------------------------------------------
 
 _LIBRARY.define(
-    "stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, Tensor? ahead, " + _ROUTER + ") -> Tensor"
+    "stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, Tensor? down, Tensor? ahead, "
+    + _ROUTER
+    + ") -> Tensor"
 )
 
 
-def up_kernel(weight: torch.Tensor, squares: torch.Tensor | None, router: Router) -> GateUpKernel:
+def up_kernel(
+    weight: torch.Tensor, squares: torch.Tensor | None, down: torch.Tensor | None, router: Router
+) -> GateUpKernel:
     """The kernel of a call of stream_expert_up."""
     num_experts, rows, columns = map(int, weight.shape)
-    norm_blocks = 0 if squares is None else int(squares.shape[-1])
-    return GateUpKernel(router.routing(num_experts), rows, columns, norm_blocks)
+    norm_blocks, down_rows = 0 if squares is None else int(squares.shape[-1]), 0 if down is None else int(down.shape[1])
+    return GateUpKernel(router.routing(num_experts), rows, columns, norm_blocks, down_rows)
 
 
 def stream_expert_up(
@@ -121,6 +125,7 @@ def stream_expert_up(
     weight: torch.Tensor,
     squares: torch.Tensor | None,
     eps: float,
+    down: torch.Tensor | None,
     ahead: torch.Tensor | None,
     *router: object,
 ) -> torch.Tensor:
@@ -131,6 +136,7 @@ def stream_expert_up(
         weight: [E, 2I, K], gate rows first.
         squares: […, B] float32: x is h · norm_weight and these are the sums of squares of h; None: x is taken as it is.
         eps: the norm's.
+        down: the weight that stream_expert_down multiplies with, of which the L2 cache is asked for what is read first.
         ahead: a weight that a later kernel reads, for which the L2 cache is asked before the choice is known.
         router: see _ROUTER.
 
@@ -138,10 +144,10 @@ def stream_expert_up(
         [T·k, I] bfloat16; rows of padding hold anything.
     """
     of = Router(*router).contiguous()  # type: ignore[arg-type]
-    x, kernel = aligned(x), up_kernel(weight, squares, of)
+    x, kernel = aligned(x), up_kernel(weight, squares, down, of)
     out = _rows_of_experts(x, weight, of.num_chosen)
     _loaded(x, kernel)(
-        *map(address_of, (weight, x, squares, ahead)),
+        *map(address_of, (weight, x, squares, down, ahead)),
         of.argument,
         address_of(out),
         ctypes.c_float(eps),
@@ -158,7 +164,7 @@ def _rows_of_experts(x: torch.Tensor, weight: torch.Tensor, num_chosen: int) -> 
 _LIBRARY.impl("stream_expert_up", stream_expert_up, "CUDA")
 torch.library.register_fake(
     "mllm::stream_expert_up",
-    lambda x, weight, squares, eps, ahead, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
+    lambda x, weight, squares, eps, down, ahead, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
     lib=_LIBRARY,
 )
 
