@@ -31,6 +31,8 @@ from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX
 from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, is_taken
 
+_MOST_LEFT = 4 << 20  # elements of a weight that the library may multiply with
+
 
 class StreamExperts(GraphPass):
     """Reads experts' weights by kernels of ours in steps of up to 8 tokens, with all that stands around them.
@@ -59,7 +61,7 @@ class StreamExperts(GraphPass):
     those that fuse_single_token, stream_linears and group_experts would have for so few tokens.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with choices by choose_experts; gated experts without
-        biases, whose weights divide into the kernels' stages (shapes.py); their other linears are stream_linears'.
+        biases, whose weights divide into the kernels' stages (shapes.py); large linears are stream_linears'.
     Preserves: as `stream_linears`; experts' linears, silu and products are rounded where the model rounds them.
     """
 
@@ -102,16 +104,10 @@ class _Experts:
 
 
 def _streams(piece: fx.GraphModule) -> bool:
-    """True if stream_linears has kernels for all linears but those of scores."""
+    """True if stream_linears has kernels for all linears but small ones: a router may be float32, a gate of one row."""
     ops = streamed(MAX_TOKENS)
     linears = (node for node in piece.graph.nodes if is_call(node, LINEAR))
-    return all(ops.match(node) or all(_is_for_a_choice(reader) for reader in node.users) for node in linears)
-
-
-def _is_for_a_choice(node: fx.Node) -> bool:
-    if is_call(node, "to", torch.reshape, "view"):
-        return all(_is_for_a_choice(reader) for reader in node.users)
-    return is_op(node, "choose_experts")
+    return all(ops.match(node) or linear_operands(node)[1].meta["val"].numel() <= _MOST_LEFT for node in linears)
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> bool:

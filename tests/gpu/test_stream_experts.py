@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
+from mllm_compile import SamplingParams
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.cuda.driver import address_of
@@ -19,6 +20,9 @@ from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX, SOFTMAX_OF_ALL, 
 from mllm_compile.runtime.ops.stream_experts.ops import Router, down_kernel, load_expert_kernels, up_kernel
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
+from tests.gpu.test_experts import scores_of, served_on
+from tests.gpu.test_served_models import random_ids, reference, reference_scores
+from tests.model.tiny_configs import save_tiny_model, tiny_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -230,3 +234,33 @@ def test_it_waits_for_scores_that_are_written_late(tmp_path):
         graph.replay()
         for one, other in zip((rows, *out), wanted, strict=True):
             assert torch.equal(one, other)
+
+
+# Of weights that are rounded, wide, and the model's own; 64 experts (under all names that configs have for them), which
+# a linear of ours scores.
+MODELS = {
+    "qwen3_moe": {"num_experts_per_tok": 4, "norm_topk_prob": True},
+    "mixtral": {"num_experts_per_tok": 3},
+    "glm4_moe": {"num_experts_per_tok": 4},
+}
+EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 64)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_as_near_to_float32_as_transformers_is_in_steps_of_few_tokens(tmp_path, name):
+    """One short prompt at a time, so that all are computed by the form for few tokens."""
+    config = tiny_config(name, head_dim=128, hidden_size=512, **EXPERTS, **MODELS[name])
+    save_tiny_model(config, tmp_path / "model")
+    prompts = [random_ids(8, 100, number) for number in range(40)]
+    exact, rounded = (reference(tmp_path / "model", dtype) for dtype in (torch.float32, torch.bfloat16))
+    wanted = torch.cat([reference_scores(exact, ids) for ids in prompts])
+    limit = (torch.cat([reference_scores(rounded, ids) for ids in prompts]) - wanted).abs().mean()
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    with served_on(tmp_path / "model", tmp_path / "cache", "inductor", "auto") as served:
+        graph = "".join(path.read_text() for path in (tmp_path / "cache").rglob("*.py"))
+        assert "stream_expert_down" in graph, "pieces call the kernels"
+        scored = [served.generate([ids], params)[0] for ids in prompts]
+    got = torch.cat([scores_of(output, ids) for output, ids in zip(scored, prompts, strict=True)])
+    error = (got - wanted).abs().mean()
+    print(f"{name}: off by {error:.5f}, Transformers in bfloat16 by {limit:.5f}")
+    assert error <= MARGIN * limit + 1e-4
