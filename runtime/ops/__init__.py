@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
+    "all_gather": "ranks",
+    "all_reduce": "ranks",
     "attention": "trace",
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
@@ -42,6 +44,9 @@ OPS = {
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",
+    "own_positions": "trace",
+    "own_rank": "ranks",
+    "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
@@ -94,7 +99,13 @@ def define(source: str | None = None) -> None:
 @cache
 def define_called() -> None:
     """Defines the ops that a compiled package calls by name: those without Triton, whose kernels it cannot hold."""
-    for module in ("experts.count", "experts.linear", *(f"{folder}.ops" for folder in FAMILIES)):
+    for module in (
+        "experts.count",
+        "experts.linear",
+        "quantised_linear.ops",
+        "ranks",
+        *(f"{folder}.ops" for folder in FAMILIES),
+    ):
         importlib.import_module(f"{__name__}.{module}")
 
 

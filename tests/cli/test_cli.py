@@ -142,7 +142,7 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
             ["serve", TINY, "--tensor-parallel-size=2"],
             "there is no option --tensor-parallel-size: an engine has one dev",
         ),
-        (["serve", TINY, "--quantization", "awq"], "a checkpoint's own is read, dequantised to float32"),
+        (["serve", TINY, "--quantization", "awq"], "is no option, but model.quantization of the config"),
         (["inspect"], "Missing argument"),
     ],
 )
