@@ -21,7 +21,6 @@ from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
-from mllm_compile.passes.fetch_ahead import FetchAhead
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
@@ -63,7 +62,6 @@ PASSES: tuple[type[GraphPass], ...] = (
     ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
     CountExperts,  # for runtime.expert_stats, how often each expert is chosen
     StreamExperts,  # a form for steps of up to 8 tokens of pieces with experts, which find the choice themselves
-    FetchAhead,  # experts ask the L2 cache for weights of the kernels behind them
     FuseSingleToken,  # a further form of each piece, for steps of one token
     StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
     FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears

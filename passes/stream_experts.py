@@ -53,7 +53,7 @@ class StreamExperts(GraphPass):
 
         y, h, squares = mllm.stream_linear_residual_norm(a, o, residual, norm_weight)
         scores = mllm.stream_linear(h, router, squares, eps, False)
-        a = mllm.stream_expert_up(h, gate_up, squares, eps, None, None, scores, None, slots, k, …)
+        a = mllm.stream_expert_up(h, gate_up, squares, eps, scores, None, slots, k, …)
         z, h, squares = mllm.stream_expert_down_norm(a, down, y, next_norm, scores, None, slots, k, …)
         q = mllm.stream_linear(h, qkv, squares, eps, False)
 
@@ -117,7 +117,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> bool:
     choice, *rest = found.router
     router = (choice, rest[0], slots_in(graph), *rest[1:])
     with graph.inserting_before(node):
-        rows = call(graph, op("stream_expert_up"), found.x, found.gate_up, None, 0.0, None, None, *router)
+        rows = call(graph, op("stream_expert_up"), found.x, found.gate_up, None, 0.0, *router)
     replace_by_op(graph, node, op("stream_expert_down"), rows, found.down, found.residual, *router)
     return True
 

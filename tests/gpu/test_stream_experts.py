@@ -75,7 +75,7 @@ def case(shape: tuple[int, ...], how: Sequence[object], tokens: int, dtype: torc
 
 def load(of: Case, folder: Path) -> None:
     squares = of.scaled[1]
-    kernels = [up_kernel(of.up, *one, of.router) for one in ((None, None), (squares, None), (squares, of.down))]
+    kernels = [up_kernel(of.up, one, of.router) for one in (None, squares)]
     both = [*kernels, *(down_kernel(of.down, norm_next, of.router) for norm_next in (False, True))]
     with KernelCompiler() as compiler:
         compiler.write(both, folder, NullReporter())
@@ -84,7 +84,7 @@ def load(of: Case, folder: Path) -> None:
 
 def ours(of: Case, normed: bool) -> tuple[torch.Tensor, ...]:
     x, squares = of.scaled if normed else (of.x, None)
-    rows = op("stream_expert_up")(x, of.up, squares, EPS if normed else 0.0, None, None, *of.router)
+    rows = op("stream_expert_up")(x, of.up, squares, EPS if normed else 0.0, *of.router)
     return rows, *op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, *of.router)
 
 
@@ -228,7 +228,7 @@ def test_it_waits_for_scores_that_are_written_late(tmp_path):
     with torch.cuda.graph(graph):
         scores.copy_(written.flip(1))
         late.launch(LATE_BLOCKS, 32, arguments)
-        rows = op("stream_expert_up")(x, of.up, squares, EPS, of.down, of.down[0], *of.router)
+        rows = op("stream_expert_up")(x, of.up, squares, EPS, *of.router)
         out = op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, *of.router)
     for _ in range(5):
         graph.replay()

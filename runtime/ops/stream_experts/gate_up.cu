@@ -4,13 +4,8 @@
 // asks for rows of the weight, 8 gates and 8 ups, in pieces (by cp.async.bulk, a ring of STAGES); eight multiply them with
 // all tokens, whose inputs they divide and hold in registers, and add up their sums in shared memory.
 //
-// Until the scores are there nobody knows what to read, and the memory idles. So blocks meanwhile ask the L2 cache for a
-// weight that a later kernel reads; experts' weights, which are read once, do not push it out. And when a block has asked
-// for all that it reads, it asks the L2 cache for what a block of down reads first, until one is in its place.
-//
 // Defined by kernel.py: as choice.cuh, OUTPUTS (of an expert), K, PIECE (inputs of a row in a stage), STAGES, RESIDENT (blocks
-// of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), AHEAD (bytes of a request to the L2),
-// DOWN_ROWS (of down's weight, 0: it is not asked for), DOWN_STAGES (that a block asks for), SHARED_BYTES.
+// of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), SHARED_BYTES.
 
 constexpr int ROWS = 16, OUT_ROWS = 8;  // of m16n8k16
 constexpr int GROUPS = OUTPUTS / OUT_ROWS, CHUNKS = K / PIECE;
@@ -28,8 +23,8 @@ struct Shared {
 static_assert(STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is launched");
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
-    expert_gate_up(const char* weight, const char* x, const float* squares, const char* down, const char* ahead,
-                   const Router router, u32* out, float eps, int num_ahead, int num_tokens) {
+    expert_gate_up(const char* weight, const char* x, const float* squares, const Router router, u32* out, float eps,
+                   int num_tokens) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)(memory + STAGES * STAGE_BYTES);
   const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
@@ -39,9 +34,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     publish_barriers();
   }
   clear(shared.choice);
-  if (warp == WARPS)
-    for (int i = blockIdx.x * 32 + lane; i < num_ahead; i += gridDim.x * 32)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead + (u64)i * AHEAD), "n"(AHEAD) : "memory");
   wait_for_prerequisites();
   start_dependents();  // not before: they count on all that is ahead of this kernel
   __syncthreads();
@@ -83,12 +75,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
                                     full + 8 * slot, once);
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
-    }
-    if (DOWN_ROWS && blockIdx.x < DOWN_ROWS / ROWS && lane < min(shared.choice.num_active, DOWN_STAGES)) {
-      constexpr int BYTES = ROWS * OUTPUTS * 2;
-      const u64 stage = (u64)shared.choice.active[lane] * (DOWN_ROWS / ROWS) + blockIdx.x;
-      asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(down + stage * BYTES), "n"(BYTES),
-                   "l"(once) : "memory");
     }
     return;
   }

@@ -18,8 +18,6 @@ from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, ROWS
 _WARPS = 8  # that compute; one more asks for weights
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
 _MOST_STAGES = 16
-# What gate_up asks the L2 cache for: bytes at once of a weight that another kernel reads; stages of a block of down.
-AHEAD_BYTES, _DOWN_STAGES = 4096, 4
 _FEWEST_WORKERS = 4
 
 
@@ -125,19 +123,16 @@ class GateUpKernel(ExpertsKernel):
     """
     Attributes:
         norm_blocks: sums of squares a token that it reads; 0: x is taken as it is.
-        down_rows: rows of down's weight, of which it asks the L2 cache for some; 0: it does not.
     """
 
     source: ClassVar[str] = "ops/stream_experts/gate_up.cu"
     function: ClassVar[str] = "expert_gate_up"
 
     norm_blocks: int
-    down_rows: int
 
     @property
     def name(self) -> str:
-        shape = f"{self.rows}x{self.columns}_norm{self.norm_blocks}_down{self.down_rows}"
-        return f"expert_gate_up_{shape}_{self.routing.name}"
+        return f"expert_gate_up_{self.rows}x{self.columns}_norm{self.norm_blocks}_{self.routing.name}"
 
     @property
     def piece(self) -> int:
@@ -165,9 +160,6 @@ class GateUpKernel(ExpertsKernel):
             "PIECE": self.piece,
             "RESIDENT": self.resident,
             "NORM_BLOCKS": self.norm_blocks,
-            "AHEAD": AHEAD_BYTES,
-            "DOWN_ROWS": self.down_rows,
-            "DOWN_STAGES": _DOWN_STAGES,
         }
 
 

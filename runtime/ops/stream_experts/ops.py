@@ -18,7 +18,7 @@ import torch
 
 from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import aligned
-from mllm_compile.runtime.ops.stream_experts.kernel import AHEAD_BYTES, DownKernel, ExpertsKernel, GateUpKernel, Routing
+from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
@@ -104,20 +104,14 @@ def _loaded(x: torch.Tensor, kernel: ExpertsKernel) -> _Loaded:
 
 # mllm::stream_expert_up ----------------------------------------------------------------------------------------------
 
-_LIBRARY.define(
-    "stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, Tensor? down, Tensor? ahead, "
-    + _ROUTER
-    + ") -> Tensor"
-)
+_LIBRARY.define("stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, " + _ROUTER + ") -> Tensor")
 
 
-def up_kernel(
-    weight: torch.Tensor, squares: torch.Tensor | None, down: torch.Tensor | None, router: Router
-) -> GateUpKernel:
+def up_kernel(weight: torch.Tensor, squares: torch.Tensor | None, router: Router) -> GateUpKernel:
     """The kernel of a call of stream_expert_up."""
     num_experts, rows, columns = map(int, weight.shape)
-    norm_blocks, down_rows = 0 if squares is None else int(squares.shape[-1]), 0 if down is None else int(down.shape[1])
-    return GateUpKernel(router.routing(num_experts), rows, columns, norm_blocks, down_rows)
+    norm_blocks = 0 if squares is None else int(squares.shape[-1])
+    return GateUpKernel(router.routing(num_experts), rows, columns, norm_blocks)
 
 
 def stream_expert_up(
@@ -125,8 +119,6 @@ def stream_expert_up(
     weight: torch.Tensor,
     squares: torch.Tensor | None,
     eps: float,
-    down: torch.Tensor | None,
-    ahead: torch.Tensor | None,
     *router: object,
 ) -> torch.Tensor:
     """silu(x · gateᵀ) * (x · upᵀ) by each expert of each token, rounded where the three operations round.
@@ -136,22 +128,19 @@ def stream_expert_up(
         weight: [E, 2I, K], gate rows first.
         squares: […, B] float32: x is h · norm_weight and these are the sums of squares of h; None: x is taken as it is.
         eps: the norm's.
-        down: the weight that stream_expert_down multiplies with, of which the L2 cache is asked for what is read first.
-        ahead: a weight that a later kernel reads, for which the L2 cache is asked before the choice is known.
         router: see _ROUTER.
 
     Returns:
         [T·k, I] bfloat16; rows of padding hold anything.
     """
     of = Router(*router).contiguous()  # type: ignore[arg-type]
-    x, kernel = aligned(x), up_kernel(weight, squares, down, of)
+    x, kernel = aligned(x), up_kernel(weight, squares, of)
     out = _rows_of_experts(x, weight, of.num_chosen)
     _loaded(x, kernel)(
-        *map(address_of, (weight, x, squares, down, ahead)),
+        *map(address_of, (weight, x, squares)),
         of.argument,
         address_of(out),
         ctypes.c_float(eps),
-        ctypes.c_int(0 if ahead is None else ahead.nbytes // AHEAD_BYTES),
         ctypes.c_int(math.prod(x.shape[:-1])),
     )
     return out
@@ -164,7 +153,7 @@ def _rows_of_experts(x: torch.Tensor, weight: torch.Tensor, num_chosen: int) -> 
 _LIBRARY.impl("stream_expert_up", stream_expert_up, "CUDA")
 torch.library.register_fake(
     "mllm::stream_expert_up",
-    lambda x, weight, squares, eps, down, ahead, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
+    lambda x, weight, squares, eps, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
     lib=_LIBRARY,
 )
 

@@ -23,9 +23,9 @@ from mllm_compile.runtime.ops.stream_experts.shapes import is_taken
 QWEN = Routing(128, 8, 2, SOFTMAX_OF_ALL, True, False)
 GIVEN = Routing(512, 10, 0, NO_SOFTMAX, False, True)
 KERNELS: list[ExpertsKernel] = [
-    GateUpKernel(QWEN, 1536, 2048, 128, 2048),
-    GateUpKernel(GIVEN, 1024, 4096, 0, 0),
-    GateUpKernel(Routing(60, 4, 4, SOFTMAX_OF_CHOSEN, False, True), 2816, 6144, 0, 6144),
+    GateUpKernel(QWEN, 1536, 2048, 128),
+    GateUpKernel(GIVEN, 1024, 4096, 0),
+    GateUpKernel(Routing(60, 4, 4, SOFTMAX_OF_CHOSEN, False, True), 2816, 6144, 0),
     DownKernel(QWEN, 2048, 768, 128),
     DownKernel(GIVEN, 8192, 1024, 0),
     DownKernel(Routing(1024, 32, 2, SOFTMAX_OF_CHOSEN, False, False), 4096, 512, 256),
@@ -45,7 +45,7 @@ def test_what_is_taken_fits_on_a_multiprocessor(experts, chosen, columns, hidden
     routing = Routing(experts, chosen, 0 if is_given else 2, SOFTMAX_OF_ALL, True, False)
     if not is_taken(experts, chosen, *sizes):
         return
-    up, down = GateUpKernel(routing, 2 * sizes[1], sizes[0], 0, 0), DownKernel(routing, sizes[2], sizes[1], 0)
+    up, down = GateUpKernel(routing, 2 * sizes[1], sizes[0], 0), DownKernel(routing, sizes[2], sizes[1], 0)
     for kernel in (up, down):
         assert kernel.shared_bytes <= 227 << 10
         assert kernel.stages >= 4, "what is asked for is on its way while others are multiplied"
@@ -83,7 +83,7 @@ def test_a_launch_takes_the_kernel_of_its_shapes(driver, monkeypatch):
     up = torch.empty(128, 1536, 2048, dtype=torch.bfloat16)
     down = torch.empty(128, 2048, 768, dtype=torch.bfloat16)
     router = (torch.zeros(3, 128, dtype=torch.bfloat16), None, torch.ones(3, dtype=torch.int64), 8, 1, True, False)
-    assert ops.stream_expert_up(x, up, torch.zeros(1, 3, 128), 1e-6, down, None, *router).shape == (24, 768)
+    assert ops.stream_expert_up(x, up, torch.zeros(1, 3, 128), 1e-6, *router).shape == (24, 768)
     outs = ops.stream_expert_down_norm(h, down, x, x[0, 0], *router)
     assert [tuple(out.shape) for out in outs] == [(1, 3, 2048), (1, 3, 2048), (1, 3, 128)]
     assert launches == [(KERNELS[0], 132, 288), (KERNELS[3], 128, 288)]
@@ -93,5 +93,5 @@ def test_a_launch_takes_the_kernel_of_its_shapes(driver, monkeypatch):
 
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
     driver()
-    with pytest.raises(ArtifactError, match="expert_gate_up_1536x2048_norm128_down2048_128x8_scores2_11; compile"):
+    with pytest.raises(ArtifactError, match="expert_gate_up_1536x2048_norm128_128x8_scores2_11; compile"):
         ops.load_expert_kernels(KERNELS, {}, torch.device("cuda:0"))
