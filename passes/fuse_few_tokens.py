@@ -13,12 +13,13 @@ from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
-from mllm_compile.passes.match.linear import Linear, match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.match.linear import Linear, match_fp8_linear, match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 
 
 class FuseFewTokens(GraphPass):
@@ -66,6 +67,7 @@ class LinearOps:
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
         takes_bias: a linear that nothing else becomes part of may have one.
+        is_fp8_taken: tells if they take an fp8 weight of [rows, columns], by ops `mllm.<prefix>_fp8_linear…`.
     """
 
     prefix: str
@@ -73,16 +75,35 @@ class LinearOps:
     num_norm_blocks: Callable[[int, int], int | None]
     takes_float16: bool
     takes_bias: bool = False
+    is_fp8_taken: Callable[[int, int], bool] = lambda rows, columns: False
 
     def match(self, node: object) -> Linear | None:
         """The linear at `node` if these ops take it."""
-        linear = match_linear(node, self.takes_bias)
+        linear = match_linear(node, self.takes_bias) or match_fp8_linear(node, self.takes_bias)
         return linear if linear is not None and self.takes(linear) else None
 
+    def match_without_bias(self, node: object) -> Linear | None:
+        """The linear at `node` if these ops take it, and it has no bias."""
+        linear = self.match(node)
+        return linear if linear is not None and linear.bias is None else None
+
+    def norm_blocks(self, linear: Linear) -> int | None:
+        """Sums of squares a token that it leaves for the norm of its outputs; None: too many."""
+        if linear.scales is not None:
+            return linear.shape[0] // NORM_ROWS
+        return self.num_norm_blocks(*linear.shape)
+
     def takes(self, linear: Linear) -> bool:
-        """True if a kernel exists for the weight's shape and dtype."""
+        """True if a kernel exists for the weight's shape and dtype, and for what it multiplies."""
+        if linear.scales is not None:
+            return linear.source.meta["val"].dtype == torch.bfloat16 and self.is_fp8_taken(*linear.shape)
         is_dtype = self.takes_float16 or linear.weight.meta["val"].dtype == torch.bfloat16
         return is_dtype and self.is_taken(*linear.shape)
+
+    def takes_half(self, linear: Linear) -> bool:
+        """True if they take its gates and ups, a half of its rows each, as one gated linear."""
+        rows, columns = linear.shape
+        return (self.is_taken if linear.scales is None else self.is_fp8_taken)(rows // 2, columns)
 
 
 FEW = LinearOps("few", is_taken, num_norm_blocks, takes_float16=True)
@@ -130,15 +151,14 @@ class _Fusion:
 
     def residual(self, node: fx.Node) -> None:
         """Fuses residual + linear, with the one norm behind it if only linears of ours read that."""
-        for linear, residual in match_residual(node):
-            if self._ops.takes(linear):
-                norms = self._norms[node]
-                if len(norms) == 1 and self._can_go(*norms[0], linear):
-                    out = self._call_norm_op(node, linear, residual, *norms[0])
-                else:
-                    out = self._call(node, "linear_residual", linear.source, linear.weight, residual)
-                self._replace(node, linear, out)
-                return
+        for linear, residual in match_residual(node, self._ops.match_without_bias):
+            norms = self._norms[node]
+            if len(norms) == 1 and self._can_go(*norms[0], linear):
+                out = self._call_norm_op(node, linear, residual, *norms[0])
+            else:
+                out = self._call(node, linear, "_residual", linear.source, residual)
+            self._replace(node, linear, out)
+            return
 
     def experts(self, node: fx.Node) -> None:
         """Lets experts (stream_experts) leave what a norm behind them needs, if only kernels of ours read that."""
@@ -147,9 +167,12 @@ class _Fusion:
         norm_node, norm = self._norms[node][0]
         if self._have_scaled_input(norm_node, norm):
             x, weight, residual, *router = node.args
+            with self._graph.inserting_before(node):
+                operands = (x, weight, residual, norm.weight, *router)
+                together = self._graph.call_function(op("stream_expert_down_norm"), operands)
+            together.meta.update(node.meta)
             num_blocks = norm.x.meta["val"].shape[-1] // ROWS
-            operands = (x, weight, residual, norm.weight, *router)
-            out = self._norm_outputs(node, op("stream_expert_down_norm"), operands, num_blocks, norm_node, norm)
+            out = self._take_outputs(node, together, num_blocks, norm_node, norm)
             node.replace_all_uses_with(out)
             self._graph.erase_node(node)
 
@@ -162,8 +185,8 @@ class _Fusion:
 
     def gated(self, node: fx.Node) -> None:
         """Fuses silu(gate) * up over the halves of a linear."""
-        linear = self._ops.match(match_silu_mul(node))
-        if linear is not None and linear.bias is None and self._ops.is_taken(linear.shape[0] // 2, linear.shape[1]):
+        linear = self._ops.match_without_bias(match_silu_mul(node))
+        if linear is not None and self._ops.takes_half(linear):
             self._replace(node, linear, self._call_linear(node, linear, True))
 
     def linear(self, node: fx.Node) -> None:
@@ -176,36 +199,37 @@ class _Fusion:
         norm = self._scaled.get(linear.source)
         bias = () if linear.bias is None else (linear.bias,)
         if norm is None:
-            return self._call(node, "linear", linear.source, linear.weight, None, 0.0, is_gated, *bias)
-        return self._call(node, "linear", norm.value, linear.weight, norm.squares, norm.eps, is_gated, *bias)
+            return self._call(node, linear, "", linear.source, None, 0.0, is_gated, *bias)
+        return self._call(node, linear, "", norm.value, norm.squares, norm.eps, is_gated, *bias)
 
     def _call_norm_op(
         self, node: fx.Node, linear: Linear, residual: fx.Node, norm_node: fx.Node, norm: RMSNorm
     ) -> fx.Node:
-        target = op(f"{self._ops.prefix}_linear_residual_norm")
-        num_blocks: Any = self._ops.num_norm_blocks(*linear.shape)
-        operands = (linear.source, linear.weight, residual, norm.weight)
-        return self._norm_outputs(node, target, operands, num_blocks, norm_node, norm)
+        together = self._call(node, linear, "_residual_norm", linear.source, residual, norm.weight)
+        return self._take_outputs(node, together, self._ops.norm_blocks(linear), norm_node, norm)
 
-    def _norm_outputs(
-        self, node: fx.Node, target: Any, operands: tuple[Any, ...], num_blocks: int, norm_node: fx.Node, norm: RMSNorm
+    def _take_outputs(
+        self, node: fx.Node, together: fx.Node, num_blocks: int | None, norm_node: fx.Node, norm: RMSNorm
     ) -> fx.Node:
-        """Calls an op that leaves a norm's input, that times its weight, and sums of squares; returns the input."""
+        """Takes apart what a call gives that leaves a norm's input, that times its weight, and sums of squares; returns
+        the input."""
         val = node.meta["val"]
         squares = val.new_empty((*val.shape[:-1], num_blocks), dtype=torch.float32)
+        together.meta["val"] = (val, torch.empty_like(val), squares)
         with self._graph.inserting_before(node):
-            together = self._graph.call_function(target, operands)
-            together.meta.update(node.meta, val=(val, torch.empty_like(val), squares))
             out, value, sums = (self._graph.call_function(operator.getitem, (together, index)) for index in range(3))
         for one, its_val in zip((out, value, sums), together.meta["val"], strict=True):
             one.meta["val"] = its_val
         self._scaled[norm_node] = _Scaled(value, sums, norm.eps)
         return out
 
-    def _call(self, node: fx.Node, name: str, *operands: Any) -> fx.Node:
-        """Puts a call in the place of `node`."""
+    def _call(self, node: fx.Node, linear: Linear, suffix: str, source: fx.Node, *operands: Any) -> fx.Node:
+        """Puts a call of the linear's op in the place of `node`; its weight follows on `source`."""
+        name, weight = "linear", [linear.weight]
+        if linear.scales is not None:
+            name, weight = "fp8_linear", [linear.weight, linear.scales]
         with self._graph.inserting_before(node):
-            made = self._graph.call_function(op(f"{self._ops.prefix}_{name}"), operands)
+            made = self._graph.call_function(op(f"{self._ops.prefix}_{name}{suffix}"), (source, *weight, *operands))
         made.meta.update(node.meta)
         return made
 
@@ -216,7 +240,7 @@ class _Fusion:
 
     def _can_go(self, norm_node: fx.Node, norm: RMSNorm, linear: Linear) -> bool:
         """True if the linear before a norm and the linears that read the norm can do without it."""
-        return self._have_scaled_input(norm_node, norm) and self._ops.num_norm_blocks(*linear.shape) is not None
+        return self._have_scaled_input(norm_node, norm) and self._ops.norm_blocks(linear) is not None
 
     def _have_scaled_input(self, norm_node: fx.Node, norm: RMSNorm) -> bool:
         """True if all that reads a norm can take its input times its weight, with sums of squares."""

@@ -421,11 +421,12 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
                 continue
             if len(part.shape) < 2:
                 place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
-                continue
-            drawn = place.new_empty(part.shape) if part.steps else place
-            _fill_normal(drawn, part.tensor, seed)
-            if part.steps:  # a rank's part of a tensor: it is the same on all ranks
-                place.copy_(viewed(drawn, part.steps))
+            elif part.steps:  # a rank's part of a tensor that is the same for all ranks
+                whole = place.new_empty(part.shape)
+                _fill_normal(whole, part.tensor, seed)
+                place.copy_(viewed(whole, part.steps))
+            else:
+                _fill_normal(place, part.tensor, seed)
     quantising.random(seed)
 
 
