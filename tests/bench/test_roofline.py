@@ -110,6 +110,8 @@ OUR_GEMMS = {
     "expert_down",
     "expert_gate_up",
     "expert_tiles",
+    "fp8_linear",
+    "fp8_tiles",
     "gated_linear",
     "stream_linear",
     "wide_linear",
