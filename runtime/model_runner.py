@@ -112,6 +112,8 @@ class ModelRunner:
                 f"the weights ({self._source.weight_bytes / 2**30:.2f} GiB) did not fit on {self.device}: {error}"
             ) from error
         self.model: LoadedModel = model
+        if self.communicator is not None:
+            self.communicator.use_kernels()
         self.num_hidden_layers = model.num_hidden_layers
         self.num_attention_heads = model.num_attention_heads
         self.num_kv_heads = model.num_kv_heads

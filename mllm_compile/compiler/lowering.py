@@ -171,7 +171,8 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
-    program = replace(program, kernels=kernels_of(graph, program))
+    if can_compile_kernels(config.runtime.device):
+        program = replace(program, kernels=kernels_of(graph, program))
     written = (*decode_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
 

@@ -309,7 +309,7 @@ class RankGroup:
         for follower in self._followers:
             follower.close()
         if self._communicator is not None:
-            self._communicator.abort()
+            self._communicator.close()
         self._ring.close()
         os.close(self._meeting_place)
 

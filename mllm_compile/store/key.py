@@ -44,6 +44,7 @@ _SHAPING_ROOMS = (
     "kernels",
     "model",
     "runtime/attention",
+    "runtime/collectives",
     "runtime/cuda",
     "runtime/ops",
     "runtime/program",

@@ -35,6 +35,9 @@ class Communicator(Protocol):
     def least(self, value: int) -> int:
         """The least of a number of each rank; waits for it."""
 
+    def use_kernels(self) -> None:
+        """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded."""
+
     def abort(self) -> None:
         """Ends calls that are under way, from another thread, as far as there is a way; none may follow."""
 

@@ -56,6 +56,9 @@ class GlooCommunicator:
     def least(self, value: int) -> int:
         return int(self.all_gather(torch.tensor([value])).amin())
 
+    def use_kernels(self) -> None:
+        """None are for a CPU."""
+
     def abort(self) -> None:
         """A wait ends by itself when the process that it waits for does."""
 

@@ -35,6 +35,9 @@ class LockstepRank:
     def least(self, value: int) -> int:
         return int(self._exchange(torch.tensor(value), lambda parts: torch.stack(list(parts)).amin()))
 
+    def use_kernels(self) -> None:
+        """None are for threads."""
+
     def abort(self) -> None:
         self._shared.barrier.abort()
 

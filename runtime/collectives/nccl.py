@@ -11,10 +11,14 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from contextlib import suppress
 from functools import cache
 
 import torch
 
+from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, buffer_bytes, is_loaded
+from mllm_compile.runtime.collectives.push_kernel import MOST_RANKS
+from mllm_compile.runtime.cuda.driver import PeerMemory
 from mllm_compile.runtime.errors import DeviceError
 
 _ID_BYTES = 128
@@ -56,7 +60,6 @@ def _library() -> ctypes.CDLL:
     library.ncclAllGather.argtypes = [handle, handle, size, kind, handle, handle]
     library.ncclBroadcast.argtypes = [handle, handle, size, kind, kind, handle, handle]
     library.ncclCommAbort.argtypes = [handle]
-    library.ncclCommDestroy.argtypes = [handle]
     return library
 
 
@@ -91,8 +94,32 @@ class NcclCommunicator:
         with torch.cuda.device(device):
             _check(_library().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
         self._handle = handle
+        self._pushed: PushedSums | None = None
+        self._seen: list[PeerMemory] = []  # what sums push into
+
+    def use_kernels(self) -> None:
+        if self.size > MOST_RANKS or not self.least(is_loaded(self._device) and self._sees_all()):
+            return
+        own = PeerMemory.new(buffer_bytes(self.size), NOTHING, self._device)
+        handle = torch.frombuffer(bytearray(own.handle), dtype=torch.uint8).to(self._device)
+        handles = self.all_gather(handle).cpu()
+        self._seen = [
+            own if rank == self.rank else PeerMemory.of_other(bytes(handles[rank].tolist()), self._device)
+            for rank in range(self.size)
+        ]
+        self.least(0)  # nobody sends before all have emptied theirs
+        self._pushed = PushedSums(self.rank, [one.address for one in self._seen], self._device)
+
+    def _sees_all(self) -> bool:
+        """True if this GPU may write into the memory of the other ranks' GPUs, its neighbours by number."""
+        first = (self._device.index or 0) - self.rank
+        others = [first + rank for rank in range(self.size) if rank != self.rank]
+        return all(torch.cuda.can_device_access_peer(self._device.index, other) for other in others)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._pushed is not None and self._pushed.takes(x):
+            self._open()  # raises where it was given up
+            return self._pushed.sum(x)
         total = torch.empty_like(x)
         if x.numel():
             kind = _TYPES[x.dtype]
@@ -117,17 +144,20 @@ class NcclCommunicator:
         return int(self.all_gather(own).amin())
 
     def abort(self) -> None:
+        if self._pushed is not None:
+            self._pushed.give_up()
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:
             _library().ncclCommAbort(handle)
 
     def close(self) -> None:
-        with self._lock:
-            handle, self._handle = self._handle, None
-        if handle is not None:
-            with torch.cuda.device(self._device):
-                _library().ncclCommDestroy(handle)
+        self.abort()  # destroying it would wait for the others, which may be gone
+        seen, self._seen, self._pushed = self._seen, [], None
+        with suppress(RuntimeError, DeviceError):  # of a device that does not answer any more
+            torch.cuda.synchronize(self._device)
+            for rank, memory in enumerate(seen):
+                memory.give_back(is_own=rank == self.rank)
 
     def _open(self) -> ctypes.c_void_p:
         handle = self._handle

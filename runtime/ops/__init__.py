@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
-    "all_gather": "ranks",
-    "all_reduce": "ranks",
+    "all_gather": "ranks.ops",
+    "all_reduce": "ranks.ops",
     "attention": "trace",
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
@@ -45,11 +45,14 @@ OPS = {
     "norm_linear": "single_token",
     "order_experts": "experts.order",
     "own_positions": "trace",
-    "own_rank": "ranks",
+    "own_rank": "ranks.ops",
     "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
+    "stream_fp8_linear": "stream_fp8.ops",
+    "stream_fp8_linear_residual": "stream_fp8.ops",
+    "stream_fp8_linear_residual_norm": "stream_fp8.ops",
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
@@ -60,6 +63,8 @@ OPS = {
 FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
+    "ranks": "ranks.family",
+    "stream_fp8": "stream_fp8.family",
     "stream_linear": "stream_linear.family",
 }
 
@@ -99,7 +104,6 @@ def define_called() -> None:
         "experts.count",
         "experts.linear",
         "quantised_linear.ops",
-        "ranks",
         *(f"{folder}.ops" for folder in FAMILIES),
     ):
         importlib.import_module(f"{__name__}.{module}")

@@ -276,9 +276,9 @@ class _Quantising:
         for (part, scheme), weights in self._found.items():
             for places in weights:
                 device = next(iter(places.values())).device
-                weight = torch.empty(view_shape(part.shape, part.steps), device=device)
+                weight = torch.empty(part.shape, device=device)
                 _fill_normal(weight, part.tensor, seed)
-                fill_quantised(places, weight, scheme)
+                fill_quantised(places, viewed(weight, part.steps), scheme)
 
 
 def _quantise(
@@ -417,19 +417,14 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
     for spec in specs:
         for part in spec.parts:
             place = place_of(weights[spec.name], part)
-            if len(part.shape) < 2:
-                place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
-                continue
-            digest = hashlib.sha256(f"{seed}:{part.tensor}".encode()).digest()
-            generator = torch.Generator(place.device).manual_seed(int.from_bytes(digest[:7], "little"))
-            drawn = place.new_empty(part.shape) if part.steps else place
-            drawn.normal_(0.0, _DUMMY_STD, generator=generator)
-            if part.steps:  # a rank's part of a tensor: it is the same on all ranks
-                place.copy_(viewed(drawn, part.steps))
             if quantising.takes(part, place):
                 continue
-            if place.dim() < 2:
+            if len(part.shape) < 2:
                 place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
+            elif part.steps:  # a rank's part of a tensor that is the same for all ranks
+                whole = place.new_empty(part.shape)
+                _fill_normal(whole, part.tensor, seed)
+                place.copy_(viewed(whole, part.steps))
             else:
                 _fill_normal(place, part.tensor, seed)
     quantising.random(seed)

@@ -155,6 +155,12 @@ def test_what_cannot_be_cut_is_refused(cache):
         load_or_compile(config_of(cache, skip_compiled=True))
 
 
+def test_weights_in_few_bits_are_not_cut(cache):
+    quantised = tiny_config(cache, model={"quantization": "fp8"}, runtime={"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"quantization is fp8, but runtime\.tensor_parallel_size is 2"):
+        load_or_compile(quantised)
+
+
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):
     factors = [load_or_compile(config_of(cache, num_ranks=count)).artifact.factors for count in (1, 2)]
     assert [found.get("tensor parallel") for found in factors] == [None, "2 ranks"]

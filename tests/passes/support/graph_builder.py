@@ -16,13 +16,21 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_WEIGHTS, QUANTISED_TENSORS, SMALL_WEIGHTS
+from mllm_compile.passes.base import (
+    ATTENTION_LAYERS,
+    PACKED_WEIGHTS,
+    QUANTISED_TENSORS,
+    SMALL_WEIGHTS,
+    WEIGHT_CUTS,
+    part_of_rank,
+)
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import LINEAR, call
 from mllm_compile.passes.pipeline import pass_names
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
@@ -255,6 +263,12 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
 
 def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight's values; one that may be quantised has what its tensors stand for, also where it is plain."""
+    cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name, ())
+    if cuts:  # inside run_lockstep: each rank its part
+        sizes = list(shape)
+        for cut in cuts:
+            sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
+        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
     small, tensor = gm.meta.get(SMALL_WEIGHTS), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
     if tensor is not None:
         return _quantised_values(tensor.weight_name, int(shape[0]), tensor.columns, tensor.scheme)[tensor.role]
