@@ -61,6 +61,11 @@ class HFModel:
     def text_config(self) -> PreTrainedConfig:
         return self.model.config.get_text_config(decoder=True)
 
+    @property
+    def context_len(self) -> int:
+        """Positions that the model was made for."""
+        return self._size("max_position_embeddings", NO_LIMIT) - self.position_offset
+
     def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
         """The sizes in the model's config; heads are the largest of `layers`, where they are given.
 
@@ -76,7 +81,7 @@ class HFModel:
             head_dim=max(one.head_dim for one in heads),
             hidden_size=self._size("hidden_size"),
             vocab_size=self._size("vocab_size"),
-            context_len=self._size("max_position_embeddings", NO_LIMIT) - self.position_offset,
+            context_len=self.context_len,
             is_table_of_positions=self.position_offset > 0,
         )
 

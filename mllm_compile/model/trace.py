@@ -99,7 +99,7 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _name_placeholders(captured, weight_names)
         settle_positions(captured)
-        find_attention(captured, hf_model.constants, min(hf_model.sizes().context_len, max_tokens))
+        find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
     return Trace(captured, max_tokens, device)
 
 

@@ -18,6 +18,7 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model import small_weights
+from mllm_compile.model.hf_model import HFModel
 from mllm_compile.passes import pack_projections, pipeline
 from mllm_compile.passes.base import GraphPass
 from mllm_compile.runtime.attention.base import AttentionInputs
@@ -166,7 +167,7 @@ def test_every_kernel_of_a_linear_is_run():
 def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     lengths, heads, kv_heads = (5, 3), 4, 2
     sinks = torch.randn(heads) if has_sinks else None
-    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, 0.3, 5.0, 2, "sinks", sinks)
+    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, 0.3, 5.0, 2, "sinks", sink_logits=sinks)
     tokens = sum(lengths) * copies
     q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     out = torch.full((tokens, heads, 6), torch.nan)
@@ -191,11 +192,12 @@ def test_transformers_runs_each_request_of_all_batches_once(monkeypatch):
 
     ids, positions = [torch.arange(5), torch.arange(10, 13)], [torch.arange(5), torch.arange(100, 103)]
     known: dict[int, torch.Tensor] = {}
+    hf_model: Any = HFModel(Model(), {}, frozenset())  # type: ignore[arg-type]
     for count in (1, 3):
-        logits = self_check._logits_of_transformers(Model(), ids * count, positions * count, known)
+        logits = self_check._logits_of_transformers(hf_model, ids * count, positions * count, known)
         assert torch.equal(logits[:, 0], torch.cat(ids * count).float())
     assert runs == [5, 3]
-    alone = self_check._logits_of_transformers(Model(), ids[:1], positions[:1], known)
+    alone = self_check._logits_of_transformers(hf_model, ids[:1], positions[:1], known)
     assert torch.equal(alone[:, 0], ids[0].float())
 
 
