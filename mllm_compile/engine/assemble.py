@@ -162,6 +162,7 @@ def _initialized(
     from mllm_compile.ranks.group import RankGroup
 
     group = RankGroup(compiled, settings.num_pages)
+    runner = None
     try:
         with timeline.stage("meet ranks"):
             communicator = group.connect()
@@ -172,9 +173,13 @@ def _initialized(
         return runner, group
     except Exception as error:
         reason = group.explain(error)
+        if runner is not None:
+            runner.shutdown()
         group.close()
         raise reason from None if reason is not error else error
     except BaseException:  # also Ctrl-C
+        if runner is not None:
+            runner.shutdown()
         group.close()
         raise
 
@@ -189,9 +194,9 @@ def _step_runner(runner: ModelRunner, group: RankGroup | None) -> EngineSteps:
 
 
 def _shut_down(runner: ModelRunner, group: RankGroup | None) -> None:
+    runner.shutdown()  # first: graphs hold calls of the group
     if group is not None:
         group.close()
-    runner.shutdown()
 
 
 def _load_text_parts(
