@@ -66,7 +66,9 @@ def _lower(gm: fx.GraphModule, node: fx.Node, spec: LayerSpec) -> None:
 
 
 def _layer_of(node: fx.Node, layer_id: int, taken: set[str]) -> LayerSpec:
-    q, k, v, sinks, sm_scale, logits_soft_cap, window_left, _, *slopes = node.args
+    q, k, v, sinks, sm_scale, logits_soft_cap, window_left = node.args[:7]
+    slopes: Any = node.args[8] if len(node.args) > 8 else None
+    chunk: Any = node.args[9] if len(node.args) > 9 else 0
     return LayerSpec(
         name=_unique_name(node, layer_id, taken),
         layer_id=layer_id,
@@ -78,7 +80,8 @@ def _layer_of(node: fx.Node, layer_id: int, taken: set[str]) -> LayerSpec:
         logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
         window_left=int(window_left),  # type: ignore[arg-type]
         sinks=None if sinks is None else sinks.meta["weight_name"],  # type: ignore[union-attr]
-        alibi_slopes=tuple(slopes[0]) if slopes and slopes[0] else (),  # type: ignore[arg-type]
+        alibi_slopes=tuple(slopes or ()),
+        chunk=int(chunk),
     )
 
 

@@ -274,6 +274,7 @@ class _PackedRequests:
             attended = attention_reference(
                 *(queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left),
                 alibi_slopes=layer.alibi_slopes * self.copies,
+                chunk=layer.chunk,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))
             start += length

@@ -53,6 +53,7 @@ def _is_served(layer: LayerSpec) -> bool:
         and layer.head_dim in KERNEL_HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
         and not layer.alibi_slopes
+        and not layer.chunk
     )
 
 

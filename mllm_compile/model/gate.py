@@ -130,13 +130,15 @@ def _settle_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) 
     for node, call in [*zip(through_interface, observed.calls, strict=True), *of_own]:
         said = int(node.args[6])  # type: ignore[arg-type]
         try:
-            window_left = call.window_left()
+            window_left, chunk = call.reach()
         except UnsupportedModelError as error:
             yield f"{error} ({_where(node)})"
             continue
         if said not in (-1, window_left):
             yield f"its attention call sees {said} tokens back, its mask {window_left} ({_where(node)})"
         node.update_arg(6, window_left)
+        if chunk:
+            node.args = (*node.args, *(None,) * (9 - len(node.args)), chunk)
 
 
 def _constant_reasons(gm: fx.GraphModule, hf_model: HFModel) -> Iterator[str]:

@@ -9,6 +9,7 @@ that the graph holds for every size. The graph has the placeholders `input_ids` 
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import re
 from dataclasses import dataclass
@@ -55,18 +56,17 @@ class _FlatTokens(torch.nn.Module):
         self.model = model
         self.max_tokens = max_tokens
         self.position_offset = position_offset
+        self.takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         for sized in (input_ids, logits_indices):
             torch._check(sized.shape[0] >= 1)
             torch._check(sized.shape[0] <= self.max_tokens)
-        output = self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None] + self.position_offset if self.position_offset else positions[None],
-            use_cache=False,
-            logits_to_keep=logits_indices,
-        )
-        return output.logits[0]
+        position_ids = positions[None] + self.position_offset if self.position_offset else positions[None]
+        said = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
+        if self.takes_rows:
+            return self.model(**said, logits_to_keep=logits_indices).logits[0]
+        return self.model(**said).logits[0].index_select(0, logits_indices)
 
 
 def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:

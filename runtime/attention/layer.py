@@ -40,6 +40,7 @@ class LayerSpec:
     sinks: str | None  # name of the weight [H]: a logit per head that takes part in the softmax and has no value
     # [H]: slope · (key's position − query's) is added to a head's logits; (): nothing is
     alibi_slopes: tuple[float, ...] = ()
+    chunk: int = 0  # tokens see keys of their own chunk of so many positions alone; 0: there are no chunks
 
     @cached_property
     def params(self) -> PerLayerParameters:

@@ -31,8 +31,8 @@ class _Plan:
     num_decodes: int
     query_start: list[int]  # [R + 1]
     seq_lens: list[int]  # [R]
-    # (window_left, Hk) → what _decode_view returns
-    decode_views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # (window_left, chunk, Hk) → what _decode_view returns
+    decode_views: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class TorchAttnBackend(AttentionBackend):
@@ -68,17 +68,21 @@ class TorchAttnBackend(AttentionBackend):
 
 def _decode_view(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows [R, Hk, L] of the KV buffers seen as [slots * Hk, D], visible [R, L]) for the last L positions of each
-    decode; made once per batch, window and Hk."""
-    num_kv_heads, window_left = layer.num_kv_heads, layer.params.window_left
-    key = (window_left, num_kv_heads)
+    decode; made once per batch, window, chunk and Hk."""
+    num_kv_heads, window_left, chunk = layer.num_kv_heads, layer.params.window_left, layer.chunk
+    key = (window_left, chunk, num_kv_heads)
     if key not in plan.decode_views:
         num_keys = max(plan.seq_lens[: plan.num_decodes])
         if window_left >= 0:
             num_keys = min(num_keys, window_left + 1)
+        if chunk:
+            num_keys = min(num_keys, chunk)
         requests = batch.req_pool_indices[: plan.num_decodes, None]
         seq_lens = batch.seq_lens[: plan.num_decodes, None].long()
         positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=0)
         visible = positions < seq_lens
+        if chunk:
+            visible &= positions >= (seq_lens - 1) // chunk * chunk
         # A position past the end may lie beyond the table; what is read in its place is masked out.
         slots = CommonAttentionMetadata.of(batch).block_table[requests, torch.where(visible, positions, 0)].long()
         heads = torch.arange(num_kv_heads, device=requests.device)[:, None]
@@ -100,8 +104,8 @@ def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardB
         mask = visible[part, None, None, :]
         bias = None
         if layer.alibi_slopes:
-            own_place = visible[part].sum(dim=-1) - 1  # of a query, among the keys that are looked at
-            places = torch.arange(rows.shape[2], device=q.device) - own_place[:, None]  # [R, L]
+            places = torch.arange(rows.shape[2], device=q.device)
+            places = places - (visible[part] * places).amax(dim=-1, keepdim=True)  # [R, L], from the query's own on
             bias = _slopes(layer, q).view(layer.num_kv_heads, -1, 1) * places[:, None, None]  # [R, Hk, G, L]
         out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer), bias).flatten(1, 2)
 
@@ -119,6 +123,8 @@ def _prefill(
         first_key = 0
         if layer.params.window_left >= 0:
             first_key = max(0, prefix_len + start - layer.params.window_left)
+        if layer.chunk:  # where a chunk begins, or _attend_block would cut them elsewhere
+            first_key = (prefix_len + start) // layer.chunk * layer.chunk
         seen = slots[first_key:last_key]
         out[start : start + QUERY_BLOCK] = _attend_block(
             block, _take(k_buf, seen), _take(v_buf, seen), prefix_len + start - first_key, layer
@@ -152,6 +158,8 @@ def _attend_block(
     mask = distance >= 0
     if params.window_left >= 0:
         mask &= distance <= params.window_left
+    if layer.chunk:
+        mask &= positions[first_query : first_query + q.shape[0], None] // layer.chunk == positions // layer.chunk
     q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
     is_plain = params.logits_soft_cap == 0 and layer.sink_logits is None and not layer.alibi_slopes
     if is_plain:

@@ -50,6 +50,9 @@ OPS = {
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
+    "stream_fp8_linear": "stream_fp8.ops",
+    "stream_fp8_linear_residual": "stream_fp8.ops",
+    "stream_fp8_linear_residual_norm": "stream_fp8.ops",
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
@@ -61,6 +64,7 @@ FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
     "ranks": "ranks.family",
+    "stream_fp8": "stream_fp8.family",
     "stream_linear": "stream_linear.family",
 }
 

@@ -15,7 +15,7 @@ import torch
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
-    " str refusals, float[]? alibi_slopes=None) -> Tensor"
+    " str refusals, float[]? alibi_slopes=None, int chunk=0) -> Tensor"
 )
 
 
@@ -29,6 +29,7 @@ def _attention_fake(
     window_left: int,
     refusals: str,
     alibi_slopes: Sequence[float] | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
@@ -43,6 +44,7 @@ def attention_reference(
     window_left: int,
     refusals: str = "",
     alibi_slopes: Sequence[float] | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
 
@@ -54,6 +56,7 @@ def attention_reference(
         window_left: -1 for none, else how many earlier tokens are seen besides the token itself.
         refusals: ignored here.
         alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits.
+        chunk: 0 for none, else tokens see those of their own chunk of so many positions; the first has position 0.
 
     Returns:
         [T, H, Dv].
@@ -72,6 +75,8 @@ def attention_reference(
     visible = distance >= 0
     if window_left >= 0:
         visible &= distance <= window_left
+    if chunk:
+        visible &= position[:, None] // chunk == position // chunk
     logits = logits.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         sink_logits = sinks.to(logits.dtype)[:, None, None].expand(-1, num_tokens, 1)

@@ -19,6 +19,8 @@ from mllm_compile.runtime.schedule.step_cost import StepCost, StepLoad, pairs_of
 
 # A step may take so many times what its decodes take alone: a tenth of the pace of prompts is lost to these.
 TENFOLD = 10.0
+# Of a step's tokens, when it is cut to a captured size: else it is padded to the next larger one, as any step is.
+_LEAST_KEPT = 0.75
 # Tokens of the first chunk beside decodes, when nothing is known of what a chunk takes.
 _FIRST_CHUNK = 512
 # Steps of decodes alone are all alike: the mean of so many in a row is taken in. When one is seen to end depends on the
@@ -118,13 +120,14 @@ class Pace:
         return PromptBudget(max_tokens, ms, cost.token_ms, cost.pair_ms)
 
     def rounded(self, num_tokens: int, least: int, most: int) -> int:
-        """A step of about `num_tokens` tokens that fills a captured graph: the next smaller one, for tenfold the next
-        larger; the same number where none is in [least, most]."""
+        """A step of about `num_tokens` tokens that fills a captured graph: the next smaller one, if not by more than a
+        quarter, for tenfold the next larger; the same number where none is in [least, most]."""
         sizes = self._step_sizes
         if self._max_step_ms == "tenfold":
             index = bisect_left(sizes, num_tokens)
         else:
             index = bisect_right(sizes, num_tokens) - 1
+            least = max(least, math.ceil(_LEAST_KEPT * num_tokens))
         # Beyond the largest there is none to fill.
         if not 0 <= index < len(sizes) or num_tokens > sizes[-1]:
             return num_tokens

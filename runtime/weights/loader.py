@@ -276,9 +276,9 @@ class _Quantising:
         for (part, scheme), weights in self._found.items():
             for places in weights:
                 device = next(iter(places.values())).device
-                weight = torch.empty(view_shape(part.shape, part.steps), device=device)
+                weight = torch.empty(part.shape, device=device)
                 _fill_normal(weight, part.tensor, seed)
-                fill_quantised(places, weight, scheme)
+                fill_quantised(places, viewed(weight, part.steps), scheme)
 
 
 def _quantise(

@@ -156,12 +156,17 @@ def test_a_resolved_bound_is_asked_for_again_as_it_was():
         assert resolved(H200, runtime={"max_step_ms": asked}).as_config().runtime.max_step_ms == asked
 
 
-def test_with_a_bound_in_ms_small_models_capture_more_sizes_of_long_steps():
-    narrow = QWEN | {"hidden_size": 1024}
-    rule = resolved(H200, narrow).cudagraph.piecewise_tokens
-    bound = resolved(H200, narrow, runtime={"max_step_ms": 25}).cudagraph.piecewise_tokens
-    assert [size for size in rule if size > 512] == [1024, 2048, 4096]
-    assert [size for size in bound if size > 512] == [768, 1024, 1536, 2048, 3072, 4096]
+@pytest.mark.parametrize(
+    ("width", "by_rule", "bound"), [(1024, [1024, 2048, 4096], [2048, 3072, 4096]), (4096, [], [])]
+)
+def test_with_a_bound_in_ms_more_sizes_of_long_steps_are_captured(width, by_rule, bound):
+    def long_sizes(**runtime):
+        sizes = resolved(H200, QWEN | {"hidden_size": width}, runtime=runtime).cudagraph.piecewise_tokens
+        return [size for size in sizes if size > 512]
+
+    assert long_sizes() == long_sizes(max_step_ms="none") == by_rule
+    assert long_sizes(max_step_ms=25) == [640, 768, 896, 1024, 1280, 1536, *bound]
+    assert long_sizes(max_step_ms=25, max_num_batched_tokens=1000) == [640, 768, 896]
 
 
 def test_no_auto_is_left_and_json_keeps_everything():

@@ -157,7 +157,7 @@ def test_what_cannot_be_cut_is_refused(cache):
 
 def test_weights_in_few_bits_are_not_cut(cache):
     quantised = tiny_config(cache, model={"quantization": "fp8"}, runtime={"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match="quantization is fp8, but runtime.tensor_parallel_size is 2"):
+    with pytest.raises(ConfigError, match=r"quantization is fp8, but runtime\.tensor_parallel_size is 2"):
         load_or_compile(quantised)
 
 

@@ -45,7 +45,7 @@ float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as w
 about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it.
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
-the next of these widths, in the KV cache too (`pad_heads`). Heads wider than 256, and ALiBi, need `runtime:
+the next of these widths, in the KV cache too (`pad_heads`). Heads wider than 256, ALiBi and chunks need `runtime:
 {{attention_backend: torch}}` there, which is slow.
 
 ## Your model
@@ -92,7 +92,7 @@ _GROUPS = (
     (
         r"no attention goes through|directly, past the attention",
         "Attention of its own",
-        "Their attention does not go through Transformers' attention interface, and is none that is found in the trace.",
+        "Their attention does not go through Transformers' attention interface, and none is found in the trace.",
     ),
     (
         r"its attention (mask|passes|is)|changes its attention mask",

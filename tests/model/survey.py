@@ -193,6 +193,9 @@ def _describe(layers: Iterable) -> str:
         parts.append("sinks")
     if any(layer.alibi_slopes for layer in layers):
         parts.append("ALiBi")
+    chunked = [layer.chunk for layer in layers if layer.chunk]
+    if chunked:
+        parts.append(f"chunks of {chunked[0]} on {len(chunked)} of {len(layers)}")
     if any(layer.head_dim != layer.v_head_dim for layer in layers):
         parts.append("values of another width")
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:

@@ -31,11 +31,14 @@ SERVED = {
     "gemma3": "window 8 on 2 of 4",  # a vision tower beside the text model
     "minicpm3": "values of another width",  # latent attention
     "bart": "full",  # positions that it counts itself
+    "gpt_neo": "window 8 on 2 of 4",  # attention that it writes out, windows in a table of its own
+    "bloom": "ALiBi",
+    "llama4_text": "chunks of 8 on 2 of 4",
+    "trocr": "full",  # logits of every token
     "longcat_flash": "values of another width",  # its own loop over experts, some of which are none
 }
 REFUSED = {
     "xlm": "its attention is not causal",  # written out, in both directions
-    "llama4_text": "its attention mask is neither causal nor a causal window",  # chunks
     "qwen3_next": "layers of kind linear_attention",
     "zaya": "with two requests in one batch its logits are off",  # convolutions
 }

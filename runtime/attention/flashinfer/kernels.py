@@ -256,6 +256,8 @@ def _problem(layer: AttentionLayer) -> str | None:
         return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, KERNEL_HEAD_DIMS))}"
     if layer.alibi_slopes:
         return "it adds a bias by distance to its scores (ALiBi)"
+    if layer.chunk:
+        return f"it attends in chunks of {layer.chunk} tokens"
     if layer.num_heads % layer.num_kv_heads:
         return f"its {layer.num_heads} query heads do not divide among {layer.num_kv_heads} KV heads"
     return None

@@ -302,6 +302,7 @@ def _one_request(num_tokens: int) -> Any:
             params.logits_soft_cap,
             params.window_left,
             alibi_slopes=layer.alibi_slopes,
+            chunk=layer.chunk,
         )
 
     batch = SimpleNamespace(

@@ -26,6 +26,7 @@ def make_layer(
     sinks: torch.Tensor | None = None,
     layer_id: int = 0,
     alibi_slopes: tuple[float, ...] = (),
+    chunk: int = 0,
 ) -> AttentionLayer:
     return AttentionLayer(
         name=f"layer{layer_id}",
@@ -39,6 +40,7 @@ def make_layer(
         window_left=window_left,
         sinks=None if sinks is None else "sinks",
         alibi_slopes=alibi_slopes,
+        chunk=chunk,
         sink_logits=sinks,
     )
 
@@ -181,6 +183,8 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
         position = first + i
         window = layer.params.window_left
         start = max(0, position - window) if window >= 0 else 0
+        if layer.chunk:
+            start = max(start, position // layer.chunk * layer.chunk)
         for head in range(layer.num_heads):
             keys, values = (x[start : position + 1, head // group] for x in (k, v))
             logits = keys @ q[i, head] * layer.params.sm_scale
