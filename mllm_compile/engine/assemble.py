@@ -162,24 +162,25 @@ def _initialized(
     from mllm_compile.ranks.group import RankGroup
 
     group = RankGroup(compiled, settings.num_pages)
-    runner = None
+    started: list[ModelRunner] = []
     try:
         with timeline.stage("meet ranks"):
             communicator = group.connect()
         runner = ModelRunner(settings, source, communicator)
+        started.append(runner)
         runner.initialize(timeline.stage)
         with timeline.stage("wait for ranks"):
             group.wait_ready()
         return runner, group
     except Exception as error:
         reason = group.explain(error)
-        if runner is not None:
-            runner.shutdown()
+        for one in started:
+            one.shutdown()
         group.close()
         raise reason from None if reason is not error else error
     except BaseException:  # also Ctrl-C
-        if runner is not None:
-            runner.shutdown()
+        for one in started:
+            one.shutdown()
         group.close()
         raise
 
