@@ -12,7 +12,6 @@ from mllm_compile.passes.forms import add_forms
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
 from mllm_compile.passes.match.linear import match_fp8_linear, match_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
-from mllm_compile.runtime.ops.stream_fp8.shapes import MAX_FP8_TOKENS
 from mllm_compile.runtime.ops.stream_fp8.shapes import is_streamed as is_fp8_streamed
 from mllm_compile.runtime.ops.stream_linear.shapes import (
     FORM_TOKENS,
@@ -43,8 +42,8 @@ class StreamLinears(GraphPass):
     A linear of an fp8 weight, `mllm.quantised_linear(…, "fp8", …)`, becomes `mllm.stream_fp8_linear…` likewise.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their form is for up to 208 tokens, with a head for up to 64, with an fp8 one for up to 8. The pass
-        is left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
+        large weight their form is for up to 208 tokens, with a head or an fp8 weight for up to 64. The pass is
+        left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
         the form of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
@@ -66,7 +65,7 @@ class StreamLinears(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         matches = 0
-        for size in (*FORM_TOKENS, MAX_FP8_TOKENS):
+        for size in FORM_TOKENS:
             matches += add_forms(gm, size, "_streamed", partial(_form, tokens=size))
         _drop_slower_forms(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))

@@ -50,4 +50,4 @@ class RuntimeSection:
     expert_stats: bool
     skip_compiled: bool
     seed: int
-    max_step_ms: MaxStepMs = "tenfold"  # a default, for runtimes from before there was such a key
+    max_step_ms: MaxStepMs = "none"  # a default, for runtimes from before there was such a key

@@ -32,7 +32,7 @@ _DISTANCES = [*range(-3, 6), *(power + delta for power in _POWERS for delta in (
 
 
 class Reach(NamedTuple):
-    """What a call sees of the tokens up to its own.
+    """The tokens up to its own that a call sees.
 
     Attributes:
         window_left: as many of them besides the token itself; -1: all.
@@ -110,7 +110,7 @@ class ObservedCall:
 
 
 class Observation(NamedTuple):
-    """What a model asked for in one forward.
+    """Calls and masks of one forward of a model.
 
     Attributes:
         calls: of the attention interface, in order.

@@ -143,7 +143,8 @@ def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
 
 
 def test_a_bound_in_ms_is_a_rule_a_number_or_none():
-    assert resolved(H200).runtime.max_step_ms == "tenfold"
+    assert resolved(H200).runtime.max_step_ms == "none"
+    assert resolved(H200, runtime={"max_step_ms": "auto"}).runtime.max_step_ms == "tenfold"
     assert resolved(H200, runtime={"max_step_ms": 25}).runtime.max_step_ms == 25
     assert resolved(H200, runtime={"max_step_ms": "none"}).runtime.max_step_ms == "none"
     assert resolved(H200, runtime={"deterministic": True}).runtime.max_step_ms == "none"
@@ -195,6 +196,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "tensor_parallel_size": 2,
         "skip_compiled": True,
         "seed": 7,
+        "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
     assert without_auto == {*keys, "deterministic"}

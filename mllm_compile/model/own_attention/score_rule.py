@@ -1,4 +1,4 @@
-"""What a model does to the scores q·kᵀ before their softmax, told by running that stretch of its graph.
+"""Tells what a model does to the scores q·kᵀ before their softmax, by running that stretch of its graph.
 
 The stretch is a function of the scores and of places alone, or nothing is told of it. It is run on the CPU with scores
 of our own, for few tokens and for many: what it gives shows the scale, which keys are seen, and what else there is.
@@ -97,7 +97,7 @@ def _rule_of(stretch: _Stretch, max_positions: int) -> ScoreRule:
 
 
 def _run_of_many(stretch: _Stretch, num_tokens: int) -> torch.Tensor:
-    """What the stretch makes of zeros, for so many tokens or for half as many, where its tables end before."""
+    """Runs the stretch on zeros, of `num_tokens` tokens or half as many where its tables end before."""
     while True:
         try:
             return stretch.run(num_tokens, torch.zeros(stretch.shape(num_tokens)))
@@ -160,7 +160,7 @@ class _Stretch:
         return "\n".join(lines)
 
     def run(self, num_tokens: int, product: torch.Tensor) -> torch.Tensor:
-        """What the stretch makes of scores, on the CPU. Raises NoRuleError if it cannot be run."""
+        """Runs the stretch on scores, on the CPU. Raises NoRuleError if it cannot be run."""
         values: dict[fx.Node, Any] = {}
 
         def value(arg: fx.Node) -> Any:

@@ -34,11 +34,11 @@ class FewTiling(Fp8Tiling):
         resident: blocks of a multiprocessor that there are registers for.
         piece: columns of a row in a stage.
         stages: stages of the ring.
-        lead: stages that are not asked for yet when the next kernel is let in.
     """
 
     source: ClassVar[str] = "ops/stream_fp8/few.cu"
     function: ClassVar[str] = "fp8_linear"
+    reads_boxes_of_x: ClassVar[bool] = False
 
     split: int
     passes: int
@@ -47,7 +47,6 @@ class FewTiling(Fp8Tiling):
     resident: int
     piece: int
     stages: int
-    lead: int
 
     @cached_property
     def num_blocks(self) -> int:
@@ -96,14 +95,11 @@ class FewTiling(Fp8Tiling):
             "RESIDENT": self.resident,
             "PIECE": self.piece,
             "STAGES": self.stages,
-            "LEAD": self.lead,
             "SHARED_BYTES": self.shared_bytes,
         }
 
 
-def divide(
-    kind: Fp8Kind, piece: int = 1024, resident: int = 2, lead: int = 0, split: int | None = None
-) -> FewTiling | None:
+def divide(kind: Fp8Kind, piece: int = 1024, resident: int = 2, split: int | None = None) -> FewTiling | None:
     """The tiling with so many columns of a piece, and as many stages as leave room for `resident` blocks;
     None: none fits.
     """
@@ -120,7 +116,7 @@ def divide(
     clusters = min(groups, MULTIPROCESSORS // split)
     room = _ROOM_BYTES // resident - _RESERVED_BYTES
     tilings = (
-        FewTiling(kind, MAX_TOKENS, split, passes, clusters, _WARPS, resident, piece, stages, lead)
+        FewTiling(kind, MAX_TOKENS, split, passes, clusters, _WARPS, resident, piece, stages)
         for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.shared_bytes <= room), None)

@@ -31,8 +31,13 @@ class Fp8Kind(LinearKind):
 
 @dataclass(frozen=True)
 class Fp8Tiling(LinearTiling):
-    """The way in which one kernel divides a linear."""
+    """The way in which one kernel divides a linear.
 
+    Attributes:
+        reads_boxes_of_x: x comes by TMA too.
+    """
+
+    reads_boxes_of_x: ClassVar[bool]
     headers: ClassVar[tuple[str, ...]] = ("ops/stream_fp8/e4m3.cuh",)
 
     kind: Fp8Kind

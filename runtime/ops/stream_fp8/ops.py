@@ -52,9 +52,11 @@ class _Loaded:
 
     def _read(self, x: torch.Tensor, values: torch.Tensor) -> tuple[Argument, Argument]:
         """Tells where the kernel finds values and x. To TMA two values are an element of two bytes."""
-        boxes = tensor_maps.halves if self.tiling.kind.gated else tensor_maps.panels
-        rows, panels, _ = self.tiling.boxes(len(x))
-        return self._maps.get(values.view(torch.bfloat16), boxes, rows, panels), address_of(x)
+        tiling = self.tiling
+        rows, panels, tokens = tiling.boxes(len(x))
+        boxes = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
+        value_map = self._maps.get(values.view(torch.bfloat16), boxes, rows, panels)
+        return value_map, self._maps.get(x, tensor_maps.rows, tokens) if tiling.reads_boxes_of_x else address_of(x)
 
 
 _LOADED: dict[tuple[int, Fp8Kind, int], _Loaded] = {}  # by device index, linear and bucket

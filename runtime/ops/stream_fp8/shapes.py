@@ -8,16 +8,18 @@ from typing import Any
 
 from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.ops.stream_fp8 import few as by_few
+from mllm_compile.runtime.ops.stream_fp8 import tiles as by_tiles
 from mllm_compile.runtime.ops.stream_fp8.few import FewTiling
 from mllm_compile.runtime.ops.stream_fp8.linear import GROUP, Fp8Kind, Fp8Tiling
+from mllm_compile.runtime.ops.stream_fp8.tiles import TileTiling
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS
 from mllm_compile.runtime.ops.stream_linear.shapes import is_head
 
-MAX_FP8_TOKENS = by_few.MAX_TOKENS
+MAX_FP8_TOKENS = by_tiles.MAX_TOKENS
 FP8_BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_FP8_TOKENS)
 
 _ROWS_UNIT = 64  # what weights are multiples of; of columns they have whole groups
-_TILINGS = {tiling.source: tiling for tiling in (FewTiling,)}
+_TILINGS = {tiling.source: tiling for tiling in (FewTiling, TileTiling)}
 
 
 def is_streamed(rows: int, columns: int, tokens: int) -> bool:
@@ -29,7 +31,7 @@ def is_streamed(rows: int, columns: int, tokens: int) -> bool:
 
 def choose_tiling(kind: Fp8Kind, tokens: int) -> Fp8Tiling:
     """The tiling for a bucket of tokens."""
-    return by_few.choose(kind)
+    return by_few.choose(kind) if tokens <= by_few.MAX_TOKENS else by_tiles.choose(kind, tokens)
 
 
 def tiling_from_json(data: Mapping[str, Any]) -> Fp8Tiling:
@@ -39,7 +41,10 @@ def tiling_from_json(data: Mapping[str, Any]) -> Fp8Tiling:
 
 def sweep_tilings(kind: Fp8Kind, tokens: int) -> Iterator[tuple[str, Fp8Tiling]]:
     """Other tilings for a bucket of tokens, with a name each that says how they divide any linear."""
-    for split, piece, resident, lead in itertools.product((1, 2), (1024, 2048), (2, 1), (0, 2, 1 << 20)):
-        tiling = by_few.divide(kind, piece=piece, resident=resident, lead=lead, split=split)
+    if tokens > by_few.MAX_TOKENS:
+        yield from by_tiles.best_by_form(kind, tokens)
+        return
+    for split, piece, resident in itertools.product((1, 2), (1024, 2048), (2, 1)):
+        tiling = by_few.divide(kind, piece=piece, resident=resident, split=split)
         if tiling is not None:
-            yield f"split {split}, pieces of {piece}, {resident} resident, lead {lead}", tiling
+            yield f"split {split}, pieces of {piece}, {resident} resident", tiling

@@ -17,7 +17,7 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.ops.stream_fp8 import few
+from mllm_compile.runtime.ops.stream_fp8 import few, tiles
 from mllm_compile.runtime.ops.stream_fp8.linear import GROUP, Fp8Kind
 from mllm_compile.runtime.ops.stream_fp8.ops import _Loaded, load_kernels
 from mllm_compile.runtime.ops.stream_fp8.shapes import (
@@ -28,6 +28,8 @@ from mllm_compile.runtime.ops.stream_fp8.shapes import (
     tiling_from_json,
 )
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
+
+_SHARED_BYTES = 227 << 10  # of a block on an H200
 
 
 def kinds(max_rows: int, columns: tuple[int, int]) -> st.SearchStrategy[Fp8Kind]:
@@ -58,6 +60,20 @@ def test_eight_tokens_divide_into_pieces_that_fit_beside_the_next_kernels(kind):
     of_pass = math.ceil(kind.columns / tiling.split / tiling.piece / tiling.passes) * tiling.piece
     assert of_pass * tiling.split * tiling.passes >= kind.columns
     assert tiling.input_registers <= 64
+
+
+@given(KINDS, st.sampled_from([tokens for tokens in FP8_BUCKETS if tokens > few.MAX_TOKENS]))
+def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
+    tiling = tiles.choose(kind, tokens)
+    assert tiling.rows % (16 * tiling.row_tiles) == 0
+    assert tiling.rows <= 256, "of a box"
+    assert kind.columns % (GROUP * tiling.split * tiling.panels) == 0
+    assert tiling.panels % tiling.column_warps == 0
+    assert tiling.shared_bytes <= _SHARED_BYTES
+    assert min(3, tiling.steps) <= tiling.stages <= tiling.steps
+    assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
+    if tiling.split > 1:
+        assert tiling.num_blocks == tiling.num_tiles * tiling.split, "one tile a cluster"
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (24576, 4096), (1024, 3072), (64, 128)])
@@ -97,18 +113,17 @@ def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
         load_kernels([choose_tiling(Fp8Kind(64, 256), 8)], {}, torch.device("cuda:0"))
 
 
-COMPILED = [
-    *[Fp8Kind(24576, 4096, 256, gated=True, group=group) for group in (0, GROUP)],
-    *[Fp8Kind(4096, 12288, residual=True, next_blocks=256, group=group) for group in (0, GROUP)],
-    Fp8Kind(896, 4864, residual=True, group=GROUP),
-    Fp8Kind(1152, 896, 56, bias=True),
-]
+COMPILED = [(Fp8Kind(24576, 4096, 256, gated=True, group=group), tokens) for group in (0, GROUP) for tokens in (8, 32)]
+COMPILED += [(Fp8Kind(4096, 12288, residual=True, next_blocks=256, group=GROUP), tokens) for tokens in (8, 16)]
+COMPILED += [(Fp8Kind(4096, 12288, residual=True, next_blocks=256), tokens) for tokens in (8, 64)]
+COMPILED += [(Fp8Kind(896, 4864, residual=True, group=GROUP), tokens) for tokens in (8, 16)]
+COMPILED += [(Fp8Kind(1152, 896, 56, bias=True), tokens) for tokens in (8, 16)]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("kind", COMPILED, ids=lambda kind: kind.name)
-def test_the_source_compiles_without_spilling(tmp_path, kind):
-    (tmp_path / "kernel.cu").write_text(kernel_source(choose_tiling(kind, 8)))
+@pytest.mark.parametrize(("kind", "tokens"), COMPILED, ids=lambda value: getattr(value, "name", None))
+def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
+    (tmp_path / "kernel.cu").write_text(kernel_source(choose_tiling(kind, tokens)))
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -121,10 +136,11 @@ def test_the_source_compiles_without_spilling(tmp_path, kind):
     [
         (Fp8Kind(4096, 4096, residual=True), 5, [(tensor_maps.panels, 16, 8)]),
         (Fp8Kind(24576, 4096, gated=True), 1, [(tensor_maps.halves, 16, 8)]),
+        (Fp8Kind(24576, 4096, gated=True), 13, [(tensor_maps.halves, 192, 1), (tensor_maps.rows, 13)]),
     ],
 )
 def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_tokens, boxes):
-    """Values as elements of two bytes."""
+    """Values as elements of two bytes; x by TMA where it comes by boxes too."""
     driver()
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append((matrix, *boxes)))
