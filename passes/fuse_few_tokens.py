@@ -14,9 +14,11 @@ from torch import fx
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.linear import Linear, match_fp8_linear, match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
+from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 
 
@@ -121,7 +123,7 @@ def few_token_form(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | No
     form = copy_of(piece)
     fusion = _Fusion(form.graph, ops)
     # In this order: a linear is read by all that it can be a part of.
-    for fuse in (fusion.residual, fusion.gated, fusion.linear):
+    for fuse in (fusion.residual, fusion.experts, fusion.gated, fusion.linear, fusion.scaled_experts):
         for node in list(form.graph.nodes):
             fuse(node)
     form.graph.eliminate_dead_code()
@@ -158,6 +160,29 @@ class _Fusion:
             self._replace(node, linear, out)
             return
 
+    def experts(self, node: fx.Node) -> None:
+        """Lets experts (stream_experts) leave what a norm behind them needs, if only kernels of ours read that."""
+        if not is_op(node, "stream_expert_down") or len(self._norms[node]) != 1:
+            return
+        norm_node, norm = self._norms[node][0]
+        if self._have_scaled_input(norm_node, norm):
+            x, weight, residual, *router = node.args
+            with self._graph.inserting_before(node):
+                operands = (x, weight, residual, norm.weight, *router)
+                together = self._graph.call_function(op("stream_expert_down_norm"), operands)
+            together.meta.update(node.meta)
+            num_blocks = norm.x.meta["val"].shape[-1] // ROWS
+            out = self._take_outputs(node, together, num_blocks, norm_node, norm)
+            node.replace_all_uses_with(out)
+            self._graph.erase_node(node)
+
+    def scaled_experts(self, node: fx.Node) -> None:
+        """Gives experts the norm before them as its input times its weight, where it is left so."""
+        norm = self._scaled.get(node.args[0]) if is_op(node, "stream_expert_up") else None  # type: ignore[arg-type]
+        if norm is not None:
+            _, weight, _, _, *others = node.args
+            node.args = (norm.value, weight, norm.squares, norm.eps, *others)
+
     def gated(self, node: fx.Node) -> None:
         """Fuses silu(gate) * up over the halves of a linear."""
         linear = self._ops.match_without_bias(match_silu_mul(node))
@@ -181,8 +206,15 @@ class _Fusion:
         self, node: fx.Node, linear: Linear, residual: fx.Node, norm_node: fx.Node, norm: RMSNorm
     ) -> fx.Node:
         together = self._call(node, linear, "_residual_norm", linear.source, residual, norm.weight)
+        return self._take_outputs(node, together, self._ops.norm_blocks(linear), norm_node, norm)
+
+    def _take_outputs(
+        self, node: fx.Node, together: fx.Node, num_blocks: int | None, norm_node: fx.Node, norm: RMSNorm
+    ) -> fx.Node:
+        """Takes apart what a call gives that leaves a norm's input, that times its weight, and sums of squares; returns
+        the input."""
         val = node.meta["val"]
-        squares = val.new_empty((*val.shape[:-1], self._ops.norm_blocks(linear)), dtype=torch.float32)
+        squares = val.new_empty((*val.shape[:-1], num_blocks), dtype=torch.float32)
         together.meta["val"] = (val, torch.empty_like(val), squares)
         with self._graph.inserting_before(node):
             out, value, sums = (self._graph.call_function(operator.getitem, (together, index)) for index in range(3))
@@ -208,6 +240,9 @@ class _Fusion:
 
     def _can_go(self, norm_node: fx.Node, norm: RMSNorm, linear: Linear) -> bool:
         """True if the linear before a norm and the linears that read the norm can do without it."""
-        are_ours = all(self._ops.match(user) is not None for user in norm_node.users)
-        is_bfloat16 = norm.x.meta["val"].dtype == torch.bfloat16
-        return is_bfloat16 and are_ours and self._ops.norm_blocks(linear) is not None
+        return self._have_scaled_input(norm_node, norm) and self._ops.norm_blocks(linear) is not None
+
+    def _have_scaled_input(self, norm_node: fx.Node, norm: RMSNorm) -> bool:
+        """True if all that reads a norm can take its input times its weight, with sums of squares."""
+        are_ours = all(self._ops.match(user) is not None or is_op(user, "stream_expert_up") for user in norm_node.users)
+        return norm.x.meta["val"].dtype == torch.bfloat16 and are_ours

@@ -70,12 +70,12 @@ def _expert_linears(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _add_forms(gm: fx.GraphModule, name: str) -> None:
-    """Copies the form that a step of so many tokens has now, where it has none of that size."""
+    """Copies the form that a step of so many tokens has now, where it has none of that size, and linears of experts."""
     forms = gm.meta.setdefault(SMALL_FORMS, {}).setdefault(name, {})
     for size in FORM_TOKENS:
-        if size not in forms:
-            source: Any = gm.get_submodule(min((one for one in forms.items() if one[0] > size), default=(0, name))[1])
-            forms[size] = f"{name}_experts_{size}"
+        source: Any = gm.get_submodule(min((one for one in forms.items() if one[0] >= size), default=(0, name))[1])
+        if size not in forms and any(_expert_linears(source.graph)):
+            forms[size] = f"{name}_grouped_{size}"
             gm.add_module(forms[size], copy_of(source))
 
 

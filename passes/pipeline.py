@@ -37,6 +37,7 @@ from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
 from mllm_compile.passes.tile_experts import TileExperts
@@ -60,6 +61,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     DeduplicatePieces,  # equal stretches share one module
     ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
     CountExperts,  # for runtime.expert_stats, how often each expert is chosen
+    StreamExperts,  # a form for steps of up to 8 tokens of pieces with experts, which find the choice themselves
     FuseSingleToken,  # a further form of each piece, for steps of one token
     StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
     FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears

@@ -50,6 +50,9 @@ OPS = {
     "rope_and_cache": "rope_cache",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
+    "stream_expert_down": "stream_experts.ops",
+    "stream_expert_down_norm": "stream_experts.ops",
+    "stream_expert_up": "stream_experts.ops",
     "stream_fp8_linear": "stream_fp8.ops",
     "stream_fp8_linear_residual": "stream_fp8.ops",
     "stream_fp8_linear_residual_norm": "stream_fp8.ops",
@@ -64,6 +67,7 @@ FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
     "ranks": "ranks.family",
+    "stream_experts": "stream_experts.family",
     "stream_fp8": "stream_fp8.family",
     "stream_linear": "stream_linear.family",
 }

@@ -106,7 +106,17 @@ def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
 
 
 # Functions of the kernel families, and Triton's of experts.
-OUR_GEMMS = {"expert_tiles", "gated_linear", "stream_linear", "wide_linear", "_grouped_linear_kernel"}
+OUR_GEMMS = {
+    "expert_down",
+    "expert_gate_up",
+    "expert_tiles",
+    "fp8_linear",
+    "fp8_tiles",
+    "gated_linear",
+    "stream_linear",
+    "wide_linear",
+    "_grouped_linear_kernel",
+}
 
 
 @pytest.mark.parametrize("name", sorted(OUR_GEMMS))

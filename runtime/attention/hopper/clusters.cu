@@ -4,7 +4,10 @@
 // memory holds are asked for at once (by TMA), before the kernel ahead has ended but for the one with the new token's
 // key, which that kernel writes: lengths, the page table and what stands before that key are of earlier kernels. Where
 // blocks rotate (rotation.cuh) that tile comes too, and the warp whose keys it ends puts the new token there itself. A
-// warp has 16 keys of a tile and sums of its own; sums are added up in a block, then over distributed shared memory.
+// block's warps share its queries' rotation. A warp has 16 keys of a tile and sums of its own; sums are added up in a
+// block, then over distributed shared memory. They stand where tiles were: so two blocks fit on a multiprocessor. A
+// cluster's blocks must lie in one group of 16 or 18 multiprocessors, not all of which a GPU has: with one block each,
+// 32 clusters of four may not run side by side.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
 // STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh).
@@ -33,26 +36,31 @@ __device__ __forceinline__ float load_peer(const float* place, u32 rank) {
 struct Sums {  // over some keys: weighted values, the largest logit, the weights' sum
   float values[GROUP][D], top[GROUP], total[GROUP];
 };
-struct Shared {
+struct AllSums {
   Sums of_warp[WARPS], of_block;
+};
+static_assert(sizeof(AllSums) <= STAGES * TILE_BYTES, "they stand where tiles were");
+struct Shared {
+  Row queries[GROUP];
   u64 full[STAGES], empty[STAGES];
 };
-static_assert(GROUP * sizeof(Row) <= sizeof(Sums), "queries are where a warp's sums will be");
 static_assert(1024 + STAGES * TILE_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
-// The query heads of a KV head; by way of `rows` where the warp rotates them.
+// The query heads of a KV head; by way of `rows` where the block rotates them, a share of them a warp.
 __device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32* heads, const Rotation& rotation,
                                              const Weights& weights, const Angle& angle, Row* rows) {
   if (!rotation.k) return load_operand(query, heads, HEAD_PAIRS);
-  Head of[GROUP];
+  constexpr int SHARE = (GROUP + WARPS - 1) / WARPS;
+  const int first = threadIdx.x / 32 * SHARE;
+  Head of[SHARE];
 #pragma unroll
-  for (int g = 0; g < GROUP; g++) of[g] = load_head(heads + g * HEAD_PAIRS);
+  for (int i = 0; i < SHARE; i++) of[i] = load_head(heads + min(first + i, GROUP - 1) * HEAD_PAIRS);
   rotate(of, weights.q, angle, rotation);
 #pragma unroll
-  for (int g = 0; g < GROUP; g++) put_head(rows[g], of[g]);
-  __syncwarp();
+  for (int i = 0; i < SHARE; i++)
+    if (first + i < GROUP) put_head(rows[first + i], of[i]);
+  __syncthreads();
   load_operand(query, rows[0], ROW_PAIRS);
-  __syncwarp();  // or a lane might put a sum there
 }
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
@@ -61,7 +69,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
                    const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
-  Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * TILE_BYTES);
+  char* const aligned = memory + (ring - shared_address(memory));
+  AllSums& all_sums = *(AllSums*)aligned;
+  Shared& shared = *(Shared*)(aligned + STAGES * TILE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
   const int rank = blockIdx.x % SPLIT, sequence = blockIdx.x / SPLIT, head = sequence % KV_HEADS;
@@ -114,7 +124,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   if (puts_new_key) new_key[0] = load_new_key(rotation, request, head), new_value = load_new_value(rotation, request, head);
   u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
   const u32* heads = q + (u64)request * rotation.q_stride + head * GROUP * HEAD_PAIRS;
-  load_queries(query, heads, rotation, norm_weights, angle, (Row*)&shared.of_warp[warp]);  // its sums come there later
+  load_queries(query, heads, rotation, norm_weights, angle, shared.queries);
   if (puts_new_key) rotate(new_key, norm_weights.k, angle, rotation);
   float sums[D / 8][4] = {}, top = NOTHING, total = 0.f;
   for (int i = 0; i < mine; i++) {
@@ -180,8 +190,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   }
   total += __shfl_xor_sync(~0u, total, 1);
   total += __shfl_xor_sync(~0u, total, 2);
+  __syncthreads();  // all tiles have been read
   if (member < GROUP) {
-    Sums& own = shared.of_warp[warp];
+    Sums& own = all_sums.of_warp[warp];
 #pragma unroll
     for (int n = 0; n < D / 8; n++) *(float2*)&own.values[member][n * 8 + quad * 2] = float2{sums[n][0], sums[n][1]};
     if (quad == 0) own.top[member] = top, own.total[member] = total;
@@ -191,15 +202,15 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   for (int g = 0; g < GROUP; g++) {
     float most = NOTHING, all = 0.f, sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.of_warp[w].top[g]);
+    for (int w = 0; w < WARPS; w++) most = fmaxf(most, all_sums.of_warp[w].top[g]);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float factor = exp2f(shared.of_warp[w].top[g] - most);
-      all += factor * shared.of_warp[w].total[g];
-      sum += factor * shared.of_warp[w].values[g][threadIdx.x];
+      const float factor = exp2f(all_sums.of_warp[w].top[g] - most);
+      all += factor * all_sums.of_warp[w].total[g];
+      sum += factor * all_sums.of_warp[w].values[g][threadIdx.x];
     }
-    shared.of_block.values[g][threadIdx.x] = sum;
-    if (threadIdx.x == 0) shared.of_block.top[g] = most, shared.of_block.total[g] = all;
+    all_sums.of_block.values[g][threadIdx.x] = sum;
+    if (threadIdx.x == 0) all_sums.of_block.top[g] = most, all_sums.of_block.total[g] = all;
   }
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -209,9 +220,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     float tops[SPLIT], totals[SPLIT], sum_of[SPLIT], most = NOTHING, all = 0.f, sum = 0.f;
 #pragma unroll
     for (int peer = 0; peer < SPLIT; peer++) {
-      tops[peer] = load_peer(&shared.of_block.top[g], peer);
-      totals[peer] = load_peer(&shared.of_block.total[g], peer);
-      sum_of[peer] = load_peer(&shared.of_block.values[g][d], peer);
+      tops[peer] = load_peer(&all_sums.of_block.top[g], peer);
+      totals[peer] = load_peer(&all_sums.of_block.total[g], peer);
+      sum_of[peer] = load_peer(&all_sums.of_block.values[g][d], peer);
       most = fmaxf(most, tops[peer]);
     }
 #pragma unroll

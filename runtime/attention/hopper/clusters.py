@@ -24,6 +24,7 @@ MOST_SEQUENCES_OF_LONG = 64
 
 _RING_TILES = 3  # of keys and values; two blocks on a multiprocessor
 _WARPS = 4
+_QUERY_PADDING = 8  # of a row of shared memory, as rotation.cuh has it
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class ClusterKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the ring and its alignment, sums of warps and of the block, and barriers."""
+        """Bytes of the ring, where sums stand later, and its alignment; queries and barriers."""
         ring = _RING_TILES * TILE * HEAD_DIM * 2 * 2
-        sums = (_WARPS + 1) * self.group * (HEAD_DIM + 2) * 4
-        return ring + 1024 + sums + 2 * _RING_TILES * 8
+        queries = self.group * (HEAD_DIM + _QUERY_PADDING) * 2
+        return ring + 1024 + queries + 2 * _RING_TILES * 8
 
     @property
     def box_rows(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +20,8 @@ _STEP = 32  # columns of a warp's step
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
 _MIN_COLUMNS = 1536
 _MIN_BYTES_A_NS = 28  # as Triton's kernels
-_MOST_PIECES, _MOST_STAGES = 8, 8  # of a block's columns; of a ring
+_MOST_PIECES = 8  # of a block's columns
+_FEWEST_STAGES, _MOST_STAGES = 2, 8  # of a ring
 
 
 class _Division(NamedTuple):
@@ -75,11 +76,15 @@ class RowTiling(LinearTiling):
     def num_threads(self) -> int:
         return 32 * self.warps
 
+    @property
+    def groups(self) -> int:
+        """Groups of rows of a cluster, at the most."""
+        return math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
+
     @cached_property
     def shared_bytes(self) -> int:
         """Bytes of the ring; sums of warps and of the cluster's blocks, factors and barriers."""
-        groups = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
-        finished = math.ceil(groups / self.split)
+        finished = math.ceil(self.groups / self.split)
         sums = self.warps * MAX_TOKENS * (NORM_ROWS + 4) + finished * self.split * MAX_TOKENS * NORM_ROWS
         return self.stages * NORM_ROWS * self.piece * 2 + (sums + MAX_TOKENS) * 4 + (2 * self.stages + finished) * 8
 
@@ -99,12 +104,20 @@ def takes(rows: int, columns: int) -> bool:
     """True if a weight [rows, columns] divides so, into pieces that read fast."""
     if not _MIN_COLUMNS <= columns <= _DIVISIONS[-1].most_columns or columns % (_STEP * _division_of(columns).split):
         return False
-    return _bytes_a_ns(choose(LinearKind(rows, columns))) >= _MIN_BYTES_A_NS
+    return _bytes_a_ns(_fastest(LinearKind(rows, columns))) >= _MIN_BYTES_A_NS
 
 
 @cache
 def choose(kind: LinearKind) -> RowTiling:
-    """Pieces and stages that should read the fastest; of equals those with the most stages."""
+    """Pieces and stages that should read the fastest, but no stages that a block has no use for: in the room that they
+    leave the next kernel's blocks ask for their weights meanwhile."""
+    fastest = _fastest(kind)
+    pieces = math.ceil(kind.columns / fastest.split / fastest.piece)
+    return replace(fastest, stages=min(fastest.stages, max(_FEWEST_STAGES, pieces * fastest.groups)))
+
+
+def _fastest(kind: LinearKind) -> RowTiling:
+    """The tiling that should read the fastest; of equals the one with the most stages."""
     tilings = (tiling for count in range(1, _MOST_PIECES + 1) for tiling in _tilings(kind, count))
     return max(tilings, key=lambda tiling: (_bytes_a_ns(tiling), tiling.stages))
 
@@ -112,7 +125,7 @@ def choose(kind: LinearKind) -> RowTiling:
 def _tilings(kind: LinearKind, num_pieces: int) -> Iterator[RowTiling]:
     _, split, clusters, warps, resident = _division_of(kind.columns)
     piece = math.ceil(kind.columns / split / num_pieces / (_STEP * warps)) * _STEP * warps
-    for stages in range(2, _MOST_STAGES + 1):
+    for stages in range(_FEWEST_STAGES, _MOST_STAGES + 1):
         tiling = RowTiling(kind, MAX_TOKENS, split, clusters, warps, resident, piece, stages)
         if tiling.shared_bytes <= _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES:
             yield tiling

@@ -22,6 +22,8 @@ from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (d
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 from mllm_compile.runtime.ops.stream_fp8 import ops as fp8_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
@@ -116,8 +118,47 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
     library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
+    library.impl("stream_expert_up", stream_expert_up, "CPU")
+    library.impl("stream_expert_down", stream_expert_down, "CPU")
+    library.impl("stream_expert_down_norm", stream_expert_down_norm, "CPU")
     yield
     del library
+
+
+def _choice(choice, weights, slots, num_chosen, softmax, renormalise, wide):
+    """Weights and ids of each token's experts."""
+    if weights is None:
+        weights, ids = choose_experts(choice, num_chosen, softmax, renormalise)
+    else:
+        ids = choice
+    return weights.to(torch.float32 if wide else torch.bfloat16), ids
+
+
+def stream_expert_up(x, weight, squares, eps, *router):
+    """Rows of padding hold NaN."""
+    _, ids = _choice(*router)
+    rows = [
+        linear(token, weight[expert], None if squares is None else squares.flatten(0, -2)[index], eps, True)
+        if router[2][index] > 0
+        else torch.full((weight.shape[1] // 2,), torch.nan, dtype=x.dtype)
+        for index, token in enumerate(x.flatten(0, -2))
+        for expert in ids[index].tolist()
+    ]
+    return torch.stack(rows)
+
+
+def stream_expert_down(x, weight, residual, *router):
+    weights, ids = _choice(*router)
+    rows = torch.stack(
+        [torch_linear(row, weight[expert]) for row, expert in zip(x, ids.flatten().tolist(), strict=True)]
+    )
+    total = sum_experts(rows, weights)
+    return residual + torch.where((router[2] > 0)[:, None], total, 0).view(residual.shape)
+
+
+def stream_expert_down_norm(x, weight, residual, norm_weight, *router):
+    out = stream_expert_down(x, weight, residual, *router)
+    return out, out * norm_weight, out.float().pow(2).unflatten(-1, (-1, ROWS)).sum(-1)
 
 
 def few_linear_residual_norm(x, weight, residual, norm_weight):

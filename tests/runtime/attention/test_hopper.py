@@ -45,7 +45,7 @@ def test_a_tile_is_of_whole_pages_or_a_page_of_whole_tiles(page_size, is_right):
     assert are_served(32, 8, 128, page_size) is is_right
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 5, 6])
+@pytest.mark.parametrize("group", range(1, 9))
 def test_two_blocks_fit_on_a_multiprocessor(group):
     for kernel in cluster_kernels(8 * group, 8, 64):
         assert 2 * (kernel.shared_bytes + _RESERVED_BYTES) <= _MULTIPROCESSOR_BYTES

@@ -1,0 +1,97 @@
+"""Experts' kernels for few tokens on Hopper, as far as they go without one: how they are laid out, and their source."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm_compile.errors import ArtifactError
+from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN
+from mllm_compile.runtime.ops.stream_experts import ops
+from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
+from mllm_compile.runtime.ops.stream_experts.shapes import is_taken
+
+QWEN = Routing(128, 8, 2, SOFTMAX_OF_ALL, True, False)
+GIVEN = Routing(512, 10, 0, NO_SOFTMAX, False, True)
+KERNELS: list[ExpertsKernel] = [
+    GateUpKernel(QWEN, 1536, 2048, 128),
+    GateUpKernel(GIVEN, 1024, 4096, 0),
+    GateUpKernel(Routing(60, 4, 4, SOFTMAX_OF_CHOSEN, False, True), 2816, 6144, 0),
+    DownKernel(QWEN, 2048, 768, 128),
+    DownKernel(GIVEN, 8192, 1024, 0),
+    DownKernel(Routing(1024, 32, 2, SOFTMAX_OF_CHOSEN, False, False), 4096, 512, 256),
+]
+
+
+@given(
+    st.integers(1, 1024),
+    st.integers(1, 32),
+    st.integers(1, 32),
+    st.integers(1, 128),
+    st.integers(1, 512),
+    st.booleans(),
+)
+def test_what_is_taken_fits_on_a_multiprocessor(experts, chosen, columns, hidden, outputs, is_given):
+    sizes = (256 * columns, 8 * hidden, 16 * outputs)
+    routing = Routing(experts, chosen, 0 if is_given else 2, SOFTMAX_OF_ALL, True, False)
+    if not is_taken(experts, chosen, *sizes):
+        return
+    up, down = GateUpKernel(routing, 2 * sizes[1], sizes[0], 0), DownKernel(routing, sizes[2], sizes[1], 0)
+    for kernel in (up, down):
+        assert kernel.shared_bytes <= 227 << 10
+        assert kernel.stages >= 4, "what is asked for is on its way while others are multiplied"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_is_the_same_from_json(kernel):
+    data = json.loads(json.dumps(kernel.to_json()))
+    assert family("stream_experts").from_json(data) == kernel
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        family("stream_experts").from_json(data | {"warps": 4})
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_source_compiles_without_spilling(tmp_path, kernel):
+    (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
+    assert "warning" not in done.stderr
+
+
+def test_a_launch_takes_the_kernel_of_its_shapes(driver, monkeypatch):
+    driver()
+    monkeypatch.setattr(ops, "_LOADED", {})
+    binaries = {kernel.name: b"binary" for kernel in KERNELS}
+    ops.load_expert_kernels(KERNELS, binaries, torch.device("cuda:0"))
+    launches: list[tuple[object, ...]] = []
+    for loaded in ops._LOADED.values():
+        monkeypatch.setattr(loaded._loaded, "launch", lambda *how, of=loaded: launches.append((of._kernel, *how[:2])))
+    monkeypatch.setattr(ops, "_LOADED", {(-1, kernel): loaded for (_, kernel), loaded in ops._LOADED.items()})
+    x, h = torch.zeros(1, 3, 2048, dtype=torch.bfloat16), torch.zeros(3 * 8, 768, dtype=torch.bfloat16)
+    up = torch.empty(128, 1536, 2048, dtype=torch.bfloat16)
+    down = torch.empty(128, 2048, 768, dtype=torch.bfloat16)
+    router = (torch.zeros(3, 128, dtype=torch.bfloat16), None, torch.ones(3, dtype=torch.int64), 8, 1, True, False)
+    assert ops.stream_expert_up(x, up, torch.zeros(1, 3, 128), 1e-6, *router).shape == (24, 768)
+    outs = ops.stream_expert_down_norm(h, down, x, x[0, 0], *router)
+    assert [tuple(out.shape) for out in outs] == [(1, 3, 2048), (1, 3, 2048), (1, 3, 128)]
+    assert launches == [(KERNELS[0], 132, 288), (KERNELS[3], 128, 288)]
+    with pytest.raises(RuntimeError, match="expert_down_2048x768_next0_128x8_scores2_11 is loaded"):
+        ops.stream_expert_down(h, down, x, *router)
+
+
+def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
+    driver()
+    with pytest.raises(ArtifactError, match="expert_gate_up_1536x2048_norm128_128x8_scores2_11; compile"):
+        ops.load_expert_kernels(KERNELS, {}, torch.device("cuda:0"))
