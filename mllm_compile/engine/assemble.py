@@ -162,19 +162,25 @@ def _initialized(
     from mllm_compile.ranks.group import RankGroup
 
     group = RankGroup(compiled, settings.num_pages)
+    started: list[ModelRunner] = []
     try:
         with timeline.stage("meet ranks"):
             communicator = group.connect()
         runner = ModelRunner(settings, source, communicator)
+        started.append(runner)
         runner.initialize(timeline.stage)
         with timeline.stage("wait for ranks"):
             group.wait_ready()
         return runner, group
     except Exception as error:
         reason = group.explain(error)
+        for one in started:
+            one.shutdown()
         group.close()
         raise reason from None if reason is not error else error
     except BaseException:  # also Ctrl-C
+        for one in started:
+            one.shutdown()
         group.close()
         raise
 
@@ -189,9 +195,9 @@ def _step_runner(runner: ModelRunner, group: RankGroup | None) -> EngineSteps:
 
 
 def _shut_down(runner: ModelRunner, group: RankGroup | None) -> None:
+    runner.shutdown()  # first: graphs hold calls of the group
     if group is not None:
         group.close()
-    runner.shutdown()
 
 
 def _load_text_parts(

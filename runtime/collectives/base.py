@@ -39,10 +39,11 @@ class Communicator(Protocol):
         """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded."""
 
     def abort(self) -> None:
-        """Ends calls that are under way, from another thread, as far as there is a way; none may follow."""
+        """Ends calls that are under way, as far as there is a way, and does not wait; none may follow. From any
+        thread."""
 
     def close(self) -> None:
-        """Gives up what it holds; once or often."""
+        """Gives up what it holds, once or often; nothing runs any more that was captured with its calls."""
 
 
 _threads = threading.local()

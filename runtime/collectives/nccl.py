@@ -149,7 +149,8 @@ class NcclCommunicator:
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:
-            _library().ncclCommAbort(handle)
+            # It ends what is under way at once, and returns when no captured graph has calls of the group any more.
+            threading.Thread(target=_library().ncclCommAbort, args=(handle,), name="nccl-abort", daemon=True).start()
 
     def close(self) -> None:
         self.abort()  # destroying it would wait for the others, which may be gone

@@ -52,8 +52,9 @@ __device__ __forceinline__ uint4 wait_for_chunk(const uint4* from, const volatil
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 push_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers, u32* state, const u32* are_gone,
-         int rank, int num_ranks, int chunks, int most_chunks) {
+         int rank, int num_ranks, int chunks, int most_chunks, int starts_dependents) {
   wait_for_prerequisites();
+  if (starts_dependents) start_dependents();  // all blocks of this kernel run by then
   const u32 call = *(volatile u32*)&state[CALLS];
   const u32 now = call % 3, before = (call + 2) % 3;
   const size_t of_buffer = (size_t)num_ranks * most_chunks;

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mllm_compile.runtime.collectives.push_kernel import CHUNK_BYTES, MOST_RANKS, PushKernel, most_bytes
+from mllm_compile.runtime.collectives.push_kernel import (
+    CHUNK_BYTES,
+    MOST_EARLY_BYTES,
+    MOST_RANKS,
+    PushKernel,
+    most_bytes,
+)
 from mllm_compile.runtime.cuda.driver import Kernel, address_of, load_kernel
 
 _BUFFERS = 3
@@ -83,6 +89,7 @@ class PushedSums:
             self._num_ranks,
             ctypes.c_int(chunks),
             self._most_chunks,
+            ctypes.c_int(x.nbytes <= MOST_EARLY_BYTES),
         )
         self._loaded.launch(self._kernel.num_blocks(chunks), self._kernel.num_threads, arguments)
         return total

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 import operator
 import re
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ from tests.passes.support.lockstep import Cut, canonical_graph, cut
 LARGEST_ERROR = 1e-5  # of float32 logits
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # What packs, interleaves, norms over all heads, adds biases or mixes experts: always tested.
-FIXED = ("qwen3", "olmo2", "phi3", "gpt_oss")
-EACH_TIME = 3  # further ones, others every day
+FIXED = {"qwen3": 2, "phi3": 2, "olmo2": 4, "gpt_oss": 4}  # to the number of ranks
+EACH_TIME = 2  # further ones, others every day
 
 
 def served() -> list[str]:
@@ -42,8 +42,9 @@ def of_today() -> list[str]:
     return [names[(start + index) % len(names)] for index in range(EACH_TIME)]
 
 
-def cut_model(name: str, num_ranks: int, **changes: Any) -> Cut:
-    gm, constants = canonical_graph(tiny_config(name, **changes))
+@cache
+def cut_model(name: str, num_ranks: int) -> Cut:
+    gm, constants = canonical_graph(tiny_config(name))
     return cut(gm, num_ranks, constants)
 
 
@@ -54,8 +55,7 @@ def num_heads(gm: fx.GraphModule) -> list[int]:
 # Architectures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize(("name", "num_ranks"), FIXED.items())
 def test_ranks_compute_what_one_does_and_have_a_part_of_every_layer(name, num_ranks):
     found = cut_model(name, num_ranks)
     assert found.error < LARGEST_ERROR
@@ -77,7 +77,7 @@ def test_every_served_architecture_computes_the_same(name, num_ranks):
 
 
 def test_weights_are_cut_as_transformers_plans_to():
-    for name in ("qwen3", "llama", "mixtral"):
+    for name in ("qwen3", "mixtral"):
         config = tiny_config(name)
         found = cut_model(name, 2)
         planned = {f"model.{pattern}": kind for pattern, kind in config.base_model_tp_plan.items()}
@@ -101,7 +101,7 @@ def test_a_sum_over_ranks_stands_behind_attention_and_behind_the_feed_forward_an
 
 
 def test_norms_over_all_heads_are_means_of_ranks_means():
-    found = cut_model("olmo2", 2)
+    found = cut_model("olmo2", 4)
     layers = tiny_config("olmo2").num_hidden_layers
     assert found.calls["all_reduce"] == 4 * layers + 1
 
