@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PACKED_WEIGHTS, GraphPass, PackedPart, PassResult
+from mllm_compile.passes.match.layer_kinds import is_traced_layer
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
     drop_dead_nodes,
     identifier,
-    is_attention,
     is_call,
     is_weight,
     linear_operands,
@@ -61,7 +61,7 @@ class PackProjections(GraphPass):
         groups: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
         stretch = 0
         for node in gm.graph.nodes:
-            stretch += is_attention(node)
+            stretch += is_traced_layer(node)
             if _is_packable(node):
                 source, weight, bias = linear_operands(node)
                 groups[source, stretch, weight.meta["val"].dtype, bias is None].append(node)

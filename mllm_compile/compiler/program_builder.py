@@ -1,8 +1,9 @@
-"""Reads the parent graph that the passes leave (pieces and attention ops) into the runtime's Program."""
+"""Reads the parent graph that the passes leave (pieces and layers between them) into the runtime's Program."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import fx
 from mllm_compile.compiler.piece_source import size_of
 from mllm_compile.errors import CompileError
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS
-from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op, is_symbolic, is_weight
+from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS, STATE_LAYERS
+from mllm_compile.passes.match.layer_kinds import AttentionKind, LayerKind, StateLayerKind, lowered_kind
+from mllm_compile.passes.match.nodes import is_call, is_op, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
@@ -20,6 +22,7 @@ from mllm_compile.runtime.program.spec import (
     PieceStep,
     Program,
     SmallForm,
+    StateStep,
     Step,
     UnrotatedStep,
 )
@@ -28,7 +31,7 @@ _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L
 
 
 def build_program(graph: fx.GraphModule) -> Program:
-    """One step for each piece call and each attention, in order."""
+    """One step for each piece call, each attention and each layer with a state, in order."""
     steps: list[Step] = []
     for node in graph.graph.nodes:
         if node.op == "call_module":
@@ -44,8 +47,8 @@ def build_program(graph: fx.GraphModule) -> Program:
                     writes_kv_of=next((name for name in layers_of_cache if name), None),
                 )
             )
-        elif is_attention_with_output(node):
-            steps.append(_attention_step(node))
+        elif (kind := lowered_kind(node)) is not None:
+            steps.append(_STEP_MAKERS[type(kind)](node))
     layers: tuple[LayerSpec, ...] = tuple(graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     (logits,) = output.args[0]
@@ -60,6 +63,7 @@ def build_program(graph: fx.GraphModule) -> Program:
         _small_forms(graph),
         expert_weights=expert_weights,
         counted_experts=counted,
+        state_layers=tuple(graph.meta[STATE_LAYERS]),
     )
 
 
@@ -124,6 +128,18 @@ def _attention_step(node: fx.Node) -> AttentionStep:
         values, eps = node.args[6:8]
         unrotated = UnrotatedStep(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
     return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, unrotated)
+
+
+def _state_step(node: fx.Node) -> StateStep:
+    operands: Any
+    operands, out, name = node.args
+    return StateStep(str(name), tuple(map(_value_name, operands)), _value_name(out))
+
+
+_STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
+    AttentionKind: _attention_step,
+    StateLayerKind: _state_step,
+}
 
 
 def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:

@@ -19,6 +19,7 @@ from mllm_compile.config.sources import EngineSource, config_or_runtime
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
+from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
@@ -81,7 +82,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         runner, plan = _start_runner(settings, compiled, timeline)
         try:
             tokenizer, defaults, default_params = loading.result()
-            scheduler = Scheduler(SchedulerConfig.of(compiled.config.runtime, runner.token_to_kv_pool.num_pages))
+            scheduler = Scheduler(_scheduler_config(compiled, runner, timeline))
             step_runner = StepRunner(runner, Sampler(runner.model.sampling))
             _remember(compiled, runner, plan, timeline)
         except BaseException:  # also Ctrl-C
@@ -107,6 +108,14 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
     )
+
+
+def _scheduler_config(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> SchedulerConfig:
+    runtime = compiled.config.runtime
+    if runner.model.state_layers and runtime.enable_prefix_cache:
+        timeline.tell("the prefix cache is off: a prefix of this model is a state besides keys and values")
+        runtime = replace(runtime, enable_prefix_cache=False)
+    return SchedulerConfig.of(runtime, runner.token_to_kv_pool.num_pages)
 
 
 def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
@@ -174,6 +183,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
         "memory": {
             "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
             "KV cache": pool.num_pages * page_bytes,
+            "states": runner.state_pool.num_rows * runner.state_bytes_per_request,
             "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
         },
         "plan": plan.to_json(),
@@ -200,7 +210,9 @@ def _nothing() -> None:
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
     """The one line that is always shown."""
     device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
-    tokens = f"{runner.max_total_num_tokens:,} KV tokens"
+    tokens = f"{runner.max_total_num_tokens:,} {'KV ' if runner.model.layers else ''}tokens"
+    if runner.model.state_layers:
+        tokens += f" · states of {format_bytes(runner.state_bytes_per_request)} a request"
     timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
 
 

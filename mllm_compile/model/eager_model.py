@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.errors import CheckpointError
+from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.refusals import first_line
 from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
@@ -57,9 +57,15 @@ class EagerSource:
         """Loads both.
 
         Raises:
+            UnsupportedModelError: the model has layers with a state, which Transformers would keep for itself.
             CheckpointError: Transformers cannot load the model's folder.
         """
         model = self._source.load(device)
+        if model.state_layers:
+            raise UnsupportedModelError(
+                "runtime.skip_compiled runs Transformers' own layers, whose states do not follow requests "
+                f"({model.state_layers[0].name} has one). Set runtime.skip_compiled: false."
+            )
         names = tuple(layer.name for layer in model.layers)
         return replace(model, eager=EagerModel(self._load_transformers_model(device), names))
 

@@ -22,6 +22,7 @@ from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.state_hook import states_as_ops
 
 INPUT_NAMES = ("input_ids", "positions", "logits_indices")
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
@@ -86,7 +87,7 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
         check_choices(hf_model.text_config)
         weight_names = fake_copy(hf_model.model, mode, device)
         try:
-            with experts_as_ops(hf_model.model):
+            with experts_as_ops(hf_model.model), states_as_ops(hf_model.model):
                 captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
@@ -150,9 +151,11 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
 
 
 def _unserved_layers(config: Any) -> str:
-    """Names recurrent and sparse layers as a hint: they fail in many ways, and the config mostly names them."""
+    """Names recurrent and sparse layers as a hint: those that are not served fail in many ways."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    return f". Its config names layers of kind {', '.join(sorted(kinds))}, which are not served yet" if kinds else ""
+    return (
+        f". Its config names layers of kind {', '.join(sorted(kinds))}, some of which are not served" if kinds else ""
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -165,6 +165,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "enable_prefix_cache": False,
         "expert_stats": True,
         "skip_compiled": True,
+        "state_dtype": "bfloat16",
         "seed": 7,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
