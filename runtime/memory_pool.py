@@ -110,8 +110,8 @@ class KVPool:
 class GDNPool:
     """States of layers that carry one from token to token: gated delta nets, and every other recurrence.
 
-    A row is a request's, the same as in ReqToTokenPool. It need not be cleared for its next owner, who reads nothing
-    before having written.
+    A row is a request's, the same as in ReqToTokenPool; rows behind those hold states of cached prefixes
+    (schedule/state_snapshots.py). No row is cleared for its next owner, who reads nothing before having written.
 
     Args:
         num_rows: rows, the dummy row 0 included.
@@ -132,6 +132,11 @@ class GDNPool:
     def get_state(self, state_id: int) -> torch.Tensor:
         """[num_rows, *shape] of a layer."""
         return self._states[state_id]
+
+    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows `sources` [N] int64 to rows `targets` [N] int64, which differ from each other, in every layer."""
+        for states in self._states:
+            states.index_copy_(0, targets, states.index_select(0, sources))
 
 
 def _saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -140,8 +140,9 @@ class ModelRunner:
         check_table_fits(num_rows * max_context_len * torch.int32.itemsize, runtime, self.device)
         self.req_to_token_pool = ReqToTokenPool(runtime.max_running_requests, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
-        check_states_fit(num_rows * self.state_bytes_per_request, runtime, self.device)
-        self.state_pool = GDNPool(num_rows, self._state_shapes(), self.device)
+        num_states = num_rows + self.num_snapshots
+        check_states_fit(num_states * self.state_bytes_per_request, runtime, self.device)
+        self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
         num_pages = self._measure_num_pages() if num_pages is None else num_pages
         self.token_to_kv_pool = self._make_kv_pool(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
@@ -469,6 +470,12 @@ class ModelRunner:
     def state_bytes_per_request(self) -> int:
         """Bytes that a request's states take, whatever its length; 0 of a model that has attention alone."""
         return GDNPool.bytes_per_row(self._state_shapes())
+
+    @property
+    def num_snapshots(self) -> int:
+        """States of prefixes that the prefix cache keeps, as many as there are requests; 0 where it needs none."""
+        runtime = self.config.runtime
+        return runtime.max_running_requests if runtime.enable_prefix_cache and self.model.state_layers else 0
 
     def _measure_num_pages(self) -> int:
         config = self.config

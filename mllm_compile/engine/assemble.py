@@ -82,7 +82,8 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         runner, plan = _start_runner(settings, compiled, timeline)
         try:
             tokenizer, defaults, default_params = loading.result()
-            scheduler = Scheduler(_scheduler_config(compiled, runner, timeline))
+            num_pages = runner.token_to_kv_pool.num_pages
+            scheduler = Scheduler(SchedulerConfig.of(compiled.config.runtime, num_pages, runner.num_snapshots))
             step_runner = StepRunner(runner, Sampler(runner.model.sampling))
             _remember(compiled, runner, plan, timeline)
         except BaseException:  # also Ctrl-C
@@ -108,14 +109,6 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
     )
-
-
-def _scheduler_config(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> SchedulerConfig:
-    runtime = compiled.config.runtime
-    if runner.model.state_layers and runtime.enable_prefix_cache:
-        timeline.tell("the prefix cache is off: a prefix of this model is a state besides keys and values")
-        runtime = replace(runtime, enable_prefix_cache=False)
-    return SchedulerConfig.of(runtime, runner.token_to_kv_pool.num_pages)
 
 
 def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:

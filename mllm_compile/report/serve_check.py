@@ -140,8 +140,14 @@ def _states(known: _Known) -> list[tuple[str, str]]:
     """The line about states; none for a model without them."""
     if not known.state_layers:
         return []
-    each, requests = _state_bytes(known), known.config.runtime.max_running_requests
-    return [("", f"states {each / 2**20:.2f} MiB a request, {(requests + 1) * each / 2**30:.2f} GiB for {requests}")]
+    each = _state_bytes(known)
+    return [("", f"states {each / 2**20:.2f} MiB a request, {_num_states(known) * each / 2**30:.2f} GiB for all")]
+
+
+def _num_states(known: _Known) -> int:
+    """Rows of states: of requests, of padding, and of cached prefixes."""
+    runtime = known.config.runtime
+    return runtime.max_running_requests * (1 + runtime.enable_prefix_cache) + 1
 
 
 def _kv_tokens(known: _Known) -> tuple[int, str]:
@@ -154,6 +160,6 @@ def _kv_tokens(known: _Known) -> tuple[int, str]:
         return known.start["kv_tokens"], "measured by the last start with this config"
     runtime = known.config.runtime
     budget = most_kv_budget(known.weight_bytes, runtime, torch.device(runtime.device))
-    budget = budget.without((runtime.max_running_requests + 1) * _state_bytes(known), "states")
+    budget = budget.without(_num_states(known) * _state_bytes(known), "states")
     pages = budget.num_pages(runtime.page_size * _kv_bytes(known), runtime) - 1
     return pages * runtime.page_size, budget.explanation

@@ -93,9 +93,9 @@ def check_states_fit(num_bytes: int, runtime: RuntimeSection, device: torch.devi
     free, _ = _memory_bytes(device.type, device.index or 0)
     if num_bytes > free:
         raise DeviceMemoryError(
-            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests need "
-            f"{_gib(num_bytes)}; {device} has {_gib(free)} free. Lower it, or set runtime.state_dtype: bfloat16 "
-            f"(now {runtime.state_dtype})."
+            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests, and as many of "
+            f"cached prefixes, need {_gib(num_bytes)}; {device} has {_gib(free)} free. Lower it, or set "
+            f"runtime.enable_prefix_cache: false or runtime.state_dtype: bfloat16 (now {runtime.state_dtype})."
         )
 
 

@@ -28,15 +28,18 @@ class SchedulerConfig:
     num_pages: int
     """Pages of the KV pool with the dummy page 0, which is never handed out."""
     enable_prefix_cache: bool = True
+    num_snapshots: int = 0
+    """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
 
     @classmethod
-    def of(cls, runtime: RuntimeSection, num_pages: int) -> SchedulerConfig:
+    def of(cls, runtime: RuntimeSection, num_pages: int, num_snapshots: int = 0) -> SchedulerConfig:
         """The limits that `runtime` names, with `num_pages`, the dummy page included."""
-        names = {field.name for field in fields(cls)} - {"num_pages"}
-        return cls(num_pages=num_pages, **{name: getattr(runtime, name) for name in names})
+        names = {field.name for field in fields(cls)} - {"num_pages", "num_snapshots"}
+        settings = {name: getattr(runtime, name) for name in names}
+        return cls(num_pages=num_pages, num_snapshots=num_snapshots, **settings)
 
     def __post_init__(self) -> None:
-        least = {"max_model_len": 2, "num_pages": 2}
+        least = {"max_model_len": 2, "num_pages": 2, "num_snapshots": 0}
         for field in fields(self):
             value, minimum = getattr(self, field.name), least.get(field.name, 1)
             if field.name != "enable_prefix_cache" and value < minimum:
@@ -85,7 +88,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerStats:
-    """Figures at one moment; the last four count from the start."""
+    """Figures at one moment; those of prefixes, preemptions and recomputed tokens count from the start."""
 
     running: int
     waiting: int
@@ -96,3 +99,5 @@ class SchedulerStats:
     prefix_hit_tokens: int  # those of them that came out of it
     preemptions: int
     recomputed_tokens: int  # tokens whose KV was lost to preemptions and not found in the prefix cache again
+    snapshots_kept: int = 0  # prefixes whose state the prefix cache has
+    snapshots_total: int = 0  # rows for such states

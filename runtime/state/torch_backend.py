@@ -68,7 +68,8 @@ class TorchStateBackend:
             span = slice(start, start + length)
             out, state = math_of(kind).scan(kind, _tokens(inputs, span), state)
             inputs.out[span].copy_(out)
-        states.index_copy_(0, row, state.to(states.dtype))
+            state = state.to(states.dtype)  # after every token in deterministic mode, wherever a prompt is cut
+        states.index_copy_(0, row, state)
 
 
 def _tokens(inputs: StateInputs, span: slice) -> Operands:

@@ -136,6 +136,38 @@ def test_preempted_requests_are_computed_again_from_their_beginning(served, expe
         assert engine.stats().preemptions > 0
 
 
+def test_a_prefix_hit_gives_the_tokens_of_a_cold_prompt(served):
+    """Turns of a conversation: each prompt begins with the one before, and an answer to it."""
+    conversation = [served.prompts[-1][:21]]
+    for turn in range(3):
+        answer = served.greedy(conversation[-1])
+        conversation.append([*conversation[-1], *answer[: 3 + turn], *served.prompts[3]])
+    cold = [served.greedy(prompt) for prompt in conversation]
+    with served.engine() as engine:
+        before = 0
+        for prompt, expected in zip([*conversation, conversation[1]], [*cold, cold[1]], strict=True):
+            assert engine.generate([prompt], GREEDY)[0].token_ids == expected
+            stats = engine.stats()
+            hit, before = stats.prefix_hit_tokens - before, stats.prefix_hit_tokens
+            assert (hit > 0) == (prompt is not conversation[0]) and hit % PAGE == 0
+        assert 0 < stats.snapshots_kept <= stats.snapshots_total == 8
+
+
+def test_where_a_state_has_made_room_its_prefix_is_computed_again(served, expected):
+    with served.engine(num_pages=64, max_running_requests=1) as engine:  # and one state of a prefix
+        for index in (6, 7, 6, 6):
+            assert engine.generate([served.prompts[index]], GREEDY)[0].token_ids == expected[index]
+        stats = engine.stats()
+        assert stats.snapshots_kept == stats.snapshots_total == 1
+        assert stats.prefix_hit_tokens == 20, "the last of four found its state, of 23 tokens five pages"
+
+
+def test_without_the_prefix_cache_no_states_are_kept(served, expected):
+    with served.engine(enable_prefix_cache=False) as engine:
+        assert engine.generate([served.prompts[6]], GREEDY)[0].token_ids == expected[6]
+        assert (engine.stats().snapshots_total, engine.stats().prefix_hit_tokens) == (0, 0)
+
+
 def test_in_deterministic_mode_numbers_do_not_depend_on_the_batch(served, expected):
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=2, prompt_logprobs=1)
     with served.engine(deterministic=True) as engine:

@@ -49,6 +49,8 @@ def histories(draw: st.DrawFn) -> History:
         "num_pages": 2 + max_model_len * draw(st.integers(2, 8)) // (4 * page_size),
         "enable_prefix_cache": draw(st.sampled_from([True, True, True, False])),
     }
+    if limits["enable_prefix_cache"]:
+        limits["num_snapshots"] = draw(st.sampled_from([0, 0, 1, 2, 5, 20]))
     events = draw(st.lists(_EVENT, min_size=20, max_size=80))
     return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)))
 
