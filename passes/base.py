@@ -6,15 +6,26 @@ every node that it makes; match/nodes.py has helpers. pipeline.py times, lints, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import fx
+
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+
+# Key of gm.meta that the compiler's driver fills for passes.
+SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
 
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
 STATE_LAYERS = "state_layers"  # list of StateLayer, in layer order
+RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
+IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
+WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
+QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
 SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodule that is its form for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
@@ -47,7 +58,9 @@ class PassTarget:
         compiles_cuda: CUDA C++ for Hopper can be compiled here, and runs on the device.
         hopper_decode: compile.hopper_decode.
         counts_experts: runtime.expert_stats.
+        num_ranks: runtime.tensor_parallel_size.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
+        attention_backend: runtime.attention_backend.
     """
 
     device_type: str
@@ -57,6 +70,8 @@ class PassTarget:
     dtype: str
     kv_cache_dtype: str
     counts_experts: bool = False
+    num_ranks: int = 1
+    attention_backend: str = "torch"
 
 
 class GraphPass:
@@ -92,3 +107,47 @@ class PackedPart:
     weight_name: str
     start: int
     rows: int
+
+
+@dataclass(frozen=True)
+class WeightCut:
+    """A dimension of a weight, and of each rank the ranges (start, length) of it that it has, in order."""
+
+    dim: int
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    def part(self, tensor: Any, rank: int) -> Any:
+        """The rank's part of a tensor, or of what describes one (checkpoint/planned_tensor.py)."""
+        parts = [tensor.narrow(self.dim, start, length) for start, length in self.ranges[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+def part_of_rank(tensor: Any, cuts: tuple[WeightCut, ...], rank: int) -> Any:
+    """The part of a weight that `rank` has."""
+    for cut in cuts:
+        tensor = cut.part(tensor, rank)
+    return tensor
+
+
+@dataclass(frozen=True)
+class SmallWeights:
+    """The weights that may lie in memory in few bits.
+
+    Attributes:
+        schemes: by the weight's name.
+        are_chosen: the checkpoint has them plain, and they are quantised while they are read: then heads and routers,
+            whose errors choose tokens and experts, keep their numbers.
+    """
+
+    schemes: Mapping[str, WeightScheme]
+    are_chosen: bool = False
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """One tensor of a quantised weight of `columns` inputs."""
+
+    weight_name: str
+    role: str
+    scheme: WeightScheme
+    columns: int

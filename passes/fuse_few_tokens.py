@@ -13,10 +13,11 @@ from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
-from mllm_compile.passes.match.linear import Linear, match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.match.linear import Linear, match_fp8_linear, match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 
 
 class FuseFewTokens(GraphPass):
@@ -64,6 +65,7 @@ class LinearOps:
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
         takes_bias: a linear that nothing else becomes part of may have one.
+        is_fp8_taken: tells if they take an fp8 weight of [rows, columns], by ops `mllm.<prefix>_fp8_linear…`.
     """
 
     prefix: str
@@ -71,16 +73,35 @@ class LinearOps:
     num_norm_blocks: Callable[[int, int], int | None]
     takes_float16: bool
     takes_bias: bool = False
+    is_fp8_taken: Callable[[int, int], bool] = lambda rows, columns: False
 
     def match(self, node: object) -> Linear | None:
         """The linear at `node` if these ops take it."""
-        linear = match_linear(node, self.takes_bias)
+        linear = match_linear(node, self.takes_bias) or match_fp8_linear(node, self.takes_bias)
         return linear if linear is not None and self.takes(linear) else None
 
+    def match_without_bias(self, node: object) -> Linear | None:
+        """The linear at `node` if these ops take it, and it has no bias."""
+        linear = self.match(node)
+        return linear if linear is not None and linear.bias is None else None
+
+    def norm_blocks(self, linear: Linear) -> int | None:
+        """Sums of squares a token that it leaves for the norm of its outputs; None: too many."""
+        if linear.scales is not None:
+            return linear.shape[0] // NORM_ROWS
+        return self.num_norm_blocks(*linear.shape)
+
     def takes(self, linear: Linear) -> bool:
-        """True if a kernel exists for the weight's shape and dtype."""
+        """True if a kernel exists for the weight's shape and dtype, and for what it multiplies."""
+        if linear.scales is not None:
+            return linear.source.meta["val"].dtype == torch.bfloat16 and self.is_fp8_taken(*linear.shape)
         is_dtype = self.takes_float16 or linear.weight.meta["val"].dtype == torch.bfloat16
         return is_dtype and self.is_taken(*linear.shape)
+
+    def takes_half(self, linear: Linear) -> bool:
+        """True if they take its gates and ups, a half of its rows each, as one gated linear."""
+        rows, columns = linear.shape
+        return (self.is_taken if linear.scales is None else self.is_fp8_taken)(rows // 2, columns)
 
 
 FEW = LinearOps("few", is_taken, num_norm_blocks, takes_float16=True)
@@ -128,20 +149,19 @@ class _Fusion:
 
     def residual(self, node: fx.Node) -> None:
         """Fuses residual + linear, with the one norm behind it if only linears of ours read that."""
-        for linear, residual in match_residual(node):
-            if self._ops.takes(linear):
-                norms = self._norms[node]
-                if len(norms) == 1 and self._can_go(*norms[0], linear):
-                    out = self._call_norm_op(node, linear, residual, *norms[0])
-                else:
-                    out = self._call(node, "linear_residual", linear.source, linear.weight, residual)
-                self._replace(node, linear, out)
-                return
+        for linear, residual in match_residual(node, self._ops.match_without_bias):
+            norms = self._norms[node]
+            if len(norms) == 1 and self._can_go(*norms[0], linear):
+                out = self._call_norm_op(node, linear, residual, *norms[0])
+            else:
+                out = self._call(node, linear, "_residual", linear.source, residual)
+            self._replace(node, linear, out)
+            return
 
     def gated(self, node: fx.Node) -> None:
         """Fuses silu(gate) * up over the halves of a linear."""
-        linear = self._ops.match(match_silu_mul(node))
-        if linear is not None and linear.bias is None and self._ops.is_taken(linear.shape[0] // 2, linear.shape[1]):
+        linear = self._ops.match_without_bias(match_silu_mul(node))
+        if linear is not None and self._ops.takes_half(linear):
             self._replace(node, linear, self._call_linear(node, linear, True))
 
     def linear(self, node: fx.Node) -> None:
@@ -154,16 +174,15 @@ class _Fusion:
         norm = self._scaled.get(linear.source)
         bias = () if linear.bias is None else (linear.bias,)
         if norm is None:
-            return self._call(node, "linear", linear.source, linear.weight, None, 0.0, is_gated, *bias)
-        return self._call(node, "linear", norm.value, linear.weight, norm.squares, norm.eps, is_gated, *bias)
+            return self._call(node, linear, "", linear.source, None, 0.0, is_gated, *bias)
+        return self._call(node, linear, "", norm.value, norm.squares, norm.eps, is_gated, *bias)
 
     def _call_norm_op(
         self, node: fx.Node, linear: Linear, residual: fx.Node, norm_node: fx.Node, norm: RMSNorm
     ) -> fx.Node:
-        op = "linear_residual_norm"
-        together = self._call(node, op, linear.source, linear.weight, residual, norm.weight)
+        together = self._call(node, linear, "_residual_norm", linear.source, residual, norm.weight)
         val = node.meta["val"]
-        squares = val.new_empty((*val.shape[:-1], self._ops.num_norm_blocks(*linear.shape)), dtype=torch.float32)
+        squares = val.new_empty((*val.shape[:-1], self._ops.norm_blocks(linear)), dtype=torch.float32)
         together.meta["val"] = (val, torch.empty_like(val), squares)
         with self._graph.inserting_before(node):
             out, value, sums = (self._graph.call_function(operator.getitem, (together, index)) for index in range(3))
@@ -172,10 +191,13 @@ class _Fusion:
         self._scaled[norm_node] = _Scaled(value, sums, norm.eps)
         return out
 
-    def _call(self, node: fx.Node, name: str, *operands: Any) -> fx.Node:
-        """Puts a call in the place of `node`."""
+    def _call(self, node: fx.Node, linear: Linear, suffix: str, source: fx.Node, *operands: Any) -> fx.Node:
+        """Puts a call of the linear's op in the place of `node`; its weight follows on `source`."""
+        name, weight = "linear", [linear.weight]
+        if linear.scales is not None:
+            name, weight = "fp8_linear", [linear.weight, linear.scales]
         with self._graph.inserting_before(node):
-            made = self._graph.call_function(op(f"{self._ops.prefix}_{name}"), operands)
+            made = self._graph.call_function(op(f"{self._ops.prefix}_{name}{suffix}"), (source, *weight, *operands))
         made.meta.update(node.meta)
         return made
 
@@ -188,4 +210,4 @@ class _Fusion:
         """True if the linear before a norm and the linears that read the norm can do without it."""
         are_ours = all(self._ops.match(user) is not None for user in norm_node.users)
         is_bfloat16 = norm.x.meta["val"].dtype == torch.bfloat16
-        return is_bfloat16 and are_ours and self._ops.num_norm_blocks(*linear.shape) is not None
+        return is_bfloat16 and are_ours and self._ops.norm_blocks(linear) is not None

@@ -19,6 +19,7 @@ from mllm_compile.passes.match.nodes import (
     drop_dead_nodes,
     input_node,
     is_call,
+    is_op,
     is_symbolic,
     recompute_value,
 )
@@ -170,6 +171,9 @@ def _token_dim(val: Any) -> int | None:
 def _is_by_token(node: fx.Node) -> bool:
     """True if a row of the node's outputs depends only on the same row of its inputs."""
     rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
+    rule = _is_linear if is_op(node, "quantised_linear") else rule
+    if is_op(node, "all_reduce"):
+        rule = _is_pointwise
     inputs = [arg.meta["val"] for arg in node.all_input_nodes if not _is_of_sizes(arg.meta["val"]) and any(_sizes(arg))]
     if rule is None or not inputs or any(_token_dim(value) is None for one in inputs for value in _each(one)):
         return False

@@ -20,6 +20,7 @@ from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
+from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
@@ -31,7 +32,10 @@ from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.pad_heads import PadHeads
+from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
@@ -42,7 +46,10 @@ PASSES: tuple[type[GraphPass], ...] = (
     # The graph as it was traced.
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
+    Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
+    QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
+    PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,
     FuseRopeCache,  # norms and rotation of q and k and the write into the KV cache as one kernel before attention
@@ -61,6 +68,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
+    DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
 )
 
 Observer = Callable[["PassReport", fx.GraphModule], None]

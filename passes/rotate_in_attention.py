@@ -81,7 +81,7 @@ def _made_by(attention: fx.Node) -> fx.Node | None:
 
 def _is_served(layer: LayerSpec, call: fx.Node) -> bool:
     """True if a kernel decodes this layer, and all operands have the type of q."""
-    is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0
+    is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0 and not layer.alibi_slopes and not layer.chunk
     q, k, v, cos, sin, *norms = call.args[:7]
     operands = [node for node in (q, k, v, cos, sin, *norms) if isinstance(node, fx.Node)]
     is_of_one_type = len({node.meta["val"].dtype for node in operands}) == 1

@@ -10,8 +10,10 @@ from torch import fx
 from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.forms import add_forms
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
-from mllm_compile.passes.match.linear import match_linear
-from mllm_compile.passes.match.nodes import LINEAR, is_call
+from mllm_compile.passes.match.linear import match_fp8_linear, match_linear
+from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
+from mllm_compile.runtime.ops.stream_fp8.shapes import MAX_FP8_TOKENS
+from mllm_compile.runtime.ops.stream_fp8.shapes import is_streamed as is_fp8_streamed
 from mllm_compile.runtime.ops.stream_linear.shapes import (
     FORM_TOKENS,
     is_held,
@@ -38,15 +40,24 @@ class StreamLinears(GraphPass):
         y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
+    A linear of an fp8 weight, `mllm.quantised_linear(…, "fp8", …)`, becomes `mllm.stream_fp8_linear…` likewise.
+
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their form is for up to 208 tokens, with a head for up to 64. The pass is
-        left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
+        large weight their form is for up to 208 tokens, with a head for up to 64, with an fp8 one for up to 8. The pass
+        is left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
         the form of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
 
     name: ClassVar[str] = "stream_linears"
-    needs: ClassVar[tuple[str, ...]] = ("stream_linear", "stream_linear_residual", "stream_linear_residual_norm")
+    needs: ClassVar[tuple[str, ...]] = (
+        "stream_linear",
+        "stream_linear_residual",
+        "stream_linear_residual_norm",
+        "stream_fp8_linear",
+        "stream_fp8_linear_residual",
+        "stream_fp8_linear_residual_norm",
+    )
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -55,7 +66,7 @@ class StreamLinears(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         matches = 0
-        for size in FORM_TOKENS:
+        for size in (*FORM_TOKENS, MAX_FP8_TOKENS):
             matches += add_forms(gm, size, "_streamed", partial(_form, tokens=size))
         _drop_slower_forms(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
@@ -64,7 +75,7 @@ class StreamLinears(GraphPass):
 def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
     """The piece's form; None also where a linear would be left to the library, which is slow with few tokens."""
     ops = streamed(tokens)
-    linears = [node for node in piece.graph.nodes if is_call(node, LINEAR)]
+    linears = [node for node in piece.graph.nodes if is_call(node, LINEAR) or is_op(node, "quantised_linear")]
     return few_token_form(piece, ops) if all(ops.match(node) for node in linears) else None
 
 
@@ -76,8 +87,9 @@ def _drop_slower_forms(gm: fx.GraphModule) -> None:
     """
     for name, forms in gm.meta[SMALL_FORMS].items():
         piece: Any = gm.get_submodule(name)
-        linears = (match_linear(node) for node in piece.graph.nodes)
+        linears = [match_linear(node) for node in piece.graph.nodes]
         has_kernels = any(one and (is_read_in_rows(*one.shape) or is_held(*one.shape)) for one in linears)
+        has_kernels |= any(match_fp8_linear(node, takes_bias=True) for node in piece.graph.nodes)
         if 1 in forms and len(forms) > 1 and has_kernels:
             gm.delete_submodule(forms.pop(1))
 
@@ -90,4 +102,5 @@ def streamed(tokens: int) -> LinearOps:
         num_norm_blocks=num_streamed_norm_blocks,
         takes_float16=False,
         takes_bias=True,
+        is_fp8_taken=partial(is_fp8_streamed, tokens=tokens),
     )

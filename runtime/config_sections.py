@@ -13,6 +13,8 @@ BackendName = Literal["flashinfer", "torch"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
 KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
 GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
+# ms, or tenfold what a step's decodes take alone, which is known while serving (schedule/pace.py).
+MaxStepMs = float | Literal["tenfold", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class RuntimeSection:
     """`runtime`. `device` is `cpu` or `cuda:N`."""
 
     device: str
+    tensor_parallel_size: int = 1
     attention_backend: BackendName
     page_size: int
     kv_cache_dtype: KVDtypeName
@@ -48,3 +51,4 @@ class RuntimeSection:
     expert_stats: bool
     skip_compiled: bool
     seed: int
+    max_step_ms: MaxStepMs = "tenfold"  # a default, for runtimes from before there was such a key

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,7 +106,13 @@ class ForwardTimes:
         return time.perf_counter()
 
 
-_forward_context: ForwardContext | None = None
+class _Current(threading.local):
+    """The calling thread's: ranks may run beside each other in one process, and engines do."""
+
+    context: ForwardContext | None = None
+
+
+_current = _Current()
 
 
 def get_forward_context() -> ForwardContext:
@@ -114,29 +121,29 @@ def get_forward_context() -> ForwardContext:
     Raises:
         RuntimeError: no batch is running.
     """
-    if _forward_context is None:
+    context = _current.context
+    if context is None:
         raise RuntimeError(
             "no forward context is set: run the model inside `with set_forward_context(attn_metadata, "
             "no_compile_layers=…, slot_mapping=…, num_tokens=…)`; ModelRunner.forward does so for every batch"
         )
-    return _forward_context
+    return context
 
 
 def is_forward_context_available() -> bool:
     """True if a batch is running."""
-    return _forward_context is not None
+    return _current.context is not None
 
 
 @contextmanager
 def override_forward_context(context: ForwardContext | None) -> Iterator[None]:
     """Make `context` the current one; the previous one is back on the way out, even after an exception."""
-    global _forward_context
-    previous = _forward_context
-    _forward_context = context
+    previous = _current.context
+    _current.context = context
     try:
         yield
     finally:
-        _forward_context = previous
+        _current.context = previous
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
+from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
     check_states_fit,
@@ -62,8 +63,13 @@ class ModelRunner:
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
-    def __init__(self, config: RunnerConfig, source: ModelSource) -> None:
+    def __init__(self, config: RunnerConfig, source: ModelSource, communicator: Communicator | None = None) -> None:
+        """
+        Args:
+            communicator: of this rank, if the model is cut over several: then all make the same calls in one order.
+        """
         self.config = config
+        self.communicator = communicator
         self.max_running_requests = config.runtime.max_running_requests
         self.kv_cache_dtype = config.kv_cache_dtype
         self.forward_pass_id = 0
@@ -110,6 +116,8 @@ class ModelRunner:
                 f"the weights ({self._source.weight_bytes / 2**30:.2f} GiB) did not fit on {self.device}: {error}"
             ) from error
         self.model: LoadedModel = model
+        if self.communicator is not None:
+            self.communicator.use_kernels()
         self.num_hidden_layers = model.num_hidden_layers
         self.num_attention_heads = model.num_attention_heads
         self.num_kv_heads = model.num_kv_heads
@@ -450,8 +458,14 @@ class ModelRunner:
         return self.model.eager
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Makes the runner's GPU the calling thread's current one."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        """Makes the runner's GPU the calling thread's current one, and its rank's communicator the thread's."""
+        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return device if self.communicator is None else _both(device, using(self.communicator))
+
+    def spread_tokens(self) -> None:
+        """Gives every rank the tokens that rank 0 has chosen last, which decodes read; of one rank does nothing."""
+        if self.communicator is not None:
+            self.communicator.broadcast(self.row_state.last_tokens)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -484,10 +498,13 @@ class ModelRunner:
             if self._captures_graphs:
                 budget = budget.without(self._estimate_graph_bytes(), "CUDA graphs (by a trial capture)")
         else:
+            budget = cpu_kv_budget(1 if self.communicator is None else self.communicator.size)
             # Pages of memory that were not written yet still count as free.
-            budget = cpu_kv_budget().without(self.state_pool.num_rows * self.state_bytes_per_request, "states")
+            budget = budget.without(self.state_pool.num_rows * self.state_bytes_per_request, "states")
         bytes_per_page = KVPool.bytes_per_page(config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype)
         num_pages = budget.num_pages(bytes_per_page, config.runtime)
+        if self.communicator is not None:
+            num_pages = self.communicator.least(num_pages)
         logger.info("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)
         return num_pages
 
@@ -531,3 +548,9 @@ class ModelRunner:
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield

@@ -10,7 +10,7 @@ Inductor broke, gives other logits than Transformers gives each request alone. T
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,13 @@ import torch
 from mllm_compile.check.kernels import check_written_pieces, relative_error
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
+from mllm_compile.model.positions_hook import reading_positions
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
-from mllm_compile.passes.base import PackedPart
+from mllm_compile.passes.base import QuantisedTensor, part_of_rank
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.ops import family
@@ -33,13 +35,17 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.link import current_device, link
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import ModelSizes, Program
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
 from mllm_compile.runtime.state.torch_backend import StateInputs, TorchStateBackend
 from mllm_compile.store.artifact import CUBINS, PIECES
 
 if TYPE_CHECKING:
     from mllm_compile.compiler.lowered import Lowered
+    from mllm_compile.model.hf_model import HFModel
 
+_Bound = tuple[ProgramExecutor, tuple[AttentionLayer, ...]]
 _Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
 
 REQUEST_LENGTHS = (5, 3)
@@ -65,19 +71,18 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
     """
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
-        bound = _program_weights(materialise(hf_model, device), program, lowered.packed)
+        by_name = _quantise(hf_model.model, materialise(hf_model, device), lowered.quantised)
         binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         linked = link(program, pieces, binaries, torch.device(device))
-        logits = _check_program(lowered, *linked.bind(bound), device)
+        ranks = [linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)]
+        logits = _check_program(lowered, ranks, device)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits)
 
 
-def _check_program(
-    lowered: Lowered, executor: ProgramExecutor, layers: tuple[AttentionLayer, ...], device: str
-) -> torch.Tensor:
-    """Runs every batch; returns the program's logits of the largest."""
+def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> torch.Tensor:
+    """Runs every batch, on all ranks at once; returns the program's logits of the largest."""
     hf_model, program = lowered.hf_model, lowered.program
     model_type = hf_model.model.config.model_type
     batches = _batches(program, *_requests(hf_model.sizes(program.layers), device))
@@ -85,12 +90,10 @@ def _check_program(
     for batch_ids, batch_positions in batches:
         wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
         with refusing(f"{model_type!r} does not run"):
-            theirs = _logits_of_transformers(hf_model.model, batch_ids, batch_positions, known)
+            theirs = _logits_of_transformers(hf_model, batch_ids, batch_positions, known)
         rows = _some_rows(len(theirs), device) if wants_rows else None
         try:
-            ours, *of_rows = _run_program(
-                executor, layers, batch_ids, batch_positions, rows, device, hf_model.model.dtype
-            )
+            ours, *of_rows = _run_ranks(ranks, batch_ids, batch_positions, rows, device, hf_model.model.dtype)
         except Exception as failure:
             raise CompileError(
                 f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
@@ -152,28 +155,33 @@ def _num_different(requests: _Requests) -> int:
 
 
 def _logits_of_transformers(
-    model: Any, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
+    hf_model: HFModel, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     """Runs each request once, and takes `known` from then on, by how many there are."""
     count = _num_different(ids)
     if count not in known:
-        known[count] = _run_transformers(model, ids[:count], positions[:count])
+        known[count] = _run_transformers(hf_model, ids[:count], positions[:count])
     return known[count].repeat(len(ids) // count, 1)
 
 
-def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
+def _run_transformers(hf_model: HFModel, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:
     """Runs each request alone, with the model's own attention and masks.
 
     Eager attention where there is one: it has all that the model says, while sdpa drops soft caps in silence up to
     Transformers 5.17. A request that begins at 0 is not told its positions: some models count them from elsewhere.
     """
-    told = [{} if position[0] == 0 else {"position_ids": position[None]} for position in positions]
+    model: Any = hf_model.model
+
+    def run_alone(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if positions[0] == 0:
+            return model(input_ids=ids[None], use_cache=False).logits[0]
+        told = positions + hf_model.position_offset
+        with reading_positions(model, lambda counted: told.view(counted.shape)):
+            return model(input_ids=ids[None], position_ids=told[None], use_cache=False).logits[0]
 
     def run(implementation: str) -> torch.Tensor:
         with torch.no_grad(), attention_implementation(model, implementation):
-            each = zip(ids, told, strict=True)
-            alone = [model(input_ids=i[None], use_cache=False, **said).logits[0] for i, said in each]
-            return torch.cat(alone)
+            return torch.cat([run_alone(*request) for request in zip(ids, positions, strict=True)])
 
     try:
         return run("eager")
@@ -181,21 +189,51 @@ def _run_transformers(model: Any, ids: list[torch.Tensor], positions: list[torch
         return run("sdpa")
 
 
-def _program_weights(
-    by_name: Mapping[str, torch.Tensor], program: Program, packed: Mapping[str, tuple[PackedPart, ...]]
+def _quantise(
+    model: Any, by_name: dict[str, torch.Tensor], tensors: Mapping[str, QuantisedTensor]
 ) -> dict[str, torch.Tensor]:
-    """The model's weights as the program wants them: packed parts concatenated, once for parts that layers share."""
-    joined: dict[tuple[int, ...], torch.Tensor] = {}
+    """Adds the tensors of quantised weights to the model's, and gives the model what they stand for. Layers share them,
+    as they share what was quantised."""
+    done: dict[tuple[int, WeightScheme], tuple[dict[str, torch.Tensor], torch.nn.Parameter]] = {}
+    found = dict(by_name)
+    for name, tensor in tensors.items():
+        weight, scheme = by_name[tensor.weight_name], tensor.scheme
+        key = weight.data_ptr(), scheme
+        if key not in done:
+            parts = quantised(weight, scheme)
+            stands_for = dequantised(parts, scheme.kind, scheme.group, tensor.columns, weight.dtype)
+            done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
+        parts, parameter = done[key]
+        found[name] = parts[tensor.role]
+        owner, _, own_name = tensor.weight_name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, parameter)
+    return found
+
+
+def _program_weights(
+    by_name: Mapping[str, torch.Tensor], program: Program, lowered: Lowered, rank: int
+) -> dict[str, torch.Tensor]:
+    """The model's weights as a rank's program wants them: its parts of them, and packed ones concatenated; once for
+    those that layers share."""
+    made: dict[Any, torch.Tensor] = {}
     bound = {}
+
+    def part(name: str) -> torch.Tensor:
+        cuts = lowered.cuts.get(name, ())
+        key = by_name[name].data_ptr(), cuts
+        if key not in made:
+            made[key] = part_of_rank(by_name[name], cuts, rank).contiguous() if cuts else by_name[name]
+        return made[key]
+
     for name in program.weights:
-        if name not in packed:
-            bound[name] = by_name[name]
+        if name not in lowered.packed:
+            bound[name] = part(name)
             continue
-        members = [by_name[part.weight_name] for part in packed[name]]
+        members = [part(member.weight_name) for member in lowered.packed[name]]
         key = tuple(member.data_ptr() for member in members)
-        if key not in joined:
-            joined[key] = torch.cat(members)
-        bound[name] = joined[key]
+        if key not in made:
+            made[key] = torch.cat(members)
+        bound[name] = made[key]
     return bound
 
 
@@ -254,7 +292,9 @@ class _PackedRequests:
                 self._of_request(x, start, length).transpose(0, 1).flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)
             )
             attended = attention_reference(
-                queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left
+                *(queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left),
+                alibi_slopes=layer.alibi_slopes * self.copies,
+                chunk=layer.chunk,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))
             start += length
@@ -267,6 +307,25 @@ class _PackedRequests:
 def _some_rows(tokens: int, device: str) -> torch.Tensor:
     """Picks every second row, the last one first: a pass may have moved their gather to where it does not belong."""
     return torch.arange(tokens - 1, -1, -2, device=device)
+
+
+def _run_ranks(
+    ranks: Sequence[_Bound],
+    ids: list[torch.Tensor],
+    positions: list[torch.Tensor],
+    rows: torch.Tensor | None,
+    device: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """Runs _run_program on all ranks beside each other; returns the first one's logits."""
+    if len(ranks) == 1:
+        return _run_program(*ranks[0], ids, positions, rows, device, dtype)
+
+    def run(rank: int) -> tuple[torch.Tensor, ...]:
+        with current_device(torch.device(device)):
+            return _run_program(*ranks[rank], ids, positions, rows, device, dtype)
+
+    return run_lockstep(len(ranks), run)[0]
 
 
 def _run_program(

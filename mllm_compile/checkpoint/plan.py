@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,10 @@ from mllm_compile.checkpoint.keys import to_model_keys
 from mllm_compile.checkpoint.planned_tensor import Block, PlannedTensor
 from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError
-from mllm_compile.passes.base import PackedPart
-from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec
+from mllm_compile.passes.base import PackedPart, QuantisedTensor, WeightCut, part_of_rank
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.weights.formats.every import FORMATS
+from mllm_compile.runtime.weights.loader import SmallPart, WeightPart, WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,10 +30,36 @@ if TYPE_CHECKING:
 _LEFTOVERS = r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$"
 
 
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a model's weights.
+
+    Attributes:
+        cuts: weight → how it is cut; of those that every rank has whole there is none.
+        shapes: the model's own shapes of its weights.
+        rank: the rank.
+    """
+
+    cuts: Mapping[str, tuple[WeightCut, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    rank: int
+
+    def of(self, name: str, table: Mapping[str, PlannedTensor] | None) -> tuple[Block, ...]:
+        """The blocks that fill the rank's part of a weight that is cut."""
+        whole = PlannedTensor.of_file(name, "", self.shapes[name]) if table is None else table[name]
+        blocks: tuple[Block, ...] = part_of_rank(whole, self.cuts[name], self.rank).blocks
+        return blocks
+
+
+_WHOLE = Part({}, {}, 0)
+
+
 def plan_weights(
     program_weights: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     packed: Mapping[str, tuple[PackedPart, ...]],
     table: Mapping[str, PlannedTensor] | None,
+    quantised: Mapping[str, QuantisedTensor] | None = None,
+    part: Part = _WHOLE,
 ) -> list[WeightSpec]:
     """One spec for each weight of the program.
 
@@ -38,6 +67,8 @@ def plan_weights(
         program_weights: name → shape and dtype of each weight input of the program, constants left out.
         packed: the weights that pack_projections joined.
         table: model key → what fills it (read_checkpoint), or None for random weights.
+        quantised: the weights that quantise_linears made, before they were joined.
+        part: the part of the model's weights that the program's are.
 
     Raises:
         KeyError: the table, which read_checkpoint has checked, lacks a weight.
@@ -47,7 +78,13 @@ def plan_weights(
         members = packed.get(name, (PackedPart(name, 0, shape[0] if shape else 1),))
         parts = []
         for member in members:
-            parts += _parts(member, (member.rows, *shape[1:]) if shape else (), table)
+            tensor = None if quantised is None else quantised.get(member.weight_name)
+            if tensor is not None:
+                parts += _small_parts(member, tensor, table)
+            elif member.weight_name in part.cuts:
+                parts += [_part(member, block) for block in part.of(member.weight_name, table)]
+            else:
+                parts += _parts(member, (member.rows, *shape[1:]) if shape else (), table)
         specs.append(WeightSpec(name, shape, dtype, tuple(parts)))
     return specs
 
@@ -56,6 +93,47 @@ def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, Plann
     if table is None:
         return [WeightPart(member.weight_name, "", member.start, shape)]
     return [_part(member, block) for block in table[member.weight_name].blocks]
+
+
+def _small_parts(
+    member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None
+) -> list[WeightPart]:
+    small = SmallPart(tensor.role, tensor.scheme)
+    if table is None:
+        shape = (member.rows, tensor.columns)
+        return [WeightPart(tensor.weight_name, "", member.start, shape, small=small)]
+    parts = []
+    for block in table[tensor.weight_name].blocks:
+        part = replace(_part(member, block), inner_starts=(), small=small)
+        if source := next(iter(part.sources), None):
+            part = replace(part, tensor=source.name, file=source.file)
+        parts.append(part)
+    return parts
+
+
+def scheme_of(planned: PlannedTensor) -> WeightScheme | None:
+    """The scheme in which a weight can lie in memory as the checkpoint has it: that of all its blocks, each of whole
+    rows; None: it has to be dequantised, or is not quantised."""
+    schemes = {_scheme_of_block(block, planned) for block in planned.blocks}
+    return schemes.pop() if len(schemes) == 1 else None
+
+
+def _scheme_of_block(block: Block, planned: PlannedTensor) -> WeightScheme | None:
+    stored = block.quantised
+    if stored is None or block.steps or not _has_whole_rows(block, planned):
+        return None
+    return FORMATS[stored.format].scheme(stored.tensors, block.source_shape, stored.numbers)
+
+
+def can_be_quantised(planned: PlannedTensor) -> bool:
+    """True of a plain matrix whose rows are not put together from several tensors."""
+    return len(planned.shape) == 2 and all(
+        block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks
+    )
+
+
+def _has_whole_rows(block: Block, planned: PlannedTensor) -> bool:
+    return len(planned.shape) == 2 and block.shape[1] == planned.shape[1]
 
 
 def _part(member: PackedPart, block: Block) -> WeightPart:

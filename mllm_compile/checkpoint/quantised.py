@@ -5,7 +5,7 @@ To all that follows (Transformers' renaming, stacking of experts, packing) such 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from mllm_compile.config.quantisation import Scheme
 from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.weights.formats.base import VALUES, Format, Quantised, ReadBytes, StoredTensor
 from mllm_compile.runtime.weights.formats.every import FORMATS
+from mllm_compile.runtime.weights.loader import WeightSpec
 from mllm_compile.runtime.weights.safetensors_header import TensorEntry, read_bytes, read_header
 
 
@@ -32,13 +33,23 @@ class CheckpointTensors:
     planned: Mapping[str, PlannedTensor]
     unused: tuple[str, ...] = ()
 
-    def line(self, dtype: torch.dtype) -> str | None:
-        """The line on what becomes of the quantised weights; None where there are none."""
+    def line(self, dtype: torch.dtype, are_kept: bool) -> str | None:
+        """The line on what becomes of the quantised weights; None where there are none.
+
+        Args:
+            dtype: the model's.
+            are_kept: in linears, which only the trace tells.
+        """
         blocks = [block for tensor in self.planned.values() for block in tensor.blocks]
         formats = [block.quantised.format for block in blocks if block.quantised]
         file_bytes = sum(tensor.num_bytes for tensor in self.stored.values())
         memory_bytes = sum(tensor.shape.numel() for tensor in self.planned.values()) * dtype.itemsize
         name = str(dtype).removeprefix("torch.")
+        if formats and are_kept:
+            return (
+                f"weights: {file_bytes / 1e9:,.2f} GB, stored as {_named(formats)}; linears keep them so in memory, "
+                f"elsewhere they are dequantised to {name}"
+            )
         return dequantised_line(formats, name, file_bytes, memory_bytes) if formats else None
 
 
@@ -63,11 +74,42 @@ def read_tensors(folder: Path, files: Iterable[str], scheme: Scheme | None) -> C
 
 
 def dequantised_line(formats: Iterable[str], dtype: str, file_bytes: int, memory_bytes: int) -> str:
-    """The line on what becomes of quantised weights."""
+    """The line on what becomes of quantised weights of which none stay so."""
     return (
-        f"weights: {file_bytes / 1e9:,.2f} GB, stored as {' and '.join(sorted(set(formats)))}, are dequantised to "
+        f"weights: {file_bytes / 1e9:,.2f} GB, stored as {_named(formats)}, are dequantised to "
         f"{dtype} while they are read and take {memory_bytes / 1e9:,.2f} GB of memory"
     )
+
+
+def lines_on_weights(specs: Sequence[WeightSpec], dtype: str) -> list[str]:
+    """The lines on what becomes of a program's weights, where any is quantised in memory or in the checkpoint."""
+    parts = [(spec, part) for spec in specs for part in spec.parts]
+    kept = [spec for spec in specs if any(part.small for part in spec.parts)]
+    dequantised = [part for _, part in parts if part.quantised and not part.small]
+    memory_bytes = sum(spec.num_bytes for spec in specs)
+    if not kept:
+        file_bytes = sum(spec.num_bytes_read for spec in specs)
+        formats = [part.quantised.format for part in dequantised if part.quantised]
+        return [dequantised_line(formats, dtype, file_bytes, memory_bytes)] if formats else []
+    kinds = {part.small.scheme.kind for _, part in parts if part.small}
+    stored = {part.quantised.format for _, part in parts if part.small and part.quantised}
+    how = f"as they are stored, {_named(stored)}" if stored else "quantised while they are read"
+    kept_bytes = sum(spec.num_bytes for spec in kept)
+    lines = [
+        f"weights: {memory_bytes / 1e9:,.2f} GB of memory, of it {kept_bytes / 1e9:,.2f} GB of linears in "
+        f"{' and '.join(sorted(kinds))}, {how}"
+    ]
+    if dequantised:
+        formats = [part.quantised.format for part in dequantised if part.quantised]
+        lines.append(
+            f"weights: {len(dequantised)} that are quantised in the checkpoint, such as {dequantised[0].tensor!r} "
+            f"({_named(formats)}), are dequantised to {dtype}: they are no linears, or linears do not compute so"
+        )
+    return lines
+
+
+def _named(formats: Iterable[str]) -> str:
+    return " and ".join(sorted(set(formats)))
 
 
 def _plain(tensor: StoredTensor) -> PlannedTensor:

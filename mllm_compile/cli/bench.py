@@ -24,6 +24,10 @@ def _comma(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
+def _points_text(points: Sequence[tuple[int, int]]) -> str:
+    return ",".join(f"{count}x{length}" for count, length in points)
+
+
 EnginesOption = Annotated[
     str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
 ]
@@ -52,11 +56,21 @@ RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each; one more b
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size", min=1, help="Cut the model over so many devices.", show_default="the config's"
+    ),
+]
+
+
 def make_bench_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(help="Measure speed: on the project's benchmark, against other engines, kernel by kernel.")
     app.command("latency")(latency_command)
     app.command("throughput")(throughput_command)
+    app.command("long")(long_command)
+    app.command("gaps")(gaps_command)
     app.command("startup")(startup_command)
     app.command("ablation")(ablation_command)
     app.command("roofline")(roofline_command)
@@ -72,6 +86,7 @@ def latency_command(
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
     repeats: RepeatsOption = workloads.REPEATS,
+    num_ranks: RanksOption = None,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it, against the batch size, into this file.")] = None,
 ) -> None:
@@ -86,7 +101,7 @@ def latency_command(
     if plot is not None:
         check_picture(plot)
     work = _latency_work(model, batch, input_len, output_len, repeats)
-    result = run_latency(model, _names(engine), work)
+    result = run_latency(model, _names(engine), work, num_ranks)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
     if plot is not None:
         plot_latency(result, plot)
@@ -101,6 +116,7 @@ def throughput_command(
     prefill_prompts: Annotated[int, typer.Option(help="Prompts of the prefill.")] = workloads.PREFILL_PROMPTS,
     prefill_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = workloads.PREFILL_LEN,
     repeats: RepeatsOption = workloads.REPEATS,
+    num_ranks: RanksOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Output tokens a second of many requests of all lengths at once, and input tokens a second of long prompts."""
@@ -116,8 +132,99 @@ def throughput_command(
     from mllm_compile.bench.measure.harness import run_throughput
     from mllm_compile.bench.show.report import print_result
 
-    result = run_throughput(model, _names(engine), work)
+    result = run_throughput(model, _names(engine), work, num_ranks)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
+
+
+def long_command(
+    model: ModelArgument,
+    engine: EnginesOption = "mllm",
+    points: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests at once x tokens of each prompt, separated by commas.",
+            show_default=f"{_points_text(workloads.LONG_POINTS)}; on a CPU {_points_text(workloads.CPU_LONG_POINTS)}",
+        ),
+    ] = None,
+    output_len: OutputLenOption = None,
+    repeats: RepeatsOption = workloads.REPEATS,
+    json_path: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+) -> None:
+    """Time per output token and prefill with long contexts, of few requests and of many."""
+    check_output_file("--json", json_path)
+    check_output_file("--plot", plot)
+    asked: dict[str, Any] = {"repeats": repeats}
+    asked |= {} if points is None else {"points": _points(points)}
+    asked |= {} if output_len is None else {"output_len": output_len}
+    work = workloads.LongWork(**asked)
+
+    from mllm_compile.bench.measure.harness import run_long, serves_on_cpu
+    from mllm_compile.bench.show.bars_plot import plot_bars
+    from mllm_compile.bench.show.plot import check_picture
+    from mllm_compile.bench.show.report import print_result
+
+    if plot is not None:
+        check_picture(plot)
+    smaller: dict[str, Any] = {"points": workloads.CPU_LONG_POINTS, "output_len": workloads.CPU_OUTPUT_LEN}
+    if not smaller.keys() <= asked.keys() and serves_on_cpu(model):
+        work = workloads.LongWork(**(smaller | asked))
+        _tell_small(f"points {_points_text(work.points)}, {work.output_len} new tokens", "--points and --output-len")
+    result = run_long(model, _names(engine), work)
+    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
+    if plot is not None:
+        plot_bars(result, plot)
+
+
+def gaps_command(
+    model: ModelArgument,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm.")
+    ] = "mllm",
+    decodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Answers that run.", show_default=f"{workloads.GAP_DECODES}; on a CPU {workloads.CPU_GAP_DECODES}"
+        ),
+    ] = None,
+    decode_len: Annotated[int, typer.Option(help="Tokens of each one's prompt.")] = workloads.GapsWork.decode_len,
+    tokens: Annotated[int, typer.Option(help="Tokens that each has made when the prompt comes.")] = (
+        workloads.GapsWork.tokens
+    ),
+    prompt_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the prompt that comes.",
+            show_default=f"{workloads.GAP_PROMPT_LEN}; on a CPU {workloads.CPU_GAP_PROMPT_LEN}",
+        ),
+    ] = None,
+    repeats: RepeatsOption = workloads.REPEATS,
+    json_path: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+) -> None:
+    """Gaps between the tokens of running answers, alone and while a long prompt comes in, and that prompt's time."""
+    check_output_file("--json", json_path)
+    check_output_file("--plot", plot)
+    asked: dict[str, Any] = {"decode_len": decode_len, "tokens": tokens, "repeats": repeats}
+    asked |= {} if decodes is None else {"decodes": decodes}
+    asked |= {} if prompt_len is None else {"prompt_len": prompt_len}
+    work = workloads.GapsWork(**asked)
+
+    from mllm_compile.bench.measure.harness import run_gaps, serves_on_cpu
+    from mllm_compile.bench.show.bars_plot import plot_bars
+    from mllm_compile.bench.show.plot import check_picture
+    from mllm_compile.bench.show.report import print_result
+
+    if plot is not None:
+        check_picture(plot)
+    smaller: dict[str, Any] = {"decodes": workloads.CPU_GAP_DECODES, "prompt_len": workloads.CPU_GAP_PROMPT_LEN}
+    if not smaller.keys() <= asked.keys() and serves_on_cpu(model):
+        work = workloads.GapsWork(**(smaller | asked))
+        _tell_small(f"{work.decodes} answers, a prompt of {work.prompt_len} tokens", "--decodes and --prompt-len")
+    result = run_gaps(model, _names(engine), work)
+    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
+    if plot is not None:
+        plot_bars(result, plot)
 
 
 def startup_command(
@@ -286,13 +393,23 @@ def _latency_work(
     }
     work = workloads.LatencyWork(**(smaller | asked), repeats=repeats)
     batches = " and ".join(map(str, work.batches))
-    print(
-        f"on a CPU: batches of {batches}, prompts of {work.input_len} tokens, {work.output_len} new ones; "
-        "--batch, --input-len and --output-len set others",
-        file=sys.stderr,
-        flush=True,
+    _tell_small(
+        f"batches of {batches}, prompts of {work.input_len} tokens, {work.output_len} new ones",
+        "--batch, --input-len and --output-len",
     )
     return work
+
+
+def _tell_small(sizes: str, options: str) -> None:
+    print(f"on a CPU: {sizes}; {options} set others", file=sys.stderr, flush=True)
+
+
+def _points(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = [tuple(int(number) for number in part.split("x")) for part in text.split(",")]
+        return tuple((count, length) for count, length in pairs)
+    except ValueError:
+        raise ConfigError(f"--points is {text!r}; expected requests x tokens, such as 1x2000,8x16000") from None
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -70,12 +70,10 @@ def _of_config(config: EngineConfig, model: str) -> _Explained:
     target = find_target(config)
     changes = nearest_changes(target.factors, target.config.cache.dir)
     problem = _problem(target, model, is_known=changes is not None)
-    return _Explained(
-        target.folder, target.factors, problem, None if problem is None else changes, _dequantised(target)
-    )
+    return _Explained(target.folder, target.factors, problem, None if problem is None else changes, _quantised(target))
 
 
-def _dequantised(target: Target) -> str | None:
+def _quantised(target: Target) -> str | None:
     if target.model.scheme is None:
         return None
     import torch
@@ -83,7 +81,7 @@ def _dequantised(target: Target) -> str | None:
     from mllm_compile.checkpoint.quantised import read_tensors
 
     tensors = read_tensors(target.model.path, target.model.weight_names, target.model.scheme)
-    return tensors.line(getattr(torch, target.config.model.dtype))
+    return tensors.line(getattr(torch, target.config.model.dtype), target.config.model.quantization == "keep")
 
 
 def _of_runtime(folder: Path) -> _Explained:

@@ -57,6 +57,8 @@ def _write_graphs(config: EngineConfig, folder: Path, reporter: Reporter) -> Non
     print_table(sys.stdout, "passes", ("pass", "matches", "nodes before", "nodes after", "ms"), rows)
     for name, reason in inspected.left_out.items():
         print(f"left out: {name}: {reason}")
+    for line in inspected.cut:
+        print(line)
     pieces = [(piece.where, str(piece.count), piece.holds) for piece in inspected.pieces]
     print_table(sys.stdout, "pieces", ("where", "calls", "holds"), pieces)
     print(f"graphs: {folder.absolute()}")

@@ -15,7 +15,7 @@ from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.log_lines import start_log
 
-_NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq")
+_NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _KEY_VARIABLE = "MLLM_API_KEY"
 
 

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mllm_compile.check.program import self_check
 from mllm_compile.check.tokenizer import tokenizer_difference
 from mllm_compile.checkpoint.files import WeightFiles
 from mllm_compile.checkpoint.pack import pack_weights
 from mllm_compile.compiler.early_pieces import EarlyPiece, compile_pieces, start_early_pieces
-from mllm_compile.compiler.lowered import Lowered
+from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.lowering import (
     build_model,
     lower,
@@ -63,9 +63,6 @@ from mllm_compile.store.locks import using_compiler_cache
 from mllm_compile.store.publish import new_artifact_folder
 from mllm_compile.text.generation_defaults import default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import export_tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from mllm_compile.model.hf_model import HFModel
 
 _MAX_SLOTS = 2**31 - 1  # of a KV cache; known when it is allocated
 
@@ -116,15 +113,16 @@ def _fill(
         _workers(config, Path(folder)) as workers,
         KernelCompiler() as compiler,
     ):
-        hf_model = build_model(config, model, timeline)
-        early = _start_early_pieces(config, hf_model, workers, compiler, Path(folder), timeline)
+        built = build_model(config, model, timeline)
+        early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
         (scratch / GRAPHS).mkdir()
-        lowered = lower(config, hf_model, scratch / GRAPHS, timeline)
+        lowered = lower(config, built, scratch / GRAPHS, timeline)
         with timeline.stage("plan weights"):
-            constants, weights = plan_lowered_weights(config, model, lowered, timeline)
+            constants, weights = plan_lowered_weights(lowered)
             files = target.weights
         if options.pack_weights:
-            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
+            packed, files = pack_weights(config, weights[0], model.path, scratch / WEIGHTS, timeline)
+            weights = (packed,)
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)
@@ -137,6 +135,7 @@ def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:
         "stages": timeline.stages,
         "passes": [asdict(report) for report in lowered.reports],
         "passes left out": dict(lowered.left_out),
+        "ranks": lowered.cut_lines(),
     }
 
 
@@ -191,7 +190,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
 
 def _start_early_pieces(
     config: ResolvedConfig,
-    hf_model: HFModel,
+    built: BuiltModel,
     workers: PieceWorkers | None,
     compiler: KernelCompiler,
     folder: Path,
@@ -199,7 +198,7 @@ def _start_early_pieces(
 ) -> dict[str, EarlyPiece]:
     if workers is None:
         return {}
-    return start_early_pieces(config, hf_model, workers, compiler, folder, timeline)
+    return start_early_pieces(config, built, workers, compiler, folder, timeline)
 
 
 def _build_pieces(

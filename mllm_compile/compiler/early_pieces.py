@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from mllm_compile.process.progress import Reporter
 from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
+    from mllm_compile.compiler.lowered import BuiltModel
     from mllm_compile.kernels.cuda import KernelCompiler
     from mllm_compile.model.hf_model import HFModel
 
@@ -64,7 +65,7 @@ class EarlyPiece:
 
 def start_early_pieces(
     config: ResolvedConfig,
-    hf_model: HFModel,
+    built: BuiltModel,
     workers: PieceWorkers,
     compiler: KernelCompiler,
     folder: Path,
@@ -83,12 +84,12 @@ def start_early_pieces(
     from mllm_compile.model.trace import trace_model
 
     try:
-        if hf_model.text_config.num_hidden_layers < _MIN_LAYERS or (os.cpu_count() or 1) < _MIN_CORES:
+        if built.hf_model.text_config.num_hidden_layers < _MIN_LAYERS or (os.cpu_count() or 1) < _MIN_CORES:
             return {}
         with reporter.stage(f"trace {_LAYERS} layers"), gc_paused():
-            shallow = _shallow_copy(hf_model, config)
+            shallow = _shallow_copy(built.hf_model, config)
             trace = trace_model(shallow, config.runtime.device, max_traced_tokens(config))
-            lowered = rewrite(config, shallow, trace)
+            lowered = rewrite(config, replace(built, hf_model=shallow), trace)
             compiler.start(lowered.program.cuda_kernels())
             jobs = write_pieces(lowered, folder)
     except Exception:  # a model is code that we have not written, and here nothing depends on it

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from mllm_compile.compiler.target import Target, find_target
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.device import detect_device
+from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.errors import ArtifactError, CheckpointError
+from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError
 from mllm_compile.files.writable_place import place_of
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
@@ -50,6 +50,7 @@ def load_or_compile(
         artifact = serving(artifact, target.config, target.weights, place)
     if options.verify_weights:
         artifact = verified(artifact, target.weights, target.model.path, place, timeline)
+    _check_positions(artifact, target.config)
     mark_used(artifact.folder)
     root = artifact.weights_root(target.model.path)
     serves_same = serves(artifact.manifest, target.config, target.weights)
@@ -68,6 +69,7 @@ def open_runtime(folder: Path, reporter: Reporter | None = None) -> CompiledRunt
         artifact = open_artifact(folder)
         config = artifact.manifest.resolved_config(folder)
         detect_device(config.runtime.device)
+        check_ranks(config.runtime)
         _check_machine(artifact, config)
         weights = artifact.manifest.weights
         root = artifact.weights_root(Path(weights.folder))
@@ -102,6 +104,15 @@ def _check_machine(artifact: Artifact, config: ResolvedConfig) -> None:
                 f"{artifact.folder} was compiled for {name} {artifact.factors.get(name)!r}, here it is {here[name]!r}. "
                 "Compile the model again on this machine."
             )
+
+
+def _check_positions(artifact: Artifact, config: ResolvedConfig) -> None:
+    sizes, length = artifact.sizes, config.runtime.max_model_len
+    if sizes.is_table_of_positions and length > sizes.context_len:
+        raise ConfigError(
+            f"runtime.max_model_len is {length}, but the model has positions for {sizes.context_len} tokens: it counts "
+            f"from beyond 0 in its table. Set runtime.max_model_len: {sizes.context_len} or less."
+        )
 
 
 def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> tuple[Artifact, bool]:

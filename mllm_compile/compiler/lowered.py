@@ -1,7 +1,8 @@
-"""A model after the passes: what lowering gives, and what is checked and compiled."""
+"""A model before and after the passes: what is traced, and what lowering gives, which is checked and compiled."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,9 +13,28 @@ from mllm_compile.runtime.program.spec import Program
 if TYPE_CHECKING:
     from torch import fx
 
+    from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.model.hf_model import HFModel
-    from mllm_compile.passes.base import PackedPart
+    from mllm_compile.passes.base import PackedPart, QuantisedTensor, SmallWeights, WeightCut
     from mllm_compile.passes.pipeline import PassReport
+
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model without its weights, and what is known of these.
+
+    Attributes:
+        hf_model: Transformers' model.
+        table: model key → what of the checkpoint fills it; None for random weights.
+        small: the weights that may lie in memory in few bits.
+    """
+
+    hf_model: HFModel
+    table: Mapping[str, PlannedTensor] | None
+    small: SmallWeights
 
 
 @dataclass(frozen=True)
@@ -22,7 +42,7 @@ class Lowered:
     """A model after the passes.
 
     Attributes:
-        hf_model: the model that was traced.
+        built: the model that was traced.
         graph: the parent graph; its children are the pieces.
         program: the same as steps.
         reports: one a pass that has run.
@@ -32,7 +52,7 @@ class Lowered:
             and the decode loop.
     """
 
-    hf_model: HFModel
+    built: BuiltModel
     graph: fx.GraphModule
     program: Program
     reports: list[PassReport]
@@ -41,7 +61,55 @@ class Lowered:
     written_pieces: tuple[WrittenPiece, ...]
 
     @property
+    def hf_model(self) -> HFModel:
+        return self.built.hf_model
+
+    @property
+    def quantised(self) -> dict[str, QuantisedTensor]:
+        """The tensors of quantised weights, before they were packed, by their names."""
+        from mllm_compile.passes.base import QUANTISED_TENSORS
+
+        return self.graph.meta.get(QUANTISED_TENSORS, {})
+
+    @property
     def packed(self) -> dict[str, tuple[PackedPart, ...]]:
         from mllm_compile.passes.base import PACKED_WEIGHTS
 
         return self.graph.meta.get(PACKED_WEIGHTS, {})
+
+    @property
+    def num_ranks(self) -> int:
+        from mllm_compile.passes.base import RANKS
+
+        return self.graph.meta.get(RANKS, 1)
+
+    @property
+    def cuts(self) -> dict[str, tuple[WeightCut, ...]]:
+        """How ranks' weights are cut out of the model's."""
+        from mllm_compile.passes.base import WEIGHT_CUTS
+
+        return self.graph.meta.get(WEIGHT_CUTS, {})
+
+    def cut_lines(self) -> list[str]:
+        """The cut over ranks for people: how much of the weights a rank holds, and the largest that all hold whole."""
+        if self.num_ranks == 1:
+            return []
+        names = [name for one in self.program.weights for name in self._members(one)]
+        sizes = {name: math.prod(self.whole_shapes[name]) for name in names if name in self.whole_shapes}
+        whole = sorted((name for name in sizes if name not in self.cuts), key=lambda name: -sizes[name])
+        held = sum(size // (self.num_ranks if name in self.cuts else 1) for name, size in sizes.items())
+        lines = [
+            f"{len(self.cuts)} weights are cut over {self.num_ranks} ranks, each of which holds "
+            f"{held / max(1, sum(sizes.values())):.0%} of the model"
+        ]
+        if whole:
+            lines.append(f"whole on every rank: {len(whole)}, the largest of them {', '.join(whole[:_NAMED])}")
+        return lines
+
+    def _members(self, weight: str) -> tuple[str, ...]:
+        return tuple(part.weight_name for part in self.packed[weight]) if weight in self.packed else (weight,)
+
+    @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The model's own shapes of its weights."""
+        return {name: tuple(value.shape) for name, value in self.hf_model.model.state_dict(keep_vars=True).items()}

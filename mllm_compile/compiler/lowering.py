@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.compiler.graph_text import GraphDumper
-from mllm_compile.compiler.lowered import Lowered
+from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.errors import CompileError
+from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
@@ -30,10 +30,13 @@ from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
+    from torch import fx
+
+    from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.inductor.job import PieceJob
     from mllm_compile.model.hf_model import HFModel
     from mllm_compile.model.trace import Trace
-    from mllm_compile.passes.base import PassTarget
+    from mllm_compile.passes.base import PassTarget, SmallWeights
     from mllm_compile.passes.pipeline import Observer
     from mllm_compile.runtime.weights.loader import WeightSpec
 
@@ -58,16 +61,17 @@ def private_inductor_cache(folder: Path) -> Iterator[None]:
             os.environ[name] = before
 
 
-def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> HFModel:
-    """Builds the model without its weights.
+def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) -> BuiltModel:
+    """Builds the model without its weights, and finds where these are.
 
     Raises:
         UnsupportedModelError: Transformers cannot build it, or it would not be served right.
+        CheckpointError: the checkpoint does not hold what the model needs.
     """
     with reporter.stage("import transformers"), gc_paused():
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
-        from mllm_compile.checkpoint.plan import untie_stored_apart
+        from mllm_compile.checkpoint.plan import read_checkpoint, untie_stored_apart
         from mllm_compile.checkpoint.quantised import read_tensors
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.hold_rope import check_rope_limit
@@ -78,12 +82,40 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
         check_rope_limit(model, hf_model.model.config)
-        if config.model.load_format != "dummy":
-            untie_stored_apart(read_tensors(model.path, model.weight_names, model.scheme), hf_model.model)
-    return hf_model
+    table = None
+    if config.model.load_format != "dummy":
+        with reporter.stage("find weights"):
+            tensors = read_tensors(model.path, model.weight_names, model.scheme)
+            untie_stored_apart(tensors, hf_model.model)
+            table = read_checkpoint(tensors, hf_model.model)
+            if unused := tensors.unused:
+                reporter.announce(
+                    f"{len(unused)} scales of the checkpoint, such as {unused[0]!r}, are not applied: activations and "
+                    "the KV cache are not quantised by them"
+                )
+    return BuiltModel(hf_model, table, _small_weights(config, hf_model, table))
 
 
-def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: Reporter) -> Lowered:
+def _small_weights(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> SmallWeights:
+    """The weights that config.model.quantization wants in few bits, where rows are whole."""
+    from mllm_compile.checkpoint.plan import can_be_quantised, scheme_of
+    from mllm_compile.passes.base import SmallWeights
+    from mllm_compile.runtime.quantised.scheme import quantised_as
+
+    asked = config.model.quantization
+    if asked == "keep":
+        found = {name: scheme_of(planned) for name, planned in (table or {}).items()}
+        return SmallWeights({name: scheme for name, scheme in found.items() if scheme is not None})
+    if asked in ("fp8", "int4"):
+        weights = {name: weight for name, weight in hf_model.model.named_parameters() if weight.dim() == 2}
+        if table is not None:
+            weights = {name: weight for name, weight in weights.items() if can_be_quantised(table[name])}
+        schemes = {name: quantised_as(asked, weight.shape[1]) for name, weight in weights.items()}
+        return SmallWeights(schemes, are_chosen=True)
+    return SmallWeights({})
+
+
+def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: Reporter) -> Lowered:
     """Traces, checks and rewrites the model.
 
     Args:
@@ -96,6 +128,7 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
     from mllm_compile.model.gate import check_trace
     from mllm_compile.model.trace import trace_model
 
+    hf_model = built.hf_model
     with reporter.stage("trace"), gc_paused():
         trace = trace_model(hf_model, config.runtime.device, max_traced_tokens(config))
         check_trace(trace, hf_model)
@@ -105,7 +138,7 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
     with reporter.stage("passes"), gc_paused(), rewriting:
         return rewrite(
             config,
-            hf_model,
+            built,
             trace,
             lambda report, gm: dump(
                 report.name,
@@ -115,28 +148,59 @@ def lower(config: ResolvedConfig, hf_model: HFModel, dump_dir: Path, reporter: R
         )
 
 
-def rewrite(config: ResolvedConfig, hf_model: HFModel, trace: Trace, observer: Observer | None = None) -> Lowered:
+def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: Observer | None = None) -> Lowered:
     """Runs the passes over a trace, which is rewritten; `observer` sees the graph after each.
 
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
     from mllm_compile.compiler.program_builder import build_program, size_symbols
+    from mllm_compile.passes.base import SMALL_WEIGHTS
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
+    _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
+    trace.graph_module.meta[SMALL_WEIGHTS] = built.small
     try:
         left_out = passes_left_out(pass_target(config), config.compile.disable_passes)
         graph, reports = run_passes(trace.graph_module, left_out, observer=observer)
     except PassFailedError as error:
         raise CompileError(str(error)) from error
+    _check_cut(graph, config.runtime.tensor_parallel_size)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
-    program = replace(program, kernels=kernels_of(graph, program))
+    if can_compile_kernels(config.runtime.device):
+        program = replace(program, kernels=kernels_of(graph, program))
     written = (*decode_pieces, *sampling_pieces, *loop_pieces)
-    return Lowered(hf_model, graph, program, reports, left_out, size_symbols(graph), written)
+    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
+
+
+def _set_ranks(trace: Trace, hf_model: HFModel, num_ranks: int) -> None:
+    """Tells `shard` for how many ranks it is, and what no checkpoint holds."""
+    from mllm_compile.passes.base import IS_CONSTANT, RANKS
+
+    trace.graph_module.meta[RANKS] = num_ranks
+    for node in trace.graph_module.graph.find_nodes(op="placeholder"):
+        node.meta[IS_CONSTANT] = node.meta.get("weight_name") in hf_model.constants
+
+
+def _check_cut(graph: fx.GraphModule, num_ranks: int) -> None:
+    """Refuses a model of which every rank would compute everything, or whose states would have to be on all."""
+    from mllm_compile.passes.base import STATE_LAYERS, WEIGHT_CUTS
+
+    if num_ranks > 1 and graph.meta[STATE_LAYERS]:
+        raise ConfigError(
+            f"runtime.tensor_parallel_size is {num_ranks}, but {graph.meta[STATE_LAYERS][0].name} carries a state, and "
+            "such layers run on one device. Set it to 1."
+        )
+
+    if num_ranks > 1 and not graph.meta.get(WEIGHT_CUTS):
+        raise ConfigError(
+            f"runtime.tensor_parallel_size is {num_ranks}, and nothing of this model can be cut into as many parts: "
+            "expected heads, features or a vocabulary that divide by it. Set a smaller one, or 1."
+        )
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
@@ -177,31 +241,28 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         dtype=config.model.dtype,
         kv_cache_dtype=config.runtime.kv_cache_dtype,
         counts_experts=config.runtime.expert_stats,
+        num_ranks=config.runtime.tensor_parallel_size,
+        attention_backend=config.runtime.attention_backend,
     )
 
 
-def plan_lowered_weights(
-    config: ResolvedConfig, model: ModelFolder, lowered: Lowered, reporter: Reporter
-) -> tuple[dict[str, torch.Tensor], tuple[WeightSpec, ...]]:
-    """The program's constants by name, and where each of its weights comes from.
-
-    Raises:
-        CheckpointError: the checkpoint does not hold what the model needs.
-    """
-    from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
-    from mllm_compile.checkpoint.quantised import read_tensors
+def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tuple[tuple[WeightSpec, ...], ...]]:
+    """The program's constants by name, and of each rank where each of its weights comes from."""
+    from mllm_compile.checkpoint.plan import Part, plan_weights
     from mllm_compile.compiler.program_builder import weight_shapes
 
-    table: Any = None
-    if config.model.load_format != "dummy":
-        tensors = read_tensors(model.path, model.weight_names, model.scheme)
-        table = read_checkpoint(tensors, lowered.hf_model.model)
-        if unused := tensors.unused:
-            reporter.announce(
-                f"{len(unused)} scales of the checkpoint, such as {unused[0]!r}, are not applied: activations and the "
-                "KV cache are not quantised by them"
-            )
     needed = set(lowered.program.weights)
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
     shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}
-    return constants, tuple(plan_weights(shapes, lowered.packed, table))
+    return constants, tuple(
+        tuple(
+            plan_weights(
+                shapes,
+                lowered.packed,
+                lowered.built.table,
+                lowered.quantised,
+                Part(lowered.cuts, lowered.whole_shapes, rank),
+            )
+        )
+        for rank in range(lowered.num_ranks)
+    )

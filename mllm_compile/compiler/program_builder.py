@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,16 @@ from torch import fx
 from mllm_compile.compiler.piece_source import size_of
 from mllm_compile.errors import CompileError
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.passes.base import ATTENTION_LAYERS, CACHE_INPUT, SMALL_FORMS, STATE_LAYERS
+from mllm_compile.passes.base import (
+    ATTENTION_LAYERS,
+    CACHE_INPUT,
+    PACKED_WEIGHTS,
+    QUANTISED_TENSORS,
+    SMALL_FORMS,
+    STATE_LAYERS,
+    PackedPart,
+    QuantisedTensor,
+)
 from mllm_compile.passes.match.layer_kinds import AttentionKind, LayerKind, StateLayerKind, lowered_kind
 from mllm_compile.passes.match.nodes import is_call, is_op, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec
@@ -21,11 +30,13 @@ from mllm_compile.runtime.program.spec import (
     ExpertWeight,
     PieceStep,
     Program,
+    QuantisedWeight,
     SmallForm,
     StateStep,
     Step,
     UnrotatedStep,
 )
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 
 _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L"}
 
@@ -64,7 +75,27 @@ def build_program(graph: fx.GraphModule) -> Program:
         expert_weights=expert_weights,
         counted_experts=counted,
         state_layers=tuple(graph.meta[STATE_LAYERS]),
+        quantised_weights=_quantised(graph),
     )
+
+
+def _quantised(graph: fx.GraphModule) -> dict[str, QuantisedWeight]:
+    """The quantised weights, by the names of their values, whatever the pieces do with them."""
+    tensors: Mapping[str, QuantisedTensor] = graph.meta.get(QUANTISED_TENSORS, {})
+    packed: Mapping[str, tuple[PackedPart, ...]] = graph.meta.get(PACKED_WEIGHTS, {})
+    roles: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[tuple[str, ...], int] = {}
+    shapes = weight_shapes(graph)
+    for name in shapes:
+        members = [tensors.get(part.weight_name) for part in packed[name]] if name in packed else [tensors.get(name)]
+        of_weights = tuple(member.weight_name for member in members if member is not None)
+        if members[0] is not None:
+            roles.setdefault(of_weights, {})[members[0].role] = name
+            columns[of_weights] = members[0].columns
+    return {
+        names[VALUES]: QuantisedWeight(names[SCALES], names.get(ZEROS), shapes[names[VALUES]][0][0], columns[key])
+        for key, names in roles.items()
+    }
 
 
 def _experts(graph: fx.GraphModule) -> tuple[dict[str, ExpertWeight], tuple[str, ...]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mllm_compile.checkpoint.files import WeightFiles, data_identity, weight_files
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.config.device import detect_device
+from mllm_compile.config.device import check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder, open_model_folder
 from mllm_compile.config.resolve import resolve
 from mllm_compile.config.resolved import ResolvedConfig
@@ -44,6 +44,12 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
     model = open_model_folder(config.model)
     resolved = resolve(config, model, detect_device(config.runtime.device))
     _check_pass_names(resolved)
+    check_ranks(resolved.runtime)
+    if options.pack_weights and resolved.runtime.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--pack-weights writes the weights of one rank, and runtime.tensor_parallel_size is "
+            f"{resolved.runtime.tensor_parallel_size}: each rank reads its part of the checkpoint. Leave it out."
+        )
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
     packed = factors | {PACKED_WEIGHTS: data_identity(model.weight_files)}

@@ -6,7 +6,8 @@ import importlib.util
 import platform
 from dataclasses import dataclass
 
-from mllm_compile.errors import DeviceError
+from mllm_compile.errors import ConfigError, DeviceError
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 
 # FlashInfer's and Triton's bfloat16 kernels need what an A100 or an RTX 30 has.
@@ -69,6 +70,33 @@ def detect_device(asked: str) -> DeviceInfo:
             f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or newer (A100, RTX 30, L40S, H100, B200, …). {_ELSE}"
         )
     return DeviceInfo(device, name, importlib.util.find_spec("flashinfer") is not None, is_hopper(device))
+
+
+def check_ranks(runtime: RuntimeSection) -> None:
+    """Checks that there is a device for each of runtime.tensor_parallel_size ranks: on GPUs one and those behind it.
+
+    Raises:
+        DeviceError: there are fewer GPUs.
+        ConfigError: the model is to run without what is cut over ranks.
+    """
+    num_ranks = runtime.tensor_parallel_size
+    if num_ranks == 1:
+        return
+    if runtime.skip_compiled:
+        raise ConfigError(
+            "runtime.skip_compiled runs Transformers' own model, which is not cut, and runtime.tensor_parallel_size "
+            f"is {num_ranks}. Set one of them alone."
+        )
+    if not runtime.device.startswith("cuda"):
+        return
+    import torch
+
+    first, count = int(runtime.device.partition(":")[2] or 0), torch.cuda.device_count()
+    if first + num_ranks > count:
+        raise DeviceError(
+            f"runtime.tensor_parallel_size is {num_ranks} from {runtime.device} on, which takes as many GPUs; torch "
+            f"sees {count}, cuda:0 to cuda:{count - 1}. Set a smaller one, or another device."
+        )
 
 
 def is_hopper(device: str) -> bool:

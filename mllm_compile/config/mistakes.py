@@ -56,10 +56,8 @@ _NAMES_ELSEWHERE = {
 
 # Options of vLLM's that ask for what there is not.
 _NOT_THERE = {
-    "tensor_parallel_size": "an engine has one device; serve a replica on each",
-    "pipeline_parallel_size": "an engine has one device; serve a replica on each",
-    "data_parallel_size": "an engine has one device; serve a replica on each",
-    "quantization": "a checkpoint's own is read, dequantised to float32, float16 or bfloat16 (docs/quantised.md)",
+    "pipeline_parallel_size": "layers are not spread; runtime.tensor_parallel_size cuts each over several GPUs",
+    "data_parallel_size": "an engine is one replica; serve others on other GPUs",
     "enable_lora": "adapters are not applied; merge one into its model, and serve that",
     "speculative_config": "no tokens are drafted",
     "cpu_offload_gb": "weights and KV cache lie on the device",

@@ -23,6 +23,8 @@ _SECTIONS = ("quantization_config", "compression_config")
 _ACTIVATION_SCALES = (".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale")
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
 _NO_SETTINGS = Settings()
+_FP8 = ("fp8",)
+_INT4 = ("int4",)
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Scheme:
         name: for people.
         formats: names of runtime/weights/formats.
         settings: sizes that the config names.
+        kinds: of the schemes that its linears' weights can have in memory (runtime/quantised); empty where none can.
         unused: how the names of tensors end that are not applied here.
     """
 
     name: str
     formats: tuple[str, ...]
     settings: Settings = _NO_SETTINGS
+    kinds: tuple[str, ...] = ()
     unused: tuple[str, ...] = _ACTIVATION_SCALES + _KV_SCALES
 
 
@@ -113,9 +117,9 @@ class _Section:
         self._expect("expert_dtype", None, "fp8")
         size = self._values.get("weight_block_size")
         if size is None:
-            return Scheme("fp8", ("fp8",))
+            return Scheme("fp8", ("fp8",), kinds=_FP8)
         block = self._block(size, "weight_block_size")
-        return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("fp8",), Settings(blocks=(block,)))
+        return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("fp8",), Settings(blocks=(block,)), _FP8)
 
     def gptq(self) -> Scheme:
         bits = self._expect("bits", 4, 8)
@@ -129,8 +133,11 @@ class _Section:
         if any(rule.get("bits", bits) != bits for rule in rules.values() if isinstance(rule, dict)):
             raise self._refused("dynamic with several numbers of bits", "all weights have one")
         groups = (group, *(self._int({"group_size": size}, "group_size") for size in sizes))
-        settings = Settings(bits=(bits,), groups=groups, zero_offset=0 if version == "gptq_v2" else 1)
-        return Scheme(f"gptq in {bits} bits, {_groups(group)}", ("gptq",), settings)
+        in_order = self._values.get("desc_act") is False
+        offset = 0 if version == "gptq_v2" else 1
+        settings = Settings(bits=(bits,), groups=groups, zero_offset=offset, in_order=in_order)
+        name = f"gptq in {bits} bits, {_groups(group)}{'' if in_order else ', desc_act'}"
+        return Scheme(name, ("gptq",), settings, _INT4 if bits == 4 and in_order else ())
 
     def awq(self) -> Scheme:
         self._expect("bits", 4)
@@ -138,12 +145,12 @@ class _Section:
         if str(version).lower() != "gemm":
             raise self._refused(f"version: {shown(version)}", "expected gemm")
         group = self._int(self._values, "group_size", 128)
-        return Scheme(f"awq in 4 bits, {_groups(group)}", ("awq",), Settings(bits=(4,), groups=(group,)))
+        return Scheme(f"awq in 4 bits, {_groups(group)}", ("awq",), Settings(bits=(4,), groups=(group,)), _INT4)
 
     def modelopt(self) -> Scheme:
         algorithm = self._values.get("quant_algo")
         if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-            return Scheme("modelopt fp8", ("modelopt fp8",))
+            return Scheme("modelopt fp8", ("modelopt fp8",), kinds=_FP8)
         if algorithm == "NVFP4":
             return Scheme("modelopt nvfp4", ("modelopt nvfp4",))
         raise self._refused(f"quant_algo: {shown(algorithm)}", "expected FP8, FP8_PER_CHANNEL_PER_TOKEN or NVFP4")
@@ -172,7 +179,8 @@ class _Section:
             blocks=tuple(dict.fromkeys(block for one in found for block in one.settings.blocks)),
         )
         names = dict.fromkeys(one.name for one in found)
-        return Scheme(f"compressed-tensors {' and '.join(names)}", tuple(formats), settings)
+        kinds = tuple(dict.fromkeys(kind for one in found for kind in one.kinds))
+        return Scheme(f"compressed-tensors {' and '.join(names)}", tuple(formats), settings, kinds)
 
     def _compressed_group(self, name: str, group: Any) -> Scheme:
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -185,14 +193,15 @@ class _Section:
             if strategy == "block":
                 block = self._block(weights.get("block_structure"), "block_structure")
                 sizes = Settings(blocks=(block,))
-                return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("compressed-tensors fp8",), sizes)
+                return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("compressed-tensors fp8",), sizes, _FP8)
             if strategy in ("channel", "tensor"):
-                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",))
+                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",), kinds=_FP8)
         if kind in (("int", 4), ("int", 8)) and layout == "pack-quantized" and strategy in ("group", "channel"):
             size = self._int(weights, "group_size") if strategy == "group" else -1
             settings = Settings(bits=(kind[1],), groups=(size,))
             name = f"integers of {kind[1]} bits, {_groups(size)}"
-            return Scheme(name, ("compressed-tensors packed integers",), settings)
+            kinds = _INT4 if kind[1] == 4 and weights.get("actorder") != "group" else ()
+            return Scheme(name, ("compressed-tensors packed integers",), settings, kinds)
         if kind == ("float", 4) and layout == "nvfp4-pack-quantized":
             return Scheme("nvfp4", ("compressed-tensors nvfp4",))
         raise self._refused(

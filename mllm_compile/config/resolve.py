@@ -13,6 +13,7 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve_graphs import resolve_graphs
 from mllm_compile.config.resolved import (
     AutoChoices,
+    Quantization,
     ResolvedCache,
     ResolvedCompile,
     ResolvedConfig,
@@ -23,7 +24,7 @@ from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
-from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, RuntimeSection
+from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, MaxStepMs, RuntimeSection
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -46,6 +47,7 @@ _KEYS_OF_GPUS = {
 # llguidance is first: it bounds the work of every mask, refuses what it would not keep to, and imports little.
 # XGrammar takes structural tags, and what is too large for it.
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
+_QUANTISING_PASS = "quantise_linears"
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 
 
@@ -76,6 +78,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             load_format=choices.settle(
                 "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
             ),
+            quantization=_quantization(config, model, choices),
             trust_remote_code=config.model.trust_remote_code,
         ),
         compile=ResolvedCompile(
@@ -106,6 +109,50 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
         lambda: (STRUCTURE_BACKENDS, "the second takes what the first refuses"),
     )
     return ResolvedStructuredOutputs(backends=backends if isinstance(backends, tuple) else (backends,), threads=threads)
+
+
+def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> Quantization:
+    asked, scheme = config.model.quantization, model.scheme
+    is_left_out = _QUANTISING_PASS in config.compile.disable_passes
+    num_ranks = config.runtime.tensor_parallel_size
+
+    def choose() -> tuple[Quantization, str]:
+        if scheme is None:
+            return "none", "the weights are not quantised"
+        if num_ranks > 1:
+            return "dequantize", "weights in few bits are not cut over ranks yet"
+        if is_left_out:
+            return "dequantize", f"compile.disable_passes names {_QUANTISING_PASS}"
+        if not scheme.kinds:
+            return "dequantize", f"linears do not compute with {scheme.name}"
+        return "keep", f"the checkpoint's, {scheme.name}"
+
+    chosen = choices.settle("model.quantization", asked, choose)
+    if chosen == "none" and scheme is not None:
+        raise ConfigError(
+            f"model.quantization is none, but the checkpoint is quantised ({scheme.name}). Set it to auto or "
+            "dequantize, or set model.path to the original."
+        )
+    if chosen not in ("fp8", "int4"):
+        return "none" if scheme is None else chosen
+    if num_ranks > 1:
+        raise ConfigError(
+            f"model.quantization is {chosen}, but runtime.tensor_parallel_size is {num_ranks}, and weights in few bits "
+            "are not cut over ranks yet. Set model.quantization: auto or dequantize, or one rank."
+        )
+    if is_left_out:
+        raise ConfigError(
+            f"model.quantization is {chosen}, but compile.disable_passes names {_QUANTISING_PASS}, which puts "
+            "quantised weights into the program. Leave one of them out."
+        )
+    if scheme is None:
+        return chosen
+    if chosen not in scheme.kinds:
+        raise ConfigError(
+            f"model.quantization is {chosen}, but the checkpoint is quantised already ({scheme.name}). Set it to auto, "
+            f"or model.path to the original, which is quantised to {chosen} while it is read."
+        )
+    return "keep"
 
 
 def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
@@ -166,8 +213,21 @@ def _runtime(
         "max_model_len": _max_model_len(asked, kind, model, choices),
         "max_running_requests": requests,
         "max_num_batched_tokens": tokens,
+        "max_step_ms": _max_step_ms(asked, choices),
     }
     return RuntimeSection(**asked.model_dump() | settled)  # the other keys have no `auto`
+
+
+def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
+    if not asked.deterministic:
+        why = "what running answers take alone, so prompts lose a tenth"
+        return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
+    if not isinstance(asked.max_step_ms, str):
+        raise ConfigError(
+            f"runtime.max_step_ms is {asked.max_step_ms:g}, but with runtime.deterministic all steps take the same "
+            "time. Set it to auto or none, and lower runtime.max_num_batched_tokens for shorter steps."
+        )
+    return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", "deterministic: steps are alike"))
 
 
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:

@@ -22,6 +22,10 @@ PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
 # tokens takes 7 ms on an H200 and 14 without a graph, with 4096 11, and 10 to 17 without.
 PIECEWISE_TOKENS_OF_SMALL = (1024, 2048, 4096)
 _MOST_PIECEWISE_WORK = 4096 * 1024**2
+# With a bound in ms a step beside decodes is cut to the next smaller size (runtime/schedule/pace.py), and the host may
+# take no longer for it: launching 28 layers one by one took 10 ms, their graphs 4 (docs/performance.md).
+_SIZES_OF_BOUND = (640, 768, 896, 1024, 1280, 1536)
+_SIZES_OF_BOUND_OF_SMALL = (2048, 3072, 4096)
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 # Whole steps with prompts, of models whose layers run faster than the host launches their pieces and attentions. On an
 # H200 one prompt of 100 tokens after another joins 64 requests 1.8 times as fast at width 1024, 1.25 at 2048, and as
@@ -115,8 +119,12 @@ def _piecewise_tokens(model: ModelFolder, runtime: RuntimeSection) -> tuple[int,
     width = _width(model)
     if runtime.attention_backend != "flashinfer" or not width:
         return PIECEWISE_TOKENS  # a capture runs attention of its prompts, which by torch takes their square in memory
-    largest = min(_MOST_PIECEWISE_WORK // width**2, runtime.max_running_requests * runtime.max_model_len)
-    return (*PIECEWISE_TOKENS, *(tokens for tokens in PIECEWISE_TOKENS_OF_SMALL if tokens <= largest))
+    most = max(runtime.max_running_requests * runtime.max_model_len, PIECEWISE_TOKENS[-1])
+    is_bound = runtime.max_step_ms not in ("tenfold", "none")
+    of_small = _SIZES_OF_BOUND_OF_SMALL if is_bound else PIECEWISE_TOKENS_OF_SMALL
+    sizes = [*PIECEWISE_TOKENS, *(_SIZES_OF_BOUND if is_bound else ())]
+    sizes += [tokens for tokens in of_small if tokens <= _MOST_PIECEWISE_WORK // width**2]
+    return tuple(tokens for tokens in sizes if tokens <= most)
 
 
 def _deterministic_cudagraph(asked: CudaGraphConfig, mode: GraphMode, num_tokens: int) -> CudaGraphSection:

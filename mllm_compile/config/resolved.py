@@ -24,6 +24,10 @@ class _Resolved(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+# keep: the checkpoint's own.
+Quantization = Literal["none", "keep", "dequantize", "fp8", "int4"]
+
+
 class ResolvedModel(_Resolved):
     """`source` is model.path as it was asked for, `folder` the local folder that it was found in."""
 
@@ -32,6 +36,7 @@ class ResolvedModel(_Resolved):
     revision: str | None
     dtype: DtypeName
     load_format: Literal["safetensors", "dummy"]
+    quantization: Quantization
     trust_remote_code: bool
 
 
@@ -74,6 +79,10 @@ class ResolvedConfig(_Resolved):
         model, runtime = sections["model"], sections["runtime"]
         del model["source"]
         model |= {"path": model.pop("folder"), "revision": None}
+        if runtime["max_step_ms"] == "tenfold":
+            runtime["max_step_ms"] = "auto"
+        if model["quantization"] == "keep":
+            model["quantization"] = "auto"
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
         sections["cudagraph"] = {"mode": self.cudagraph.mode}
         backends = sections["structured_outputs"].pop("backends")

@@ -20,6 +20,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode
 
 MAX_PAGE_SIZE = 256
+MAX_RANKS = 16
 
 
 def _checked_path(text: str) -> str:
@@ -61,6 +62,12 @@ class ModelConfig(Section):
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
+
+    quantization: Literal["auto", "none", "dequantize", "fp8", "int4"] = "auto"
+    """The weights of linears in memory. auto: as the checkpoint has them, where it is quantised in a way that linears
+    compute with (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is
+    refused. fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights
+    too."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
@@ -130,6 +137,9 @@ class RuntimeConfig(Section):
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N."""
 
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
+
     attention_backend: Literal["auto", "flashinfer", "torch"] = "auto"
     """auto: flashinfer on a GPU, torch on a CPU and for float32."""
 
@@ -155,6 +165,11 @@ class RuntimeConfig(Section):
 
     max_num_batched_tokens: Auto | PositiveInt = "auto"
     """Most tokens in one step; longer prompts are computed in chunks."""
+
+    max_step_ms: Literal["auto", "none"] | Annotated[float, Field(gt=0)] = "auto"
+    """Most milliseconds of a step in which prompts are computed beside running answers: it is the longest gap between
+    an answer's tokens. Prompts are cut to it, by what steps were seen to take. auto: ten times what the answers' next
+    tokens take alone, which costs prompts a tenth of their throughput; none: cut by max_num_batched_tokens alone."""
 
     enable_prefix_cache: bool = True
     """Keep the KV cache of finished requests for prompts that begin alike."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
+from mllm_compile.engine.loop import StepRunner as EngineSteps
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
@@ -37,11 +40,14 @@ from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
 from mllm_compile.store.measurements import device_key, read_measured, start_with, with_start, write_measured
 from mllm_compile.store.opened import CompiledRuntime
-from mllm_compile.store.source import ArtifactSource
+from mllm_compile.store.source import ArtifactSource, runner_config
 from mllm_compile.structured.grammars import Grammars
 from mllm_compile.structured.vocabulary import Vocabulary
 from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from mllm_compile.ranks.group import RankGroup
 
 _LOG_FORWARD_TIMES_S = 10.0
 
@@ -79,18 +85,21 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
     )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(_load_text_parts, compiled, timeline)
-        runner, plan = _start_runner(settings, compiled, timeline)
+        runner, plan, group = _start_runner(settings, compiled, timeline)
         try:
             tokenizer, defaults, default_params = loading.result()
-            num_pages = runner.token_to_kv_pool.num_pages
-            scheduler = Scheduler(SchedulerConfig.of(compiled.config.runtime, num_pages, runner.num_snapshots))
-            step_runner = StepRunner(runner, Sampler(runner.model.sampling))
+            config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
+            limits = SchedulerConfig.of(config.runtime, config.cudagraph, num_pages, runner.num_snapshots)
+            scheduler = Scheduler(limits)
+            step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
         except BaseException:  # also Ctrl-C
-            runner.shutdown()
+            _shut_down(runner, group)
             raise
     eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
-    prepare_thread = _thread_preparation(compiled, timeline) if runner.device.type == "cpu" else _nothing
+    most_threads = None if group is None else group.threads
+    is_cpu = runner.device.type == "cpu"
+    prepare_thread = _thread_preparation(compiled, timeline, most_threads) if is_cpu else _nothing
     _tell_ready(compiled, runner, timeline)
     return EngineParts(
         scheduler=scheduler,
@@ -99,8 +108,8 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         vocab_size=runner.vocab_size,
         eos_token_ids=eos_token_ids,
         default_params=default_params,
-        check_device=_device_check(runner.device),
-        shutdown=runner.shutdown,
+        check_device=_device_check(runner.device, group),
+        shutdown=partial(_shut_down, runner, group),
         prepare_thread=prepare_thread,
         grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
         config=compiled.config,
@@ -122,8 +131,9 @@ def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
 
 def _start_runner(
     settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline
-) -> tuple[ModelRunner, MemoryPlan]:
-    """A runner with the KV pages of an earlier start where they still hold, and the plan for the next one."""
+) -> tuple[ModelRunner, MemoryPlan, RankGroup | None]:
+    """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
+    ranks where there are some."""
     source = _source(compiled, timeline)
     with timeline.stage("memory plan"):
         now = situation(settings)
@@ -132,20 +142,56 @@ def _start_runner(
             now.pages_from(start_with(measured, compiled.config).get("plan")) if settings.num_pages is None else None
         )
     if num_pages is not None:
-        runner = ModelRunner(replace(settings, num_pages=num_pages), source)
         try:
-            runner.initialize(timeline.stage)
-            return runner, replace(now, num_pages=num_pages)
+            runner, group = _initialized(replace(settings, num_pages=num_pages), source, compiled, timeline)
+            return runner, replace(now, num_pages=num_pages), group
         except (DeviceMemoryError, torch.OutOfMemoryError):
             timeline.note("the stored memory plan does not hold any more: measuring again")
-    runner = ModelRunner(settings, source)
-    runner.initialize(timeline.stage)
-    return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages)
+    runner, group = _initialized(settings, source, compiled, timeline)
+    return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages), group
 
 
-def runner_config(config: ResolvedConfig) -> RunnerConfig:
-    """The runner's part of a config."""
-    return RunnerConfig(dtype=getattr(torch, config.model.dtype), runtime=config.runtime, cudagraph=config.cudagraph)
+def _initialized(
+    settings: RunnerConfig, source: ModelSource, compiled: CompiledRuntime, timeline: Timeline
+) -> tuple[ModelRunner, RankGroup | None]:
+    """A runner that is ready, and the other ranks with it."""
+    if settings.runtime.tensor_parallel_size == 1:
+        runner = ModelRunner(settings, source)
+        runner.initialize(timeline.stage)
+        return runner, None
+    from mllm_compile.ranks.group import RankGroup
+
+    group = RankGroup(compiled, settings.num_pages)
+    try:
+        with timeline.stage("meet ranks"):
+            communicator = group.connect()
+        runner = ModelRunner(settings, source, communicator)
+        runner.initialize(timeline.stage)
+        with timeline.stage("wait for ranks"):
+            group.wait_ready()
+        return runner, group
+    except Exception as error:
+        reason = group.explain(error)
+        group.close()
+        raise reason from None if reason is not error else error
+    except BaseException:  # also Ctrl-C
+        group.close()
+        raise
+
+
+def _step_runner(runner: ModelRunner, group: RankGroup | None) -> EngineSteps:
+    sampler = Sampler(runner.model.sampling)
+    if group is None:
+        return StepRunner(runner, sampler)
+    from mllm_compile.ranks.steps import RankedStepRunner
+
+    return RankedStepRunner(StepRunner(runner, sampler, group.announce), group)
+
+
+def _shut_down(runner: ModelRunner, group: RankGroup | None) -> None:
+    if group is not None:
+        group.close()
+    runner.shutdown()
 
 
 def _load_text_parts(
@@ -187,9 +233,15 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
     write_measured(folder, key, with_start(read_measured(folder, key), compiled.config, start))
 
 
-def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline) -> Callable[[], None]:
-    """Return what the engine's thread calls first: it sets as many threads as the model has work for."""
+def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int | None) -> Callable[[], None]:
+    """Return what the engine's thread calls first: it sets as many threads as the model has work for.
+
+    Args:
+        most: of one rank, where there are several; None: it is alone.
+    """
     threads = threads_for(sum(spec.num_bytes for spec in compiled.artifact.weights))
+    if most is not None and threads.count > most:
+        threads = replace(threads, count=most, why=f"of {compiled.config.runtime.tensor_parallel_size} ranks each")
     timeline.note(f"CPU threads: {threads.count} ({threads.why})")
     if threads.count > 1:
         wait_briefly()
@@ -203,6 +255,8 @@ def _nothing() -> None:
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
     """The one line that is always shown."""
     device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
+    num_ranks = compiled.config.runtime.tensor_parallel_size
+    device = device if num_ranks == 1 else f"{num_ranks} ranks of {device}"
     tokens = f"{runner.max_total_num_tokens:,} {'KV ' if runner.model.layers else ''}tokens"
     if runner.model.state_layers:
         tokens += f" · states of {format_bytes(runner.state_bytes_per_request)} a request"
@@ -243,10 +297,12 @@ def _grammars(
     return Grammars(read_vocabulary, asked.backends, asked.threads)
 
 
-def _device_check(device: torch.device) -> Callable[[], None]:
-    """Raises when the device does not compute any more, as after an illegal memory access."""
+def _device_check(device: torch.device, group: RankGroup | None) -> Callable[[], None]:
+    """Raises when the device does not compute any more, as after an illegal memory access; or not with the others."""
 
     def check() -> None:
+        if group is not None:
+            group.check_after_failure()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # after a step that ran out of memory

@@ -68,6 +68,7 @@ class StepRunner(Protocol):
 class _Step:
     batch: ScheduledBatch
     handle: StepHandle
+    launched: float  # time.monotonic() before its launch
 
 
 class _Call(Generic[T]):
@@ -138,6 +139,7 @@ class EngineCore:
         # Used by the engine's thread alone.
         self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
         self._in_flight: _Step | None = None
+        self._step_end = 0.0  # time.monotonic() when the tokens of the last step came
         self._submissions: dict[str, Submission] = {}
         self._live: dict[Request, Sequence] = {}  # what the scheduler holds
         self._watched: dict[Request, Sequence] = {}  # those of them whose every token matters
@@ -427,8 +429,9 @@ class EngineCore:
         launched = None
         if batch is not None:
             _forget_prompt_logprobs(batch)
+            now = time.monotonic()
             try:
-                launched = _Step(batch, runner.submit(batch))
+                launched = _Step(batch, runner.submit(batch), now)
             except Exception as error:
                 self._finish_step_in_flight()
                 self._steps_failed([batch], error)
@@ -456,6 +459,9 @@ class EngineCore:
                 lost.append(later.batch)
             self._steps_failed(lost, error)
             return
+        now = time.monotonic()
+        self._scheduler.step_took(batch, now - max(self._step_end, step.launched))
+        self._step_end = now
         result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
         output.record_logprobs(result.accepted)
         self._recorder.step_over(batch, result.accepted)

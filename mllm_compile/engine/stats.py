@@ -36,11 +36,13 @@ class HistogramSnapshot:
         bounds: upper bounds of the buckets; the last bucket (one more count than bounds) has none.
         counts: observations a bucket.
         total: sum of all observations.
+        largest: the largest observation; 0 without any.
     """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+    largest: float
 
     @property
     def count(self) -> int:
@@ -51,7 +53,7 @@ class HistogramSnapshot:
         return self.total / self.count if self.count else None
 
     def quantile(self, q: float) -> float | None:
-        """Estimate of the q-quantile (0 ≤ q ≤ 1), linear within a bucket; None without observations."""
+        """Estimate of the q-quantile (0 ≤ q ≤ 1), linear within a bucket, at most the largest; None without any."""
         if not self.count:
             return None
         rank = q * self.count
@@ -59,9 +61,9 @@ class HistogramSnapshot:
             if count and rank <= count:
                 low = self.bounds[i - 1] if i else 0.0
                 high = self.bounds[i] if i < len(self.bounds) else low
-                return low + (high - low) * rank / count
+                return min(low + (high - low) * rank / count, self.largest)
             rank -= count
-        return self.bounds[-1]
+        return self.largest
 
 
 class Histogram:
@@ -72,14 +74,18 @@ class Histogram:
         self._bounds = np.geomspace(smallest, largest, num)
         self._counts = np.zeros(num + 1, dtype=np.int64)
         self._total = 0.0
+        self._largest = 0.0
 
     def observe(self, seconds: np.ndarray) -> None:
         """Adds observations, float64 of any length."""
         np.add.at(self._counts, np.searchsorted(self._bounds, seconds, side="left"), 1)
         self._total += float(seconds.sum())
+        if seconds.size:
+            self._largest = max(self._largest, float(seconds.max()))
 
     def snapshot(self) -> HistogramSnapshot:
-        return HistogramSnapshot(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._total)
+        bounds, counts = tuple(self._bounds.tolist()), tuple(self._counts.tolist())
+        return HistogramSnapshot(bounds, counts, self._total, self._largest)
 
 
 class RateMeter:
@@ -153,7 +159,10 @@ class EngineStats:
         finished: ended completions since the start by finish reason.
         broken_logits: requests that ended with an error because their logits held NaN or inf.
         time_to_first_token: seconds from arrival to the first token.
-        time_between_tokens: seconds from one token of a request to its next.
+        time_between_tokens: seconds from one token of a request to its next: median, p99 and longest are quantile(0.5),
+            quantile(0.99) and largest.
+        step_bound_ms: the most time that runtime.max_step_ms gave the last step in which prompts could be computed
+            beside running answers; None: no step was bounded.
         forward_times: times by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
         experts: the load of each layer of experts, in order; empty unless runtime.expert_stats.
         snapshots_kept: prefixes whose state the prefix cache has, of a model whose layers carry one.
@@ -178,6 +187,7 @@ class EngineStats:
     broken_logits: int
     time_to_first_token: HistogramSnapshot
     time_between_tokens: HistogramSnapshot
+    step_bound_ms: float | None = None
     forward_times: tuple[ForwardTime, ...] = ()
     experts: tuple[ExpertLoad, ...] = ()
     snapshots_kept: int = 0
@@ -213,7 +223,10 @@ class EngineStats:
         ):
             p50, p99 = histogram.quantile(0.5), histogram.quantile(0.99)
             if p50 is not None and p99 is not None:
-                parts.append(f"{name} p50 {p50 * 1e3:.1f} ms p99 {p99 * 1e3:.1f} ms")
+                longest = f" longest {histogram.largest * 1e3:.1f} ms"
+                parts.append(f"{name} p50 {p50 * 1e3:.1f} ms p99 {p99 * 1e3:.1f} ms{longest}")
+        if self.step_bound_ms is not None:
+            parts.append(f"steps with prompts up to {self.step_bound_ms:.1f} ms")
         return ", ".join(parts)
 
 
@@ -298,6 +311,7 @@ class StatsRecorder:
             broken_logits=self._num_broken,
             time_to_first_token=self._first_token.snapshot(),
             time_between_tokens=self._between_tokens.snapshot(),
+            step_bound_ms=scheduler.step_bound_ms,
             forward_times=tuple(ForwardTime(*row) for row in self._forward_times()),
             experts=tuple(ExpertLoad(layer, tuple(counts)) for layer, counts in self._experts_chosen().items()),
         )

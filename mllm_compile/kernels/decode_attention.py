@@ -13,7 +13,6 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece
-from mllm_compile.runtime.attention.flashinfer.kernels import HEAD_DIMS
 from mllm_compile.runtime.attention.hopper.clusters import (
     LONG_TOKENS,
     MOST_SEQUENCES,
@@ -24,7 +23,7 @@ from mllm_compile.runtime.attention.hopper.clusters import (
 )
 from mllm_compile.runtime.attention.hopper.shapes import are_served
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel, takes
-from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import DecodeForm, Program
@@ -51,8 +50,10 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
 def _is_served(layer: LayerSpec) -> bool:
     return (
         layer.head_dim == layer.v_head_dim
-        and layer.head_dim in HEAD_DIMS
+        and layer.head_dim in KERNEL_HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
+        and not layer.alibi_slopes
+        and not layer.chunk
     )
 
 

@@ -16,16 +16,22 @@ if TYPE_CHECKING:
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The attention implementation `name` within the context.
 
+    A model that does not follow Transformers' attention interface keeps its own, and gets the masks of `name`.
+
     Raises:
-        UnsupportedModelError: the model does not take it. One that does not follow Transformers' attention interface
-            keeps its own with a mere warning, and what ran would not be what was asked for.
+        UnsupportedModelError: the model does not take it.
     """
-    before = model.config._attn_implementation
+    before = str(model.config._attn_implementation)
     with refusing(f"{model.config.model_type!r} models do not take attention implementation {name!r}"):
-        model.set_attn_implementation(name)
-        if model.config._attn_implementation != name:
-            raise ValueError("they do not follow Transformers' attention interface")
+        _choose(model, name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        _choose(model, before)
+
+
+def _choose(model: PreTrainedModel, name: str) -> None:
+    if model._can_set_attn_implementation():  # if not, set_attn_implementation does nothing but warn
+        model.set_attn_implementation(name)
+    else:
+        model.config._attn_implementation = name

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from mllm_compile.runtime.forward_context import get_forward_context
@@ -28,11 +29,15 @@ def eager_attention(
     Returns:
         [1, T, H, Dv], and no attention weights.
     """
-    layer_name = next(get_forward_context().additional_kwargs[LAYER_NAMES])
+    context = get_forward_context()
+    layer_name = next(context.additional_kwargs[LAYER_NAMES])
+    layer = context.no_compile_layers[layer_name]
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    width, v_width = layer.head_dim - q.shape[2], layer.v_head_dim - v.shape[2]  # what a pass has padded them by
+    q, k, v = F.pad(q, (0, width)), F.pad(k, (0, width)), F.pad(v, (0, v_width))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     attention_with_output(q, k, v, out, layer_name)
-    return out[None], None
+    return out[None, :, :, : value.shape[3]], None
 
 
 def register_eager_attention() -> None:

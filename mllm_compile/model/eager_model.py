@@ -15,6 +15,7 @@ import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.model.positions_hook import position_offset, reading_positions
 from mllm_compile.model.refusals import first_line
 from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
@@ -26,16 +27,16 @@ class EagerModel:
     def __init__(self, model: torch.nn.Module, layer_names: tuple[str, ...]) -> None:
         self._model = model
         self._layer_names = layer_names  # in the order of the calls
+        self._position_offset = position_offset(model)
 
     def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [T, V] of all tokens: a Transformers model has no seam before its head that all models share."""
         from mllm_compile.model.eager_attention import LAYER_NAMES
 
         get_forward_context().additional_kwargs[LAYER_NAMES] = iter(self._layer_names)
-        with torch.no_grad():
-            output = self._model(
-                input_ids=inputs["input_ids"][None], position_ids=inputs["positions"][None], use_cache=False
-            )
+        positions = inputs["positions"] + self._position_offset
+        with torch.no_grad(), reading_positions(self._model, lambda counted: positions.view(counted.shape)):
+            output = self._model(input_ids=inputs["input_ids"][None], position_ids=positions[None], use_cache=False)
         return output.logits[0]
 
     def head(self, body: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
@@ -59,6 +60,7 @@ class EagerSource:
         Raises:
             UnsupportedModelError: the model has layers with a state, which Transformers would keep for itself.
             CheckpointError: Transformers cannot load the model's folder.
+            UnsupportedModelError: the model's attention cannot be replaced by ours.
         """
         model = self._source.load(device)
         if model.state_layers:
@@ -93,4 +95,16 @@ class EagerSource:
                 f"runtime.skip_compiled: Transformers cannot load {settings.folder}: {first_line(error)} "
                 "Set runtime.skip_compiled: false to serve the compiled model."
             ) from error
+        except KeyError as error:  # a table of classes by the names of implementations
+            raise _past_the_interface(settings.folder) from error
+        if not model._can_set_attn_implementation():
+            raise _past_the_interface(settings.folder)
         return model.to(device).eval()
+
+
+def _past_the_interface(folder: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"runtime.skip_compiled: the model in {folder} writes its attention out, past Transformers' attention "
+        "interface, so that the paged cache cannot be put behind it. Set runtime.skip_compiled: false to serve the "
+        "compiled model."
+    )

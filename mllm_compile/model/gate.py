@@ -17,6 +17,8 @@ from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel
+from mllm_compile.model.own_attention.find import KNOWS_ITS_MASK
+from mllm_compile.model.own_attention.masks import changed_tables
 from mllm_compile.model.refusals import refusing
 from mllm_compile.model.small_weights import materialise
 from mllm_compile.model.trace import Trace
@@ -67,6 +69,8 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
     if not layers:
         yield "no attention goes through Transformers' attention interface"
     yield from _constant_reasons(gm, hf_model)
+    for table in changed_tables(gm, hf_model.constants):
+        yield f"table {table!r} is read past attention"
     yield from found_in_graph
     if attentions and not found_in_graph:
         yield from _settle_windows(attentions, trace, hf_model)
@@ -110,23 +114,32 @@ def _layer_reasons(node: fx.Node) -> Iterator[str]:
 
 def _settle_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
     """Gives each attention the window of its mask: none was built for the trace, and calls need not repeat it."""
-    from mllm_compile.model.mask_probe import observe_attention_calls
+    from mllm_compile.model.mask_probe import observe_attention
 
     materialise(hf_model, trace.device)
-    calls = observe_attention_calls(hf_model.model, trace.device)
-    if len(calls) != len(attentions):
-        yield f"it attends {len(calls)} times, of which {len(attentions)} are in the trace"
+    observed = observe_attention(hf_model.model, trace.device)
+    through_interface = [node for node in attentions if KNOWS_ITS_MASK not in node.meta]
+    if len(observed.calls) != len(through_interface):
+        yield f"it attends {len(observed.calls)} times, of which {len(through_interface)} are in the trace"
         return
-    for node, call in zip(attentions, calls, strict=True):
+    without_mask = [node for node in attentions if node.meta.get(KNOWS_ITS_MASK) is False]
+    if without_mask and not observed.masks:
+        yield f"its attention is not causal ({_where(without_mask[0])})"
+        return
+    # Attention of a model's own does not say which of the masks it takes: all have to be alike.
+    of_own = [(node, mask) for node in without_mask for mask in observed.masks]
+    for node, call in [*zip(through_interface, observed.calls, strict=True), *of_own]:
         said = int(node.args[6])  # type: ignore[arg-type]
         try:
-            window_left = call.window_left()
+            window_left, chunk = call.reach()
         except UnsupportedModelError as error:
             yield f"{error} ({_where(node)})"
             continue
         if said not in (-1, window_left):
             yield f"its attention call sees {said} tokens back, its mask {window_left} ({_where(node)})"
         node.update_arg(6, window_left)
+        if chunk:
+            node.args = (*node.args, *(None,) * (9 - len(node.args)), chunk)
 
 
 def _constant_reasons(gm: fx.GraphModule, hf_model: HFModel) -> Iterator[str]:

@@ -7,6 +7,8 @@ runtime/weights/loader.py loads weights; checkpoint/plan.py assigns checkpoint t
 from __future__ import annotations
 
 import difflib
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,11 +17,12 @@ import torch
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hold_rope import hold_rope
+from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.program.spec import ModelSizes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -46,11 +49,13 @@ class HFModel:
         model: every parameter on meta, in its final dtype.
         constants: buffer name → value on the CPU; these are in no checkpoint.
         unknown_constants: names of such buffers whose value could not be computed.
+        position_offset: the position that the model gives a text's first token.
     """
 
     model: PreTrainedModel
     constants: dict[str, torch.Tensor]
     unknown_constants: frozenset[str]
+    position_offset: int = 0
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -72,7 +77,8 @@ class HFModel:
             head_dim=max((one.head_dim for one in heads), default=0),
             hidden_size=self._size("hidden_size"),
             vocab_size=self._size("vocab_size"),
-            context_len=self._size("max_position_embeddings", NO_LIMIT),
+            context_len=self._size("max_position_embeddings", NO_LIMIT) - self.position_offset,
+            is_table_of_positions=self.position_offset > 0,
         )
 
     def heads_of_layers(self) -> list[Heads]:
@@ -136,7 +142,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
 
     register_attention_hook()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _in_class_tables(type(config), ATTENTION_IMPLEMENTATION):
             model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=ATTENTION_IMPLEMENTATION,
@@ -146,17 +152,33 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     except Exception as error:
         if isinstance(error, KeyError):
             _refuse_unknown_activation(config, error)
-        reason = first_line(error)
-        if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
-            reason = "it takes its attention from a table of its own, past Transformers' attention interface"
         raise UnsupportedModelError(
             f"{config.model_type!r} is not a causal language model that Transformers can build with a custom attention "
-            f"implementation: {reason}"
+            f"implementation: {first_line(error)}"
         ) from error
     model.eval().requires_grad_(False)
     constants = compute_constants(model)
     hold_rope(model)
-    return HFModel(model, *constants)
+    return HFModel(model, *constants, position_offset(model))
+
+
+@contextmanager
+def _in_class_tables(config_class: type[PreTrainedConfig], name: str) -> Iterator[None]:
+    """Within the context, tables that give a class for each attention implementation give the eager one for `name`: it
+    writes its attention out (own_attention/)."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping.get(config_class, None)
+    module = sys.modules.get(getattr(model_class, "__module__", ""))
+    tables = [table for table in vars(module or object).values() if isinstance(table, dict)]
+    added = [table for table in tables if isinstance(table.get("eager"), type) and name not in table]
+    for table in added:
+        table[name] = table["eager"]
+    try:
+        yield
+    finally:
+        for table in added:
+            del table[name]
 
 
 def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> None:

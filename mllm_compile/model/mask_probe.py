@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -31,6 +31,18 @@ _FAR = 1 << 21  # no model's window is longer
 _DISTANCES = [*range(-3, 6), *(power + delta for power in _POWERS for delta in (-1, 0, 1))]
 
 
+class Reach(NamedTuple):
+    """What a call sees of the tokens up to its own.
+
+    Attributes:
+        window_left: as many of them besides the token itself; -1: all.
+        chunk: those of the token's own chunk of so many positions; 0: there are no chunks.
+    """
+
+    window_left: int = -1
+    chunk: int = 0
+
+
 @dataclass(frozen=True)
 class ObservedCall:
     """One call of the attention interface.
@@ -43,8 +55,8 @@ class ObservedCall:
     mask: MaskFunction | None
     is_altered: bool = False
 
-    def window_left(self) -> int:
-        """Earlier tokens that the call sees besides the token itself; -1: all of them.
+    def reach(self) -> Reach:
+        """How far back the call sees.
 
         Raises:
             UnsupportedModelError: what it sees is not that, at any position.
@@ -52,15 +64,16 @@ class ObservedCall:
         if self.is_altered:
             raise UnsupportedModelError("the model changes its attention mask")
         if self.mask is None:
-            return -1
+            return Reach()
         try:
-            window_left = -1 if self._sees(_FAR) else self._farthest_seen()
-            follows_window = self._follows(window_left)
+            chunk = self._chunk()
+            reach = Reach(-1 if chunk or self._sees(_FAR) else self._farthest_seen(), chunk)
+            is_followed = self._follows(reach)
         except Exception as error:  # it reads tensors of the sample's size
             raise UnsupportedModelError("its attention mask is no rule on positions alone") from error
-        if not follows_window:
-            raise UnsupportedModelError("its attention mask is neither causal nor a causal window")
-        return window_left
+        if not is_followed:
+            raise UnsupportedModelError("its attention mask is neither causal nor a causal window, nor chunks")
+        return reach
 
     def _sees(self, distance: int) -> bool:
         return bool(self._visible(torch.tensor(_FAR), torch.tensor(_FAR - distance)))
@@ -73,20 +86,43 @@ class ObservedCall:
             seen, unseen = (middle, unseen) if self._sees(middle) else (seen, middle)
         return seen
 
-    def _follows(self, window_left: int) -> bool:
-        edges = [] if window_left < 0 else [window_left - 1, window_left, window_left + 1]
-        queries = torch.tensor([*_QUERIES, *(edge + 2 for edge in edges)])[:, None]
+    def _chunk(self) -> int:
+        """The first token that does not see the one before it, 0 if all do; a window of the token alone is no chunk."""
+        tokens = torch.arange(1, _FAR)
+        hidden = tokens[~self._visible(tokens, tokens - 1)]
+        return int(hidden[0]) if len(hidden) and int(hidden[0]) > 1 else 0
+
+    def _follows(self, reach: Reach) -> bool:
+        window_left, chunk = reach
+        ends = [window_left] if window_left >= 0 else []
+        ends += [chunk, 2 * chunk, 5 * chunk] if chunk else []
+        edges = [end + delta for end in ends for delta in (-1, 0, 1)]
+        queries = torch.tensor([*_QUERIES, *edges, *(edge + 2 for edge in edges)])[:, None]
         distances = torch.tensor([*_DISTANCES, *edges])[None, :]
         keys = queries - distances
         expected = (distances >= 0) & ((distances <= window_left) if window_left >= 0 else True)
+        if chunk:
+            expected = expected & (queries // chunk == keys // chunk)
         return bool((self._visible(queries, keys) == expected)[keys >= 0].all())
 
     def _visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return self.mask(torch.tensor(0), torch.tensor(0), queries, keys)  # type: ignore[misc]
 
 
-def observe_attention_calls(model: PreTrainedModel, device: str) -> list[ObservedCall]:
-    """Runs `model`, whose weights are real (any will do), and returns its attention calls in order.
+class Observation(NamedTuple):
+    """What a model asked for in one forward.
+
+    Attributes:
+        calls: of the attention interface, in order.
+        masks: what a call with each of the masks sees that Transformers made.
+    """
+
+    calls: list[ObservedCall]
+    masks: list[ObservedCall]
+
+
+def observe_attention(model: PreTrainedModel, device: str) -> Observation:
+    """Runs `model`, whose weights are real (any will do), and returns its attention calls and masks.
 
     Raises:
         UnsupportedModelError: the model cannot run with another attention implementation.
@@ -97,12 +133,13 @@ def observe_attention_calls(model: PreTrainedModel, device: str) -> list[Observe
     input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
     with attention_implementation(model, PROBE_IMPLEMENTATION), torch.no_grad():
         model(input_ids=input_ids, use_cache=False)
-    return observer.calls
+    return Observation(observer.calls, [ObservedCall(mask) for mask in observer.masks])
 
 
 class _Observer:
     def __init__(self) -> None:
         self.calls: list[ObservedCall] = []
+        self.masks: list[MaskFunction] = []
         self._functions: dict[int, MaskFunction] = {}
         self._masks: list[torch.Tensor] = []  # kept alive: ids of collected tensors are reused
 
@@ -110,6 +147,7 @@ class _Observer:
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
         self._masks.append(mask)
         self._functions[id(mask)] = mask_function
+        self.masks.append(mask_function)
         return mask
 
     def attend(

@@ -9,6 +9,7 @@ that the graph holds for every size. The graph has the placeholders `input_ids` 
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import re
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from torch import fx
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
+from mllm_compile.model.own_attention.find import find_attention
+from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
+from mllm_compile.model.positions_hook import as_positions, reading_positions, settle_positions
 from mllm_compile.model.refusals import first_line, refusing
-from mllm_compile.model.state_hook import states_as_ops
+from mllm_compile.model.states.state_hook import states_as_ops
 
 INPUT_NAMES = ("input_ids", "positions", "logits_indices")
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
@@ -48,22 +52,22 @@ class Trace:
 class _FlatTokens(torch.nn.Module):
     """The model as a function of flat tokens: no cache, no mask, logits of chosen rows only."""
 
-    def __init__(self, model: torch.nn.Module, max_tokens: int) -> None:
+    def __init__(self, model: torch.nn.Module, max_tokens: int, position_offset: int) -> None:
         super().__init__()
         self.model = model
         self.max_tokens = max_tokens
+        self.position_offset = position_offset
+        self.takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         for sized in (input_ids, logits_indices):
             torch._check(sized.shape[0] >= 1)
             torch._check(sized.shape[0] <= self.max_tokens)
-        output = self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_indices,
-        )
-        return output.logits[0]
+        position_ids = positions[None] + self.position_offset if self.position_offset else positions[None]
+        said = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
+        if self.takes_rows:
+            return self.model(**said, logits_to_keep=logits_indices).logits[0]
+        return self.model(**said).logits[0].index_select(0, logits_indices)
 
 
 def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
@@ -85,13 +89,19 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     mark_unbacked(logits_indices, 0, shape_id="S")
     with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
         check_choices(hf_model.text_config)
+        tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         weight_names = fake_copy(hf_model.model, mode, device)
         try:
-            with experts_as_ops(hf_model.model), states_as_ops(hf_model.model):
-                captured = _capture(_FlatTokens(hf_model.model, max_tokens), (input_ids, positions, logits_indices))
+            hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
+            with hooks[0], hooks[1], states_as_ops(hf_model.model):
+                flat = _FlatTokens(hf_model.model, max_tokens, hf_model.position_offset)
+                inputs = (input_ids, positions, logits_indices)
+                captured = with_a_mask_if_needed(lambda: _capture(flat, inputs))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _name_placeholders(captured, weight_names)
+        settle_positions(captured)
+        find_attention(captured, hf_model.constants, min(hf_model.sizes().context_len, max_tokens))
     return Trace(captured, max_tokens, device)
 
 

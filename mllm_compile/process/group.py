@@ -31,7 +31,8 @@ class ProcessGroup(subprocess.Popen[Any]):
         watched, held = os.pipe()
         try:
             wrapped = [sys.executable, "-E", "-S", "-P", __file__, str(watched), *command]
-            super().__init__(wrapped, pass_fds=[watched], process_group=0, **options)
+            passed = [watched, *options.pop("pass_fds", ())]
+            super().__init__(wrapped, pass_fds=passed, process_group=0, **options)
         except BaseException:
             os.close(held)
             raise

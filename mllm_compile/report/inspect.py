@@ -25,10 +25,12 @@ _LINE = 110
 
 @dataclass(frozen=True)
 class Inspected:
-    """The passes' reports, why others were left out, and the names of the program's distinct pieces."""
+    """The passes' reports, why others were left out, how the model is cut over ranks, and the names of the program's
+    distinct pieces."""
 
     reports: list[PassReport]
     left_out: Mapping[str, str]
+    cut: list[str]
     pieces: list[PartName]
 
 
@@ -59,7 +61,8 @@ def inspect_model(config: EngineConfig, out_dir: Path, reporter: Reporter | None
     shapes = {name: shape for name, (shape, _) in weight_shapes(lowered.graph).items()}
     lines = program_lines(lowered.program, shapes)
     program_text.write_text("\n".join([*lines, f"logits = {lowered.program.output}", ""]), encoding="utf-8")
-    return Inspected(lowered.reports, lowered.left_out, list(part_names(lowered.program, shapes).values()))
+    pieces = list(part_names(lowered.program, shapes).values())
+    return Inspected(lowered.reports, lowered.left_out, lowered.cut_lines(), pieces)
 
 
 def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_steps: int | None = None) -> list[str]:

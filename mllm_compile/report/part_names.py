@@ -45,6 +45,8 @@ def part_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[st
     Args:
         shapes: the program's weights'; one of one dimension (a norm, a bias) names nothing.
     """
+    scales = {name for one in program.quantised_weights.values() for name in (one.scales, one.zeros)}
+    shapes = {name: shape for name, shape in shapes.items() if name not in scales}
     places: dict[str, list[tuple[str, int]]] = {}
     first: dict[str, PieceStep] = {}
     before, number = "before", 0

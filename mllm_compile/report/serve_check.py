@@ -108,7 +108,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
     with TemporaryDirectory(prefix="mllm-check-") as name, private_inductor_cache(Path(name)):
         scratch = Path(name)
         lowered = lower(target.config, build_model(target.config, target.model, reporter), scratch, reporter)
-        _, weights = plan_lowered_weights(target.config, target.model, lowered, reporter)
+        _, weights = plan_lowered_weights(lowered)
         tokenizer = scratch / TOKENIZER
         tokenizer.mkdir()
         export_tokenizer(target.model.path, tokenizer, trust_remote_code=target.config.model.trust_remote_code)
@@ -117,7 +117,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
             "not compiled yet, which the server does first; nothing in its trace or its checkpoint is against it",
             lowered.program.layers,
             lowered.program.state_layers,
-            sum(spec.num_bytes for spec in weights),
+            sum(spec.num_bytes for spec in weights[0]),
             load_tokenizer(tokenizer),
             {},
         )

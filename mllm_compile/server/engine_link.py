@@ -1,42 +1,38 @@
-"""One process with an engine, as the front sees it: its sockets, its frames, its end."""
+"""One process with an engine, as the front sees it: its channel, its frames, its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import zmq
-
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.server.wire import messages
+from mllm_compile.server.wire.channel import Channel
 from mllm_compile.server.wire.messages import Close, Command, Tiding
 
 _MODULE = "mllm_compile.server.backend.process"
-_FRAMES_AT_ONCE = 64
 _COMMANDS_AT_ONCE = 16  # about a step's prompts: the engine begins with them while the next ones are read
-_LONGEST_TMPDIR = 70
 _CLOSE_S = 10.0  # to end a step, and give the memory back
 
-CommandLine = Callable[[str, str], Sequence[str]]
+CommandLine = Callable[[str], Sequence[str]]
 
 
 def command_line(model: str, how: str, log: str) -> CommandLine:
-    """The command that serves a model to sockets at two addresses; `how` and `log` as in ServeOptions."""
-    return lambda commands, tidings: [sys.executable, "-P", "-m", _MODULE, model, commands, tidings, how, log]
+    """The command that serves a model to a channel's descriptor; `how` and `log` as in ServeOptions."""
+    return lambda descriptor: [sys.executable, "-P", "-m", _MODULE, model, descriptor, how, log]
 
 
 class EngineLink:
     """A process with an engine, started now; for one event loop.
 
     Args:
-        command_of: makes its command line of the addresses of commands and tidings.
+        command_of: makes its command line of the number of a descriptor, its end of the channel.
         on_step: takes the frames of steps.
         on_tiding: takes all else that it tells.
     """
@@ -50,27 +46,21 @@ class EngineLink:
         self.exited = asyncio.Event()
         self._is_over = False
         self._unsent: list[Command] = []
-        self._folder = _socket_folder()
-        self._context = zmq.Context()
+        end, its_end = socket.socketpair()
+        self._channel = Channel(end)
         try:
-            self._commands = self._socket(zmq.PUSH, "commands")
-            self._tidings = self._socket(zmq.PULL, "tidings")
-            addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "tidings")]
-            self._process = ProcessGroup(command_of(*addresses), stdin=subprocess.DEVNULL, env=_environment())
+            with its_end:
+                descriptor = its_end.fileno()
+                command = command_of(str(descriptor))
+                self._process = ProcessGroup(
+                    command, stdin=subprocess.DEVNULL, env=_environment(), pass_fds=[descriptor]
+                )
         except BaseException:
-            self._let_go()
+            self._channel.close()
             raise
-        self._descriptor: int = self._tidings.FD
-        self._loop.add_reader(self._descriptor, self._read)
+        self._loop.add_reader(self._channel.fileno(), self._read)
         self._exit = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._exit, self._exited)
-        self._read()
-
-    def _socket(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)
-        socket.bind(f"ipc://{self._folder}/{name}")
-        return socket
 
     @property
     def exit_code(self) -> int | None:
@@ -90,26 +80,25 @@ class EngineLink:
     def _send_all(self) -> None:
         commands, self._unsent = self._unsent, []
         if commands:
-            with contextlib.suppress(zmq.ZMQError):
-                self._commands.send(messages.encode_commands(commands), zmq.NOBLOCK)
+            self._channel.send(messages.encode_commands(commands))
 
-    def _read(self) -> None:
-        """Takes the frames that are there. The descriptor tells of the first one alone, so all are taken."""
-        for _ in range(_FRAMES_AT_ONCE):
-            try:
-                frame = self._tidings.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:  # none is left, or the socket is closed
-                return
+    def _read(self) -> bool:
+        """Takes the frames that have come; False: there was none."""
+        frames = self._channel.read()
+        if self._channel.is_over:
+            self._loop.remove_reader(self._channel.fileno())
+        for frame in frames:
             tiding = messages.decode_tiding(frame)
             if tiding is None:
                 self._on_step(frame)
             else:
                 self._on_tiding(tiding)
-        self._loop.call_soon(self._read)
+        return bool(frames)
 
     def _exited(self) -> None:
         self._loop.remove_reader(self._exit)
-        self._read()
+        while self._read():
+            pass
         self._process.poll()
         self.exited.set()
 
@@ -137,22 +126,12 @@ class EngineLink:
         self._is_over = True
         self._process.kill_group()
         self._process.wait()
-        self._loop.remove_reader(self._descriptor)
+        self._loop.remove_reader(self._channel.fileno())
         if not self.exited.is_set():
             self._loop.remove_reader(self._exit)
             self.exited.set()
         os.close(self._exit)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _socket_folder() -> str:
-    """A new folder that this user alone may enter; a socket's path has at most 107 bytes."""
-    is_short = len(os.fsencode(tempfile.gettempdir())) < _LONGEST_TMPDIR
-    return tempfile.mkdtemp(prefix="mllm-serve-", dir=None if is_short else "/tmp")
+        self._channel.close()
 
 
 def _environment() -> dict[str, str]:

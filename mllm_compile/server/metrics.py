@@ -26,6 +26,7 @@ _GAUGES: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("requests_running", "num_requests_running", "Completions that hold KV pages.", lambda s: s["running"]),
     ("kv_usage", "kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", lambda s: _share(s)),
     ("tokens_per_second", None, "Generated tokens a second, of the last ten.", lambda s: s["tokens_per_second"]),
+    ("inter_token_latency_longest_seconds", None, "The longest such gap since the start.", lambda s: _longest_gap(s)),
 )
 _COUNTERS: tuple[tuple[str, str | None, str, _Read], ...] = (
     ("prefix_query_tokens", "prefix_cache_queries", "Prompt tokens looked up.", lambda s: s["prefix_query_tokens"]),
@@ -41,6 +42,10 @@ _HISTOGRAMS = (
 
 def _share(stats: Mapping[str, Any]) -> float:
     return stats["kv_pages_used"] / max(1, stats["kv_pages_total"])
+
+
+def _longest_gap(stats: Mapping[str, Any]) -> float:
+    return stats["time_between_tokens"]["largest"]
 
 
 class Metrics:

@@ -1,7 +1,7 @@
 """The cached runtime on disk: a folder that is complete or absent, and is checked before anything in it is executed.
 
     manifest.json          format, key and its factors, config, model sizes, sha256 and size of every other file
-    program.json           steps, layers, and where each weight comes from
+    program.json           steps, layers, and where each weight of each rank comes from
     constants.safetensors  buffers that no checkpoint holds
     pieces/                one file for each distinct piece: <hash>.pt2 to run, <hash>.py to read (or to run: eager)
     kernels/               FlashInfer's kernels that the model's layers need; absent where none do
@@ -102,7 +102,8 @@ class Artifact:
         folder: where it lies.
         manifest: the content of manifest.json.
         program: the steps.
-        weights: where each weight comes from.
+        weights: where each weight comes from; of several ranks those of the first.
+        further_weights: those of the other ranks.
         constants: names of the program's weights that are in constants.safetensors.
         pieces: the file that runs, by piece; its bytes, as they were checked.
         cubins: the binaries of program.cuda_kernels() by name, as they were checked.
@@ -122,6 +123,11 @@ class Artifact:
     constants_data: bytes
     texts: Mapping[str, bytes]
     trusted: TrustedFolder
+    further_weights: tuple[tuple[WeightSpec, ...], ...] = ()
+
+    def weights_of(self, rank: int) -> tuple[WeightSpec, ...]:
+        """Where each weight of a rank comes from."""
+        return (self.weights, *self.further_weights)[rank]
 
     @property
     def factors(self) -> Mapping[str, str]:
@@ -148,16 +154,16 @@ class Artifact:
 
 
 def write_program(
-    folder: Path, program: Program, weights: tuple[WeightSpec, ...], constants: Mapping[str, torch.Tensor]
+    folder: Path, program: Program, weights: tuple[tuple[WeightSpec, ...], ...], constants: Mapping[str, torch.Tensor]
 ) -> None:
-    """Writes program.json and constants.safetensors.
+    """Writes program.json and constants.safetensors; `weights` are those of each rank.
 
     Raises:
         OSError: as save_tensors.
     """
     data = {
         "program": program.to_json(),
-        "weights": [spec.to_json() for spec in weights],
+        "weights": [[spec.to_json() for spec in of_rank] for of_rank in weights],
         "constants": sorted(constants),
     }
     (folder / PROGRAM).write_text(json.dumps(data, indent=1), encoding="utf-8")
@@ -231,11 +237,13 @@ def open_artifact(folder: Path) -> Artifact:
     try:
         content = parse_json(used[PROGRAM])
         program = Program.from_json(content["program"])
+        weights, *further_weights = from_json(tuple[tuple[WeightSpec, ...], ...], content["weights"])
         return Artifact(
             folder=folder,
             manifest=manifest,
             program=program,
-            weights=from_json(tuple[WeightSpec, ...], content["weights"]),
+            weights=weights,
+            further_weights=tuple(further_weights),
             constants=from_json(tuple[str, ...], content["constants"]),
             pieces={piece: pieces[piece] for piece in program.piece_ids()},
             cubins=cubins,

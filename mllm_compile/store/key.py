@@ -32,7 +32,7 @@ from mllm_compile.version import __version__
 
 # Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 24
+FORMAT_VERSION = 26
 # Rooms that shape packages, kernels, stored programs or packed weights: a change in any of their sources is a miss.
 # passes/ is a factor of its own. config/device.py says which GPUs have kernels.
 _SHAPING_ROOMS = (
@@ -44,9 +44,11 @@ _SHAPING_ROOMS = (
     "kernels",
     "model",
     "runtime/attention",
+    "runtime/collectives",
     "runtime/cuda",
     "runtime/ops",
     "runtime/program",
+    "runtime/quantised",
     "runtime/sampling",
     "runtime/state",
     "runtime/weights",
@@ -107,16 +109,25 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "backend": config.compile.backend,
         "expert stats": "on" if config.runtime.expert_stats else "off",
         "attention": _attention(config),
+        **_ranks(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
 
 
+def _ranks(config: ResolvedConfig) -> dict[str, str]:
+    """For how many ranks a program is; of one rank this is no factor."""
+    num_ranks = config.runtime.tensor_parallel_size
+    return {"tensor parallel": f"{num_ranks} ranks"} if num_ranks > 1 else {}
+
+
 def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:
-    """How quantised weights are read: the scheme, its settings, and what becomes of them."""
+    """How quantised weights are read: the scheme, its settings, and what becomes of them; or what plain ones become."""
+    asked = config.model.quantization
     if model.scheme is None:
-        return "none"
+        return asked
     settings = _hash(repr(model.scheme).encode())[:8]
-    return f"{model.scheme.name.replace(', ', '; ')}, dequantised to {config.model.dtype}, settings {settings}"
+    becomes = "kept in linears" if asked == "keep" else f"dequantised to {config.model.dtype}"
+    return f"{model.scheme.name.replace(', ', '; ')}, {becomes}, settings {settings}"
 
 
 def _text_factors(config: ResolvedConfig, model: ModelFolder) -> dict[str, str]:

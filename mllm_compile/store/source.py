@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.checkpoint.quantised import dequantised_line
+from mllm_compile.checkpoint.quantised import lines_on_weights
+from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.pieces import load_piece
+from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.store.artifact import CONSTANTS, Artifact
 
@@ -24,11 +26,17 @@ if TYPE_CHECKING:
     from mllm_compile.store.opened import CompiledRuntime
 
 
+def runner_config(config: ResolvedConfig) -> RunnerConfig:
+    """The runner's part of a config."""
+    return RunnerConfig(dtype=getattr(torch, config.model.dtype), runtime=config.runtime, cudagraph=config.cudagraph)
+
+
 class ArtifactSource:
     """A ModelSource over a compiled runtime and the folder that its weights are in."""
 
-    def __init__(self, runtime: CompiledRuntime, reporter: Reporter) -> None:
+    def __init__(self, runtime: CompiledRuntime, reporter: Reporter, rank: int = 0) -> None:
         self._artifact = runtime.artifact
+        self._weights = runtime.artifact.weights_of(rank)
         self._config = runtime.config
         self._weights_root = runtime.weights_root
         self._reporter = reporter
@@ -38,7 +46,7 @@ class ArtifactSource:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(spec.num_bytes for spec in self._artifact.weights)
+        return sum(spec.num_bytes for spec in self._weights)
 
     def load(self, device: torch.device) -> LoadedModel:
         """Brings program and weights to `device`.
@@ -94,10 +102,11 @@ class ArtifactSource:
             use_kernels_from(folder)
 
     def _load_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
-        specs = self._artifact.weights
+        specs = self._weights
         with current_device(device):
             weights = allocate_weights(specs, str(device))
-            self._tell_dequantised()
+            for line in lines_on_weights(specs, self._config.model.dtype):
+                self._reporter.tell(line)
             total = sum(spec.num_bytes_read for spec in specs)
             with self._reporter.stage("load weights", total=total) as stage:
                 if self._artifact.manifest.weights.are_random:
@@ -106,14 +115,6 @@ class ArtifactSource:
                     with self._artifact.trusted.naming_itself():
                         load_weights(specs, weights, self._weights_root, stage.advance)
         return weights | _load_constants(self._artifact, device)
-
-    def _tell_dequantised(self) -> None:
-        specs = self._artifact.weights
-        formats = {part.quantised.format for spec in specs for part in spec.parts if part.quantised}
-        if formats:
-            file_bytes = sum(spec.num_bytes_read for spec in specs)
-            dtype = self._config.model.dtype
-            self._reporter.tell(dequantised_line(formats, dtype, file_bytes, self.weight_bytes))
 
 
 def _load_constants(artifact: Artifact, device: torch.device) -> dict[str, torch.Tensor]:

@@ -26,13 +26,15 @@ class LayerKind(ABC):
     """One kind.
 
     Attributes:
-        traced: the ops that stand for it in a trace, whose last argument names for the gate what they cannot express.
+        traced: the ops that stand for it in a trace.
+        refusals: the place of the argument by which these name for the gate what they cannot express.
         lowered: the op of the program.
         buffer: the place of the output's buffer among that op's arguments.
         layers: the key of gm.meta that lists its layers.
     """
 
     traced: ClassVar[tuple[str, ...]]
+    refusals: ClassVar[int]
     lowered: ClassVar[str]
     buffer: ClassVar[int]
     layers: ClassVar[str]
@@ -62,6 +64,7 @@ class AttentionKind(LayerKind):
     """Attention over the pages of a KV cache."""
 
     traced = ("attention",)
+    refusals = 7
     lowered = "attention_with_output"
     buffer = 3
     layers = ATTENTION_LAYERS
@@ -71,6 +74,8 @@ class AttentionKind(LayerKind):
 
     def spec(self, node: fx.Node, name: str, index: int) -> LayerSpec:
         q, k, v, sinks, sm_scale, logits_soft_cap, window_left = node.args[:7]
+        slopes: Any = node.args[8] if len(node.args) > 8 else None
+        chunk: Any = node.args[9] if len(node.args) > 9 else 0
         return LayerSpec(
             name=name,
             layer_id=index,
@@ -82,6 +87,8 @@ class AttentionKind(LayerKind):
             logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
             window_left=int(window_left),  # type: ignore[arg-type]
             sinks=None if sinks is None else sinks.meta["weight_name"],  # type: ignore[union-attr]
+            alibi_slopes=tuple(slopes or ()),
+            chunk=int(chunk),
         )
 
     def out_shape(self, spec: LayerSpec) -> tuple[int, ...]:
@@ -95,6 +102,7 @@ class StateLayerKind(LayerKind):
     """A recurrence or a convolution over a state of a fixed size."""
 
     traced = tuple(STATE_KINDS)
+    refusals = -1
     lowered = "state_with_output"
     buffer = 1
     layers = STATE_LAYERS
@@ -165,7 +173,7 @@ def buffer_of(layer: fx.Node) -> fx.Node:
 
 def refusals_of(node: fx.Node) -> str:
     """Names of what a traced layer was asked for and cannot do; "" for nothing."""
-    return str(node.args[-1])
+    return str(node.args[_TRACED[traced_name(node)].refusals])
 
 
 def _dtype_name(val: torch.Tensor) -> str:

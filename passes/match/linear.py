@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,25 @@ from torch import fx
 from torch.nn import functional
 
 from mllm_compile.passes.match.nodes import LINEAR, is_call, linear_operands, takes_kernels
+from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.passes.match.rms_norm import match_rms_norm
+from mllm_compile.runtime.ops.stream_fp8.linear import GROUP
 
 
 @dataclass(frozen=True)
 class Linear:
-    """source · weightᵀ, and a bias where there is one."""
+    """source · weightᵀ, and a bias where there is one.
+
+    Attributes:
+        weight: [N, K], or the values of an fp8 one.
+        scales: of an fp8 weight; None: it is a plain one.
+    """
 
     node: fx.Node
     source: fx.Node
     weight: fx.Node
     bias: fx.Node | None = None
+    scales: fx.Node | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,6 +49,25 @@ def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
     if bias is not None and not (takes_bias and bias.op == "placeholder"):
         return None
     return Linear(node, source, weight, bias)
+
+
+def match_fp8_linear(node: object, takes_bias: bool = False) -> Linear | None:
+    """A linear of an fp8 weight with float32 scales of rows or of GROUP inputs, without a bias unless `takes_bias`."""
+    found = match_quantised_linear(node)
+    if (
+        not isinstance(node, fx.Node)
+        or found is None
+        or found.kind != "fp8"
+        or found.group not in (GROUP, found.shape[1])
+    ):
+        return None
+    if found.scales.meta["val"].dtype != torch.float32 or not takes_kernels(found.source):
+        return None
+    if found.values.op != "placeholder" or found.scales.op != "placeholder":
+        return None
+    if found.bias is not None and not (takes_bias and found.bias.op == "placeholder"):
+        return None
+    return Linear(node, found.source, found.values, found.bias, found.scales)
 
 
 def match_silu_mul(node: fx.Node) -> fx.Node | None:
@@ -74,12 +101,18 @@ def _is_in_halves(node: fx.Node) -> bool:
     return in_two and is_even and dim in (-1, source.meta["val"].dim() - 1)
 
 
-def match_residual(node: fx.Node) -> Iterator[tuple[Linear, fx.Node]]:
-    """residual + linear, where nothing else reads the linear: (the linear, the residual), for either operand."""
+def match_residual(
+    node: fx.Node, match: Callable[[object], Linear | None] = match_linear
+) -> Iterator[tuple[Linear, fx.Node]]:
+    """residual + linear, where nothing else reads the linear: (the linear, the residual), for either operand.
+
+    Args:
+        match: what is taken for a linear.
+    """
     if not is_call(node, operator.add):
         return
     for residual, product in (node.args, node.args[::-1]):
-        linear = match_linear(product)
+        linear = match(product)
         if linear is None or len(linear.node.users) != 1 or not isinstance(residual, fx.Node):
             continue
         ours, theirs = linear.node.meta["val"], residual.meta["val"]

@@ -121,10 +121,15 @@ def _is_of_tensors(node: fx.Node) -> bool:
     )
 
 
+def _is_of_sizes(arg: object) -> bool:
+    """True for a value that is several sizes, as `x.shape[:-1] + (2, 4)` is."""
+    return isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), tuple)
+
+
 def _by_place(node: fx.Node, operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments by place, and by name those behind one that is left out; None where the call has others."""
     args, names = node.args, operation.names
-    if operation.takes_many and len(args) > 1:
+    if operation.takes_many and len(args) > 1 and not _is_of_sizes(args[1]):
         sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
         # `x.reshape(y.size())` is given all sizes as one value.
         is_one = len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(sizes[0].meta.get("val"), torch.Size)

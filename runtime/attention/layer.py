@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# The widths of heads, keys' and values' alike, that the GPU's attention kernels are made for.
+KERNEL_HEAD_DIMS = (64, 128, 256)
+
+
 @dataclass(frozen=True)
 class PerLayerParameters:
     """The parameters that may differ between layers of one model and change the kernel or its plan."""
@@ -34,6 +38,9 @@ class LayerSpec:
     logits_soft_cap: float  # 0.0: none
     window_left: int  # -1: none
     sinks: str | None  # name of the weight [H]: a logit per head that takes part in the softmax and has no value
+    # [H]: slope · (key's position − query's) is added to a head's logits; (): nothing is
+    alibi_slopes: tuple[float, ...] = ()
+    chunk: int = 0  # tokens see keys of their own chunk of so many positions alone; 0: there are no chunks
 
     @cached_property
     def params(self) -> PerLayerParameters:

@@ -31,8 +31,8 @@ class _Plan:
     num_decodes: int
     query_start: list[int]  # [R + 1]
     seq_lens: list[int]  # [R]
-    # (window_left, Hk) → what _decode_view returns
-    decode_views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # (window_left, chunk, Hk) → what _decode_view returns
+    decode_views: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class TorchAttnBackend(AttentionBackend):
@@ -68,17 +68,21 @@ class TorchAttnBackend(AttentionBackend):
 
 def _decode_view(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows [R, Hk, L] of the KV buffers seen as [slots * Hk, D], visible [R, L]) for the last L positions of each
-    decode; made once per batch, window and Hk."""
-    num_kv_heads, window_left = layer.num_kv_heads, layer.params.window_left
-    key = (window_left, num_kv_heads)
+    decode; made once per batch, window, chunk and Hk."""
+    num_kv_heads, window_left, chunk = layer.num_kv_heads, layer.params.window_left, layer.chunk
+    key = (window_left, chunk, num_kv_heads)
     if key not in plan.decode_views:
         num_keys = max(plan.seq_lens[: plan.num_decodes])
         if window_left >= 0:
             num_keys = min(num_keys, window_left + 1)
+        if chunk:
+            num_keys = min(num_keys, chunk)
         requests = batch.req_pool_indices[: plan.num_decodes, None]
         seq_lens = batch.seq_lens[: plan.num_decodes, None].long()
         positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=0)
         visible = positions < seq_lens
+        if chunk:
+            visible &= positions >= (seq_lens - 1) // chunk * chunk
         # A position past the end may lie beyond the table; what is read in its place is masked out.
         slots = CommonAttentionMetadata.of(batch).block_table[requests, torch.where(visible, positions, 0)].long()
         heads = torch.arange(num_kv_heads, device=requests.device)[:, None]
@@ -98,7 +102,12 @@ def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardB
         values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
         mask = visible[part, None, None, :]
-        out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer)).flatten(1, 2)
+        bias = None
+        if layer.alibi_slopes:
+            places = torch.arange(rows.shape[2], device=q.device)
+            places = places - (visible[part] * places).amax(dim=-1, keepdim=True)  # [R, L], from the query's own on
+            bias = _slopes(layer, q).view(layer.num_kv_heads, -1, 1) * places[:, None, None]  # [R, Hk, G, L]
+        out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer), bias).flatten(1, 2)
 
 
 def _prefill(
@@ -114,6 +123,8 @@ def _prefill(
         first_key = 0
         if layer.params.window_left >= 0:
             first_key = max(0, prefix_len + start - layer.params.window_left)
+        if layer.chunk:  # where a chunk begins, or _attend_block would cut them elsewhere
+            first_key = (prefix_len + start) // layer.chunk * layer.chunk
         seen = slots[first_key:last_key]
         out[start : start + QUERY_BLOCK] = _attend_block(
             block, _take(k_buf, seen), _take(v_buf, seen), prefix_len + start - first_key, layer
@@ -132,6 +143,11 @@ def _grouped_sinks(layer: AttentionLayer) -> torch.Tensor | None:
     return None if layer.sink_logits is None else layer.sink_logits.reshape(layer.num_kv_heads, -1, 1)
 
 
+def _slopes(layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+    """[H] float32, on the device of q."""
+    return torch.tensor(layer.alibi_slopes, dtype=torch.float32, device=q.device)
+
+
 def _attend_block(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_query: int, layer: AttentionLayer
 ) -> torch.Tensor:
@@ -142,8 +158,11 @@ def _attend_block(
     mask = distance >= 0
     if params.window_left >= 0:
         mask &= distance <= params.window_left
+    if layer.chunk:
+        mask &= positions[first_query : first_query + q.shape[0], None] // layer.chunk == positions // layer.chunk
     q, keys, values = q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)  # [heads, tokens, D]
-    if params.logits_soft_cap == 0 and layer.sink_logits is None:
+    is_plain = params.logits_soft_cap == 0 and layer.sink_logits is None and not layer.alibi_slopes
+    if is_plain:
         return F.scaled_dot_product_attention(
             q[None],
             keys[None].to(q.dtype),
@@ -158,7 +177,11 @@ def _attend_block(
     sinks = _grouped_sinks(layer)
     if sinks is not None:
         sinks = sinks.repeat_interleave(q.shape[1], dim=1)  # [Hk, G * T, 1]
-    folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks)
+    bias = None
+    if layer.alibi_slopes:
+        bias = _slopes(layer, q)[:, None, None] * -distance  # [H, T, L]
+        bias = bias.unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)
+    folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks, bias)
     return folded.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
 
 
@@ -169,15 +192,19 @@ def _attend(
     mask: torch.Tensor,
     layer: AttentionLayer,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention with the scores in the open: q [.., N, D], keys [.., L, D], values [.., L, Dv] → [.., N, Dv].
 
-    Computed in float32 whatever the inputs are. `sinks` [.., N, 1] take part in the softmax and carry no value.
+    Computed in float32 whatever the inputs are. `sinks` [.., N, 1] take part in the softmax and carry no value; `bias`
+    [.., N, L] is added to the scores.
     """
     logits = (q.float() @ keys.float().transpose(-1, -2)) * layer.params.sm_scale
     cap = layer.params.logits_soft_cap
     if cap > 0:
         logits = cap * torch.tanh(logits / cap)
+    if bias is not None:
+        logits = logits + bias
     logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         logits = torch.cat((logits, sinks.float().expand(*logits.shape[:-1], 1)), dim=-1)

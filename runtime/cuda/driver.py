@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_HANDLE_BYTES, _ENABLE_PEER_ACCESS = 64, 1  # of memory that other processes open
 
 
 class _Attribute(ctypes.Structure):
@@ -174,3 +176,61 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         result = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         _check(result, "launching a kernel")
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Memory that several processes' GPUs see (CUDA IPC): this one's own or another's; until it is given back.
+
+    Attributes:
+        address: where it begins.
+        handle: what another process opens it by.
+    """
+
+    address: int
+    handle: bytes
+
+    @classmethod
+    def new(cls, num_bytes: int, word: int, device: torch.device) -> PeerMemory:
+        """Takes memory of `device` and fills it with a word of 32 bits.
+
+        Raises:
+            DeviceError: there is none left, or it cannot be shared.
+        """
+        address, handle = ctypes.c_uint64(), _Handle()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()  # makes the context the thread's
+            calls = _driver()
+            _check(calls.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)), f"{num_bytes} bytes")
+            words = ctypes.c_size_t(num_bytes // 4)
+            _check(calls.cuMemsetD32_v2(address, ctypes.c_uint(word), words), "filling memory")
+            _check(calls.cuCtxSynchronize(), "filling memory")
+            _check(calls.cuIpcGetMemHandle(ctypes.byref(handle), address), "sharing memory")
+        return cls(address.value, ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES))
+
+    @classmethod
+    def of_other(cls, handle: bytes, device: torch.device) -> PeerMemory:
+        """Opens another process' memory.
+
+        Raises:
+            DeviceError: its GPU is not one that this one reaches.
+        """
+        address, own = ctypes.c_uint64(), _Handle()
+        ctypes.memmove(ctypes.byref(own), handle, _HANDLE_BYTES)
+        with torch.cuda.device(device):
+            opened = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), own, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+            _check(opened, "opening another rank's memory")
+        return cls(address.value, handle)
+
+    def give_back(self, *, is_own: bool) -> None:
+        """Frees it, or closes another process'; nothing may use it any more.
+
+        Raises:
+            DeviceError: the device does not answer.
+        """
+        address, calls = ctypes.c_uint64(self.address), _driver()
+        _check(calls.cuMemFree_v2(address) if is_own else calls.cuIpcCloseMemHandle(address), "giving memory back")

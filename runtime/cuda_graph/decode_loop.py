@@ -12,6 +12,8 @@ Shape legend: S rows of a captured decode, M most rows of any, n of them of requ
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -70,6 +72,7 @@ class DecodeLoop:
         row_state: RowState,
         req_to_token: torch.Tensor,
         page_table: torch.Tensor,
+        spread_tokens: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -77,12 +80,14 @@ class DecodeLoop:
             row_state: the choice's parameters, to be flushed before a replay, and the place of tokens.
             req_to_token: [rows, columns] int32: the slot of each position.
             page_table: [≥ M, W] int32: what the program's decode attention reads.
+            spread_tokens: ModelRunner.spread_tokens.
         """
         self._pieces = pieces
         self._inputs = inputs
         self._row_state = row_state
         self._req_to_token = req_to_token
         self._page_table = page_table
+        self._spread_tokens = spread_tokens
         most = inputs.max_requests
         # Both are the device's too: it reads and writes them over the bus.
         self._requests = torch.zeros(NUM_TURNS, most, REQUEST_FIELDS, dtype=torch.int32, pin_memory=True)
@@ -102,6 +107,7 @@ class DecodeLoop:
     def begin(self, size: int) -> None:
         """Puts the first kernel of a decode of `size` rows on the stream."""
         inputs = self._inputs
+        self._spread_tokens()
         self._pieces.begin(
             [
                 self._turns_of_device,

@@ -121,7 +121,8 @@ class GraphRunner:
             what = "choose tokens" if pieces is None else "attend in every layer"
             logger.info("captured decodes do not choose their tokens: the program has no kernels that %s", what)
             return None
-        return DecodeLoop(pieces, self.inputs, runner.row_state, runner.req_to_token_pool.req_to_token, page_table)
+        table = runner.req_to_token_pool.req_to_token
+        return DecodeLoop(pieces, self.inputs, runner.row_state, table, page_table, runner.spread_tokens)
 
     @property
     def figures(self) -> list[CaptureFigures]:

@@ -151,10 +151,12 @@ def most_kv_budget(weight_bytes: int, runtime: RuntimeSection, device: torch.dev
     )
 
 
-def cpu_kv_budget() -> KVBudget:
-    """The budget on a CPU: CPU_KV_SHARE of what is available."""
+def cpu_kv_budget(num_ranks: int = 1) -> KVBudget:
+    """The budget on a CPU: CPU_KV_SHARE of what is available, for all ranks together."""
     available, _ = _host_memory_bytes()
-    return KVBudget(int(available * CPU_KV_SHARE), f"{CPU_KV_SHARE:.0%} of {_gib(available)} available memory")
+    of_rank = "" if num_ranks == 1 else f", divided by {num_ranks} ranks"
+    explanation = f"{CPU_KV_SHARE:.0%} of {_gib(available)} available memory{of_rank}"
+    return KVBudget(int(available * CPU_KV_SHARE) // num_ranks, explanation)
 
 
 def cuda_kv_budget(runtime: RuntimeSection, device: torch.device, run_largest_batch: Callable[[], None]) -> KVBudget:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # The op mllm::<name> → the module here that defines it, imported when the op is asked for: many need Triton.
 OPS = {
+    "all_gather": "ranks.ops",
+    "all_reduce": "ranks.ops",
     "attention": "trace",
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
@@ -44,12 +46,18 @@ OPS = {
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
     "order_experts": "experts.order",
+    "own_positions": "trace",
+    "own_rank": "ranks.ops",
+    "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
     "selective_scan": "states.trace",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
     "ssd": "states.trace",
     "state_with_output": "states.run",
+    "stream_fp8_linear": "stream_fp8.ops",
+    "stream_fp8_linear_residual": "stream_fp8.ops",
+    "stream_fp8_linear_residual_norm": "stream_fp8.ops",
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
@@ -60,6 +68,8 @@ OPS = {
 FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
+    "ranks": "ranks.family",
+    "stream_fp8": "stream_fp8.family",
     "stream_linear": "stream_linear.family",
 }
 
@@ -95,7 +105,12 @@ def define(source: str | None = None) -> None:
 @cache
 def define_called() -> None:
     """Defines the ops that a compiled package calls by name: those without Triton, whose kernels it cannot hold."""
-    for module in ("experts.count", "experts.linear", *(f"{folder}.ops" for folder in FAMILIES)):
+    for module in (
+        "experts.count",
+        "experts.linear",
+        "quantised_linear.ops",
+        *(f"{folder}.ops" for folder in FAMILIES),
+    ):
         importlib.import_module(f"{__name__}.{module}")
 
 

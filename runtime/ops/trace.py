@@ -8,12 +8,14 @@ Tokens are flat and requests packed, so the op carries all that the interface of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
-    " str refusals) -> Tensor"
+    " str refusals, float[]? alibi_slopes=None, int chunk=0) -> Tensor"
 )
 
 
@@ -26,6 +28,8 @@ def _attention_fake(
     logits_soft_cap: float,
     window_left: int,
     refusals: str,
+    alibi_slopes: Sequence[float] | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
@@ -39,6 +43,8 @@ def attention_reference(
     logits_soft_cap: float,
     window_left: int,
     refusals: str = "",
+    alibi_slopes: Sequence[float] | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
 
@@ -49,6 +55,8 @@ def attention_reference(
         logits_soft_cap: 0.0 for none, else cap * tanh(logits / cap).
         window_left: -1 for none, else how many earlier tokens are seen besides the token itself.
         refusals: ignored here.
+        alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits.
+        chunk: 0 for none, else tokens see those of their own chunk of so many positions; the first has position 0.
 
     Returns:
         [T, H, Dv].
@@ -62,16 +70,25 @@ def attention_reference(
         logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
     position = torch.arange(num_tokens, device=q.device)
     distance = position[:, None] - position[None, :]
+    if alibi_slopes:
+        logits = logits - q.new_tensor(alibi_slopes, dtype=logits.dtype)[:, None, None] * distance
     visible = distance >= 0
     if window_left >= 0:
         visible &= distance <= window_left
+    if chunk:
+        visible &= position[:, None] // chunk == position // chunk
     logits = logits.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         sink_logits = sinks.to(logits.dtype)[:, None, None].expand(-1, num_tokens, 1)
         logits = torch.cat((logits, sink_logits), dim=-1)
     weights = torch.softmax(logits.float(), dim=-1).to(q.dtype)[..., :num_tokens]
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    return torch.einsum("hqk,khd->qhd", weights, values).contiguous()
 
 
+# mllm::own_positions stands for the positions of the tokens where a model counts them by itself: it takes what was
+# counted, and is taken out of the graph before any pass (mllm_compile/model/positions_hook.py).
+_LIBRARY.define("own_positions(Tensor counted) -> Tensor")
+_LIBRARY.impl("own_positions", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::own_positions", torch.empty_like, lib=_LIBRARY)
 _LIBRARY.impl("attention", attention_reference, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::attention", _attention_fake, lib=_LIBRARY)

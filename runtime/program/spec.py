@@ -197,6 +197,21 @@ class ExpertWeight:
 
 
 @dataclass(frozen=True)
+class QuantisedWeight:
+    """The matrix that a weight's values, scales and zero points stand for.
+
+    Attributes:
+        scales, zeros: names of the weights that go with the values; zeros is None where there are none.
+        outputs, inputs: its rows and columns.
+    """
+
+    scales: str
+    zeros: str | None
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, the layers that attend and those with a state, the weights' names, and the value that is the
     logits [S, V]."""
@@ -212,6 +227,7 @@ class Program:
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
     expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
+    quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
     state_layers: tuple[StateLayer, ...] = ()
 
     def piece_ids(self) -> list[str]:
@@ -253,6 +269,7 @@ class Program:
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
             "expert_weights": {name: asdict(weight) for name, weight in self.expert_weights.items()},
             "counted_experts": list(self.counted_experts),
+            "quantised_weights": {name: asdict(weight) for name, weight in self.quantised_weights.items()},
             "state_layers": [layer.to_json() for layer in self.state_layers],
         }
 
@@ -277,6 +294,7 @@ class Program:
                 },
                 expert_weights=from_json(dict[str, ExpertWeight], data["expert_weights"]),
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
+                quantised_weights=from_json(dict[str, QuantisedWeight], data["quantised_weights"]),
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -303,3 +321,4 @@ class ModelSizes:
     hidden_size: int
     vocab_size: int
     context_len: int
+    is_table_of_positions: bool = False  # context_len is all that it has rows for, and config.json does not say so

@@ -105,13 +105,12 @@ class RowParams:
 
 
 class SamplingState:
-    """The tensors that Sampler gathers from, and `flags`, the features that active rows use.
+    """The tensors that Sampler gathers from, and `flags`, made anew when they are asked for after a change.
 
     Rows without a request (0, the padding row of captured graphs, among them) are greedy and neutral. The parameter
     tables keep their addresses, so a captured graph may gather from them; call flush() before each replay.
 
     Attributes:
-        flags: SamplingFlags of the active rows; replaced when a request comes or goes.
         biases, forbidden: logit_bias, and the ids that min_tokens forbids, by row.
         allowed, phrases: allowed_token_ids, and the tokens of bad_words, by row.
         counts: Token counts of the requests with penalties, by count row.
@@ -119,7 +118,7 @@ class SamplingState:
 
     def __init__(self, max_reqs: int, vocab_size: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.flags = SamplingFlags()
+        self._flags: SamplingFlags | None = SamplingFlags()  # None: to be made anew
         self.biases = SlotAdditions(max_reqs, self.device)
         self.forbidden = SlotAdditions(max_reqs, self.device)
         self.allowed = AllowedTokens(max_reqs, vocab_size, self.device)
@@ -131,7 +130,7 @@ class SamplingState:
         self._floats = upload(_transposed(self._host_floats), self.device)
         self._ints = upload(_transposed(self._host_ints), self.device)
         self._is_stale = False  # the host tables have changed since the last flush
-        self._active: dict[int, SamplingParams] = {}
+        self._active: dict[int, tuple[SamplingParams, list[str]]] = {}  # with its features
         self._uses: Counter[str] = Counter()  # feature → active rows that use it
         self._num_logprobs: Counter[int] = Counter()  # alternatives → active rows that want as many
 
@@ -174,8 +173,10 @@ class SamplingState:
         )
         seed = default_seed if params.seed is None else params.seed
         self._host_ints[row] = (seed, params.top_k, len(prompt_token_ids) + params.min_tokens, count_row, is_greedy)
-        self._active[row] = params  # from here on what fails is taken back when the row has another request
-        self._uses.update(_features(params))
+        features = _features(params)
+        self._active[row] = params, features  # from here on what fails is taken back when the row has another request
+        for feature in features:
+            self._uses[feature] += 1
         if params.logprobs is not None:
             self._num_logprobs[max(params.logprobs, 0)] += 1
         self._changed()
@@ -227,8 +228,9 @@ class SamplingState:
         return RowParams(rows=rows, **floats, **ints)
 
     def _release(self, row: int) -> None:
-        params = self._active.pop(row)
-        self._uses.subtract(_features(params))
+        params, features = self._active.pop(row)
+        for feature in features:
+            self._uses[feature] -= 1
         if params.logprobs is not None:
             self._num_logprobs[max(params.logprobs, 0)] -= 1
         if params.has_penalties:
@@ -246,8 +248,18 @@ class SamplingState:
 
     def _changed(self) -> None:
         self._is_stale = True
+        self._flags = None
+
+    @property
+    def flags(self) -> SamplingFlags:
+        """The features that active rows use."""
+        if self._flags is None:
+            self._flags = self._count_flags()
+        return self._flags
+
+    def _count_flags(self) -> SamplingFlags:
         uses = self._uses
-        self.flags = SamplingFlags(
+        return SamplingFlags(
             all_greedy=not uses["random"],
             any_greedy=uses["greedy"] > 0,
             needs_bias=uses["bias"] > 0,

@@ -9,12 +9,10 @@ Shape legend: K rows with a mask, S rows of a step, V vocab, W = ceil(V / 32) wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import embedding
 
 from mllm_compile.runtime.device.upload import upload
 
@@ -28,21 +26,25 @@ class TokenMask:
     Attributes:
         bits: [K, W] int32 on the device.
         rows: [K] int64, the row of the step's logits that each is for; None: K is S, in order.
-        table_of: dtype → [256, 8], what a byte of bits adds to the logits of its tokens.
+        places: [8] uint8 on the device, the value of each bit of a byte.
     """
 
     bits: torch.Tensor
     rows: torch.Tensor | None
-    table_of: Callable[[torch.dtype], torch.Tensor]
+    places: torch.Tensor
 
     def forbid_others(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy of logits [S, V], of any float dtype, with -inf added to all but the allowed tokens."""
-        num_rows, vocab_size = self.bits.shape[0], logits.shape[1]
-        added = embedding(self.bits.view(torch.uint8).int(), self.table_of(logits.dtype))
-        added = added.view(num_rows, -1)[:, :vocab_size]
+        is_set = self.bits.view(torch.uint8)[:, :, None].bitwise_and(self.places).ne(0)
+        is_allowed = is_set.flatten(1)[:, : logits.shape[1]]
         if self.rows is None:
-            return logits + added
-        return logits.index_copy(0, self.rows, logits.index_select(0, self.rows) + added)
+            return _without(logits, is_allowed)
+        return logits.index_copy(0, self.rows, _without(logits.index_select(0, self.rows), is_allowed))
+
+
+def _without(logits: torch.Tensor, is_allowed: torch.Tensor) -> torch.Tensor:
+    # Not masked_fill, which would make -inf of NaN.
+    return torch.where(is_allowed, logits, logits - torch.inf)
 
 
 class TokenMasks:
@@ -56,10 +58,12 @@ class TokenMasks:
         is_cuda = device.type == "cuda"
         shape = (max_rows, -(-vocab_size // _BITS))
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
-        self._bits = torch.zeros(shape, dtype=torch.int32, device=device) if is_cuda else self._host
+        self._bits = torch.empty(shape, dtype=torch.int32, device=device) if is_cuda else self._host
         self._stream = torch.cuda.Stream(device) if is_cuda else None
+        if self._stream is not None:  # kernels that are still queued may use this memory, which was another tensor's
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = torch.cuda.Event() if is_cuda else None
-        self._tables: dict[torch.dtype, torch.Tensor] = {}
+        self._places = upload(np.left_shift(1, np.arange(8)).astype(np.uint8), device)
 
     def begin(self) -> np.ndarray:
         """[max_rows, W] int32 to write bits to. All steps that read the ones before must be over."""
@@ -79,11 +83,4 @@ class TokenMasks:
                 self._copied.record()
             torch.cuda.current_stream().wait_event(self._copied)
         index = None if rows is None else upload(rows.astype(np.int64), self._bits.device)
-        return TokenMask(self._bits[:count], index, self._table_of)
-
-    def _table_of(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._tables:
-            is_set = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-            added = np.where(is_set, 0, -np.inf).astype(np.float32)
-            self._tables[dtype] = upload(added, self._bits.device).to(dtype)
-        return self._tables[dtype]
+        return TokenMask(self._bits[:count], index, self._places)

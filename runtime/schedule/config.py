@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from mllm_compile.runtime.config_sections import RuntimeSection
+from mllm_compile.runtime.config_sections import CudaGraphSection, MaxStepMs, RuntimeSection
 from mllm_compile.runtime.errors import ConfigError, RequestError
 
 
@@ -28,22 +28,29 @@ class SchedulerConfig:
     num_pages: int
     """Pages of the KV pool with the dummy page 0, which is never handed out."""
     enable_prefix_cache: bool = True
+    max_step_ms: MaxStepMs = "none"
+    """Most time of a step with decodes and prompts; pace.py."""
+    step_sizes: tuple[int, ...] = ()
+    """Token counts of a step with prompts for which CUDA graphs are captured, ascending."""
     num_snapshots: int = 0
     """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
 
     @classmethod
-    def of(cls, runtime: RuntimeSection, num_pages: int, num_snapshots: int = 0) -> SchedulerConfig:
-        """The limits that `runtime` names, with `num_pages`, the dummy page included."""
-        names = {field.name for field in fields(cls)} - {"num_pages", "num_snapshots"}
-        settings = {name: getattr(runtime, name) for name in names}
-        return cls(num_pages=num_pages, num_snapshots=num_snapshots, **settings)
+    def of(
+        cls, runtime: RuntimeSection, cudagraph: CudaGraphSection, num_pages: int, num_snapshots: int = 0
+    ) -> SchedulerConfig:
+        """The limits that a config names, with `num_pages`, the dummy page included."""
+        names = {field.name for field in fields(cls)} - {"num_pages", "step_sizes", "num_snapshots"}
+        sizes = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
+        of_runtime = {name: getattr(runtime, name) for name in names}
+        return cls(num_pages=num_pages, step_sizes=sizes, num_snapshots=num_snapshots, **of_runtime)
 
     def __post_init__(self) -> None:
-        least = {"max_model_len": 2, "num_pages": 2, "num_snapshots": 0}
-        for field in fields(self):
-            value, minimum = getattr(self, field.name), least.get(field.name, 1)
-            if field.name != "enable_prefix_cache" and value < minimum:
-                raise ConfigError(f"{field.name} is {value}; expected at least {minimum}")
+        least = {"max_running_requests": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "page_size": 1}
+        for name, minimum in {**least, "num_pages": 2, "num_snapshots": 0}.items():
+            value = getattr(self, name)
+            if value < minimum:
+                raise ConfigError(f"{name} is {value}; expected at least {minimum}")
         if self.max_num_batched_tokens < self.max_running_requests:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_running_requests "
@@ -88,7 +95,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerStats:
-    """Figures at one moment; those of prefixes, preemptions and recomputed tokens count from the start."""
+    """Figures at one moment; those from prefix_queried_tokens to recomputed_tokens count from the start."""
 
     running: int
     waiting: int
@@ -101,3 +108,4 @@ class SchedulerStats:
     recomputed_tokens: int  # tokens whose KV was lost to preemptions and not found in the prefix cache again
     snapshots_kept: int = 0  # prefixes whose state the prefix cache has
     snapshots_total: int = 0  # rows for such states
+    step_bound_ms: float | None = None  # of the last step with decodes and prompts; None: there was none

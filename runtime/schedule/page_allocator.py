@@ -53,11 +53,12 @@ class TokenToKVPoolAllocator:
         pages = np.asarray(pages, dtype=np.int32)
         if pages.size == 0:
             return
-        in_range = (pages > 0) & (pages < self.num_pages)
-        wrong = pages[~in_range] if not in_range.all() else pages[~self._taken[pages]]
-        if wrong.size or np.unique(pages).size != pages.size:
+        listed = pages.tolist()  # a request has few: numpy takes longer
+        is_known = min(listed) > 0 and max(listed) < self.num_pages and bool(self._taken[pages].all())
+        if not is_known or len(set(listed)) != len(listed):
+            wrong = [page for page in listed if not 0 < page < self.num_pages or not self._taken[page]]
             raise RuntimeError(
-                f"internal error: KV pages {(wrong if wrong.size else pages).tolist()[:8]} freed, "
+                f"internal error: KV pages {(wrong or listed)[:8]} freed, "
                 f"but not handed out or listed twice; pages 1 to {self.num_pages - 1} exist"
             )
         self._taken[pages] = False

@@ -1,22 +1,26 @@
 """Decides which requests run in the next step, and what becomes of them when its tokens are known.
 
-The policy: decodes first, then chunks of prompts under the token budget, then admissions, most urgent first (priority,
-then arrival). When pages run out the least urgent running request is preempted and later recomputed. The most urgent
-running request always moves, which is why nothing starves.
+The policy: decodes first, then chunks of prompts under the budget (tokens, and beside decodes time: pace.py), then
+admissions, most urgent first (priority, then arrival). A prompt that the budget cuts leaves up to half of it to shorter
+ones behind it, the shortest first. When pages run out the least urgent running request is preempted and later
+recomputed. The most urgent running request always moves, and the most urgent prompt always gets half of a step, which
+is why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
 length ends it, which the host can count. A request found finished while a later step of its own is in flight keeps its
 row and pages until that step's update, which drops that step's token. A preempted one gives up its pages at once
 (steps run in order on one stream), keeps its row until its last step is over, and keeps that step's token.
 
-Read first: request.py, scheduled_batch.py, page_tables.py. Single-threaded; free of torch. R rows of a step.
+Read first: request.py, scheduled_batch.py, page_tables.py, pace.py. Single-threaded; free of torch. R rows of a step.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -24,12 +28,15 @@ import numpy as np
 
 from mllm_compile.runtime.schedule.batch_builder import NO_COPIES, NO_TOKENS, Chunk, DecodeRows, build_batch
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
+from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
 from mllm_compile.runtime.schedule.page_tables import PageTables, StatePrefix
 from mllm_compile.runtime.schedule.prefix_cache import Salt
 from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
 
 _URGENCY = attrgetter("urgency")
+# How far behind the first in line a shorter prompt is looked for: it bounds the host's work of a step.
+_LOOKED_AT = 256
 
 
 class _Save(NamedTuple):
@@ -48,6 +55,7 @@ class Scheduler:
         num_rows = config.max_running_requests + 1
         max_pages = -(-config.max_tokens_per_request // config.page_size)
         self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
+        self._pace = Pace(config.max_step_ms, config.step_sizes)
 
         self._requests: set[Request] = set()  # all that are not finished
         self._waiting: list[Request] = []  # by urgency
@@ -133,6 +141,7 @@ class Scheduler:
             recomputed_tokens=self._recomputed_tokens,
             snapshots_kept=self.pages.cache.states.num_kept,
             snapshots_total=self.config.num_snapshots,
+            step_bound_ms=self._pace.last_bound_ms,
         )
 
     # --- a step is planned --------------------------------------------------------------------------------------------
@@ -143,14 +152,13 @@ class Scheduler:
         The batch is to be run before the next one, on one stream, and then handed to update() or fail().
         """
         decodes = self._plan_decodes()
-        budget = self.config.max_num_batched_tokens - len(decodes.requests)
         prefix_lens = self._computed[decodes.rows]
         chunks: list[Chunk] = []
         admitted: list[Request] = []
-        if self._prefilling:
-            budget = self._continue_prefills(chunks, budget)
-        if self._waiting and self._free_rows and budget > 0:
-            admitted = self._admit(chunks, budget)
+        if self._prefilling or (self._waiting and self._free_rows):
+            budget = self._prompt_budget(decodes)
+            self._continue_prefills(chunks, admitted, budget)
+            self._admit(chunks, admitted, budget)
         if not decodes.requests and not chunks:
             self._check_not_stuck()
             return None
@@ -184,7 +192,7 @@ class Scheduler:
             if num_needy == 0 and not self._prefilling:
                 return decodes
             shortage = num_needy - self.pages.available_pages
-            shortage_with_prefill = shortage + self._first_prefill_need(len(decodes.requests))
+            shortage_with_prefill = shortage + self._first_prefill_need(decodes)
             if shortage_with_prefill <= 0:
                 break
             victim = self._preemption_victim()
@@ -225,13 +233,19 @@ class Scheduler:
         order = np.argsort(-self._computed[rows], kind="stable")
         return [requests[index] for index in order.tolist()]
 
-    def _first_prefill_need(self, num_decodes: int) -> int:
+    def _prompt_budget(self, decodes: DecodeRows) -> PromptBudget:
+        """The part of a step that prompts may take beside these decodes."""
+        num_decodes = len(decodes.requests)
+        decode_keys = int(self._computed[decodes.rows].sum()) + num_decodes
+        return self._pace.budget(num_decodes, decode_keys, self.config.max_num_batched_tokens - num_decodes)
+
+    def _first_prefill_need(self, decodes: DecodeRows) -> int:
         """Pages that the most urgent unfinished prompt lacks for its next chunk."""
         if not self._prefilling:
             return 0
         row = self._prefilling[0].row
         computed = int(self._computed[row])
-        chunk = min(self._prefill_ids[row].size - computed, self.config.max_num_batched_tokens - num_decodes)
+        chunk = self._first_chunk(self._prefilling[0], self._prompt_budget(decodes))
         return max(0, self.pages.pages_for(computed + chunk) - int(self.pages.num_pages[row]))
 
     def _preemption_victim(self) -> Request | None:
@@ -263,30 +277,142 @@ class Scheduler:
         insort(self._waiting, request, key=_URGENCY)
         self._release_or_leave(row)
 
-    def _continue_prefills(self, chunks: list[Chunk], budget: int) -> int:
-        """Plan chunks of the prompts begun before. Returns the budget left."""
+    def _continue_prefills(self, chunks: list[Chunk], admitted: list[Request], budget: PromptBudget) -> None:
+        """Plan chunks of the prompts begun before."""
         for request in list(self._prefilling):
-            row = request.row
-            room = int(self.pages.capacity[row]) + self.pages.available_pages * self.config.page_size
-            longest = min(budget, room - int(self._computed[row]))
-            if longest > 0:
-                budget -= self._plan_chunk(chunks, request, longest)
-        return budget
+            if budget.tokens > 0:
+                self._serve(chunks, admitted, request, budget)
 
-    def _plan_chunk(self, chunks: list[Chunk], request: Request, longest: int) -> int:
-        """Plan the next ≤ `longest` tokens of a prompt. Returns how many."""
+    def _admit(self, chunks: list[Chunk], admitted: list[Request], budget: PromptBudget) -> None:
+        """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
+        while self._waiting and self._free_rows and budget.tokens > 0:
+            request = self._waiting[0]
+            # A preempted one still in its old row has a token on the way, which is part of what it must recompute.
+            if request.row >= 0 or self._blocked == (request, self._changes):
+                break
+            if not self._try_admit(request):
+                self._blocked = (request, self._changes)
+                break
+            admitted.append(request)
+            self._serve(chunks, admitted, request, budget)
+
+    def _serve(self, chunks: list[Chunk], admitted: list[Request], request: Request, budget: PromptBudget) -> None:
+        """Plan the next chunk of a prompt: all of it if the budget holds that, else with shorter ones beside it.
+
+        After a cut the budget is used up.
+        """
+        if self._was_cut(chunks, request):
+            return
+        rest, longest = self._rest(request), self._first_chunk(request, budget)
+        if longest < rest:
+            self._serve_shorter(chunks, admitted, request, budget)
+            longest = self._rounded_chunk(request, budget)
+        room = self._room(request)
+        if room > 0:
+            self._plan_chunk(chunks, request, min(longest, room), budget)
+        if longest < rest:
+            budget.tokens = 0
+
+    def _rest(self, request: Request) -> int:
+        """Tokens of a prompt that are not computed yet; of a waiting one all of them."""
+        if request.status is RequestStatus.WAITING:
+            return len(request.prompt_token_ids) + len(request.output_token_ids)
+        return int(self._prefill_ids[request.row].size) - int(self._computed[request.row])
+
+    def _room(self, request: Request) -> int:
+        """Tokens of a begun prompt that there are pages for."""
+        row = request.row
+        free = self.pages.available_pages * self.config.page_size
+        return int(self.pages.capacity[row]) + free - int(self._computed[row])
+
+    def _first_chunk(self, request: Request, budget: PromptBudget) -> int:
+        """Tokens of the next chunk of the first prompt, pages aside: a page at least, however little time there is."""
+        longest = max(budget.longest(int(self._computed[request.row])), self.config.page_size)
+        return min(longest, budget.tokens, self._rest(request))
+
+    def _rounded_chunk(self, request: Request, budget: PromptBudget) -> int:
+        """The same of a prompt that is cut: the step then fills a captured graph, if there is a fitting one."""
+        chunk = self._first_chunk(request, budget)
+        if math.isinf(budget.ms):
+            return chunk
+        others = self.config.max_num_batched_tokens - budget.tokens
+        most = others + min(budget.tokens, self._rest(request))
+        return self._pace.rounded(others + chunk, others + min(chunk, self.config.page_size), most) - others
+
+    def _serve_shorter(
+        self, chunks: list[Chunk], admitted: list[Request], first: Request, budget: PromptBudget
+    ) -> None:
+        """Plan chunks of prompts that have less left than `first`, in up to half of the budget, the shortest first.
+
+        A page of the shortest, however little time there is.
+        """
+        share, least = budget.half(), self.config.page_size
+        for request in sorted(self._shorter_than(first), key=self._rest):
+            if share.tokens < 1:
+                return
+            if self._was_cut(chunks, request):
+                continue
+            if request.status is RequestStatus.WAITING:
+                if not self._try_admit_before(request):  # the others are longer
+                    return
+                admitted.append(request)
+            context = int(self._computed[request.row])
+            chunk = min(max(share.longest(context), least), share.tokens, self._rest(request))
+            # Pages for all of a new one were there beside those for the rest of `first`.
+            if request not in admitted:
+                chunk = min(chunk, self._room(request) - self._pages_of_first(first, budget))
+            if chunk < 1:
+                return
+            self._plan_chunk(chunks, request, chunk, budget)
+            share.take(chunk, context)
+            if share.ms <= 0:
+                return
+            least = 1
+
+    def _pages_of_first(self, first: Request, budget: PromptBudget) -> int:
+        """Tokens in the pages that the first prompt's next chunk needs and more."""
+        return self._first_chunk(first, budget) + self.config.page_size
+
+    def _shorter_than(self, first: Request) -> Iterator[Request]:
+        """Prompts with less left than `first`, and of no lesser priority: those begun, and of the waiting some."""
+        rest = self._rest(first)
+        for request in (*self._prefilling, *islice(self._waiting, _LOOKED_AT)):
+            is_ready = request.status is RequestStatus.RUNNING or request.row < 0
+            if is_ready and request.priority <= first.priority and self._rest(request) < rest:
+                yield request
+
+    def _try_admit_before(self, request: Request) -> bool:
+        """Admit a waiting request although a begun prompt is not over; False: it would take what others need.
+
+        Those are the pages of begun prompts and of the first in line, and a row for that one.
+        """
+        set_aside = sum(
+            self.pages.pages_for(int(self._prefill_ids[other.row].size)) - int(self.pages.num_pages[other.row])
+            for other in self._prefilling
+        )
+        rows = 1
+        if request is not self._waiting[0]:
+            rows, set_aside = 2, set_aside + self.pages.pages_for(self._rest(self._waiting[0]))
+        return len(self._free_rows) >= rows and self._try_admit(request, set_aside)
+
+    def _plan_chunk(self, chunks: list[Chunk], request: Request, length: int, budget: PromptBudget) -> None:
+        """Plan the next `length` tokens of a prompt, for which there are pages."""
         row = request.row
         start, target = int(self._computed[row]), self._prefill_ids[row].size
-        length = self._cut_for_state(row, start, target, min(target - start, longest))
+        length = self._cut_for_state(row, start, target, length)
         self.pages.grow(row, self.pages.pages_for(start + length) - int(self.pages.num_pages[row]))
         self._computed[row] = start + length
         chunks.append(Chunk(request, start, self._prefill_ids[row][start : start + length], start + length == target))
+        budget.take(length, start)
         self._save_state(request, start + length)
         if start + length == target:
             self._prefilling.remove(request)
             self._decoding = [*self._decoding, request]
             self._decode_rows = None
-        return length
+
+    def _was_cut(self, chunks: list[Chunk], request: Request) -> bool:
+        """True if the step has a chunk of the request, which ended for the sake of a state."""
+        return self.config.num_snapshots > 0 and any(chunk.request is request for chunk in chunks)
 
     def _cut_for_state(self, row: int, start: int, target: int, length: int) -> int:
         """The length of a chunk that ends where a state is worth keeping: at a cut of its prompt, or else, if it is not
@@ -319,22 +445,11 @@ class Scheduler:
             else:
                 self.pages.cache.states.release(save.state_row)
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> list[Request]:
-        """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
-        admitted: list[Request] = []
-        while self._waiting and self._free_rows and budget > 0:
-            request = self._waiting[0]
-            # A preempted one still in its old row has a token on the way, which is part of what it must recompute.
-            if request.row >= 0 or self._blocked == (request, self._changes) or not self._try_admit(request):
-                break
-            budget -= self._plan_chunk(chunks, request, budget)
-            admitted.append(request)
-        return admitted
+    def _try_admit(self, request: Request, set_aside: int = 0) -> bool:
+        """Move a waiting request into a row with its cached prefix; False: too few pages for all of its prompt.
 
-    def _try_admit(self, request: Request) -> bool:
-        """Move the head of the queue into a row with its cached prefix; False: too few pages for all of its prompt.
-
-        Room for one more page for each running request is left, or the newcomer would soon be preempted again.
+        Room for one more page for each running request is left, or the newcomer would soon be preempted again, and
+        for `set_aside` further pages.
         """
         row = self._free_rows[-1]
         token_ids = np.array(request.all_token_ids, dtype=np.int64)
@@ -342,19 +457,17 @@ class Scheduler:
         if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
             # Never all of it: the logits of the last token are what the request waits for.
             prefix = self._attach_prefix(row, token_ids[:-1], request.cache_salt)
-        prefix_pages = prefix.num_pages
-        # An unfinished prompt needs no page set aside here: it has used up the step's budget, or the pages.
-        headroom = len(self._prefilling) + len(self._decoding)
-        if self.pages.pages_for(token_ids.size) - prefix_pages + headroom > self.pages.available_pages:
+        # Without set_aside: a prompt that is not over has used up the step's budget, or the pages, or has a page left.
+        set_aside += len(self._prefilling) + len(self._decoding)
+        if self.pages.pages_for(token_ids.size) - prefix.num_pages + set_aside > self.pages.available_pages:
             self.pages.release(row)
-            self._blocked = (request, self._changes)
             return False
 
-        self._waiting.pop(0)
+        self._waiting.pop(bisect_left(self._waiting, request.urgency, key=_URGENCY))
         self._free_rows.pop()
         self._owners[row] = request
         self._prefill_ids[row] = token_ids
-        cached = prefix_pages * self.config.page_size
+        cached = prefix.num_pages * self.config.page_size
         self._computed[row] = cached
         self._last_computed[row] = len(request.prompt_token_ids) + request.max_new_tokens - 1
         self.pages.write_prefix(row)
@@ -395,6 +508,14 @@ class Scheduler:
             )
 
     # --- a step is over -----------------------------------------------------------------------------------------------
+
+    def step_took(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learns from a step whose tokens came, in the order of steps.
+
+        Args:
+            seconds: from the end of the step before, or from this one's launch where that came later.
+        """
+        self._pace.took(batch, seconds * 1e3)
 
     def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
         """Take the sampled tokens of a batch, in the order of the batches.

@@ -12,7 +12,7 @@ step/plan.py plans inputs and outputs. Used by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,9 @@ from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.decode_loop import Turn
+
+# Called with a step and the tokens whose logits are asked for besides.
+Announce = Callable[[ScheduledBatch, "np.ndarray | None"], None]
 
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
@@ -97,8 +100,13 @@ class StepRunner:
         state: sampling parameters of the requests that hold a row.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+    def __init__(self, runner: ModelRunner, sampler: Sampler, announce: Announce | None = None) -> None:
+        """
+        Args:
+            announce: told of each step before it is launched, for ranks that follow; None: there are none.
+        """
         self._runner = runner
+        self._announce = announce
         self._sampler = sampler
         self.state = runner.row_state.sampling
         with torch.inference_mode(), runner.on_device():
@@ -130,17 +138,23 @@ class StepRunner:
             ) from error
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
-        if batch.page_ids.size:
-            self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-        if batch.cleared_pages.size:
-            self._runner.token_to_kv_pool.clear_pages(upload(batch.cleared_pages.astype(np.int64), self._runner.device))
+        self._enter_pages(batch)
         plan = self._plan(batch)
+        if self._announce is not None:
+            self._announce(batch, plan.fields.scored_indices)
         self._copy_states(batch.state_restores)
         results = self._decode(batch, plan) or self._run(batch, plan)
         self._copy_states(batch.state_saves)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
         return handle
+
+    def _enter_pages(self, batch: ScheduledBatch) -> None:
+        """Enters new pages on the host, and clears those that held what was no number."""
+        if batch.page_ids.size:
+            self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+        if batch.cleared_pages.size:
+            self._runner.token_to_kv_pool.clear_pages(upload(batch.cleared_pages.astype(np.int64), self._runner.device))
 
     def _copy_states(self, copies: np.ndarray) -> None:
         """Copies rows of states: [N, 2], from and to."""
@@ -170,12 +184,16 @@ class StepRunner:
         all_scores = self._score_all(batch, plan, decode.logits)
         return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
 
-    def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
+    def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
+        """Brings the step's arrays to the device, new pages among them, and runs the model."""
         if batch.page_ids.size:
             plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
             plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
         fields = self._upload(plan.fields)
-        output = self._runner.forward(self._forward_batch(batch, plan, fields))
+        return self._runner.forward(self._forward_batch(batch, plan, fields)), fields
+
+    def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
+        output, fields = self._launch(batch, plan)
         self._follow_rows(batch)  # while the device is busy
         return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
 
@@ -206,6 +224,7 @@ class StepRunner:
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
         rows, input_ids = fields.req_pool_indices, fields.input_ids
         if batch.num_decodes:
+            self._runner.spread_tokens()
             torch.index_select(self._last_tokens, 0, rows[: batch.num_decodes], out=input_ids[: batch.num_decodes])
         if plan.is_decode:
             return self._runner.prepare_forward_batch_decode(
@@ -278,8 +297,8 @@ class StepRunner:
         """Log-probabilities of `targets` [N]; with the logits of a part of them at a time."""
         if fields.scored_indices is None or output.logits_of is None:
             return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top)
-        num_rows = max(1, _SCORED_LOGITS // self._runner.vocab_size)
-        parts = zip(fields.scored_indices.split(num_rows), targets.split(num_rows), strict=True)
+        scored = scored_parts(fields.scored_indices, self._runner.vocab_size)
+        parts = zip(scored, scored_parts(targets, self._runner.vocab_size), strict=True)
         return TokenLogprobs.concatenate(
             [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )
@@ -305,6 +324,11 @@ class StepRunner:
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
+
+
+def scored_parts(rows: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, ...]:
+    """The rows whose logits are made at a time."""
+    return rows.split(max(1, _SCORED_LOGITS // vocab_size))
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,17 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.weights.formats.base import VALUES, Quantised
-from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
+from mllm_compile.runtime.weights.formats.every import (
+    FORMATS,
+    fill_dequantised,
+    fill_quantised,
+    fill_small,
+    small_sources,
+)
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
-from mllm_compile.runtime.weights.stream import Source, TensorRead, stream_tensors
+from mllm_compile.runtime.weights.stream import Source, Spacing, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
@@ -30,6 +37,15 @@ _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size th
 # A view to take of a tensor: ("narrow", dim, start, length), ("transpose", dim, dim), ("reshape", *sizes),
 # ("squeeze", dim), ("unsqueeze", dim).
 ViewStep = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class SmallPart:
+    """The tensor of a weight's scheme that a part is: one of the checkpoint's own, where it is quantised, else of the
+    weight quantised while it is read."""
+
+    role: str
+    scheme: WeightScheme
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class WeightPart:
         inner_starts: where the box begins in dimensions 1, 2, …; empty for all of each.
         quantised: the tensors that the weight is computed from, `tensor` the one of its values; `shape` is what they
             make. None: it is stored as it is.
+        small: the tensor of its scheme that the box gets of the weight; None: the weight itself.
     """
 
     tensor: str
@@ -54,6 +71,26 @@ class WeightPart:
     steps: tuple[ViewStep, ...] = ()
     inner_starts: tuple[int, ...] = ()
     quantised: Quantised | None = None
+    small: SmallPart | None = None
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """The tensors that a quantised weight, or what is wanted of it, is computed from."""
+        if self.quantised is None:
+            return ()
+        tensors = self.quantised.tensors
+        if self.small is None:
+            return tuple(tensors.values())
+        return tuple(tensors[role] for role in small_sources(self.quantised, self.small.role))
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes that are read for it; a plain tensor counts as one of `dtype`."""
+        if self.quantised is not None:
+            return sum(tensor.num_bytes for tensor in self.sources)
+        if self.small is not None:  # of the tensors that are made of one, the values count
+            return 2 * math.prod(self.shape) if self.small.role == VALUES else 0
+        is_part = bool(self.steps) and self.steps[0][0] == "narrow"  # then no other byte of it is read
+        return math.prod(view_shape(self.shape, self.steps[:1]) if is_part else self.shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -79,10 +116,7 @@ class WeightSpec:
     @property
     def num_bytes_read(self) -> int:
         """The bytes of files that fill it, other dtypes left aside."""
-        return sum(
-            part.quantised.num_bytes if part.quantised else math.prod(part.shape) * self.dtype.itemsize
-            for part in self.parts
-        )
+        return sum(part.num_bytes(self.dtype) for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         return _jsonable(asdict(self))
@@ -148,10 +182,13 @@ def load_weights(
     """
     parts = [part for spec in specs for part in spec.parts]
     headers = {file: read_header(folder / file) for file in sorted({file for part in parts for file in _files(part)})}
-    stream_tensors(
-        [_read(part, place_of(weights[spec.name], part), folder, headers) for spec in specs for part in spec.parts],
-        advance,
-    )
+    reads, quantising = [], _Quantising()
+    for spec in specs:
+        for part in spec.parts:
+            place = place_of(weights[spec.name], part)
+            if not quantising.takes(part, place):
+                reads.append(_read(part, place, folder, headers))
+    stream_tensors([*reads, *quantising.reads(folder, headers)], advance)
     _check_sums(specs, weights, folder)
     _check_finite(specs, weights, folder)
 
@@ -163,14 +200,25 @@ def _files(part: WeightPart) -> set[str]:
 def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
     view = partial(viewed, steps=part.steps) if part.steps else None
     if part.quantised is None:
-        entry = _entry(folder, headers, part.file, part.tensor, part.shape)
-        return TensorRead(folder / part.file, entry, place, view)
-    quantised = part.quantised
+        # Numbers of eight bits mean nothing in another type.
+        dtype = place.dtype if place.dtype.itemsize == 1 else None
+        entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype)
+        entry, spacing, steps = _part_of_file(entry, part.steps)
+        view = partial(viewed, steps=steps) if steps else None
+        return TensorRead(folder / part.file, entry, place, view, spacing=spacing)
+    quantised, small = part.quantised, part.small
     first, *others = (
         Source(folder / one.file, _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
-        for one in quantised.tensors.values()
+        for one in part.sources
     )
     _check_details(quantised, folder, headers)
+    if small is not None:
+
+        def fill_one(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+            fill_small(place, quantised, small.role, tensors)
+
+        is_stored = small.role in FORMATS[quantised.format].as_stored
+        return TensorRead(first.path, first.entry, place, fill=None if is_stored else fill_one, others=others)
     if (unviewed := _unviewed(place, part.steps)) is not None:
         place, view = unviewed, None
 
@@ -178,6 +226,69 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
         fill_dequantised(place, quantised, part.shape, view, tensors)
 
     return TensorRead(first.path, first.entry, place, fill=fill, others=others)
+
+
+def _part_of_file(
+    entry: TensorEntry, steps: tuple[ViewStep, ...]
+) -> tuple[TensorEntry, Spacing | None, tuple[ViewStep, ...]]:
+    """The bytes that the first step leaves of a tensor, where that takes a part of it, and the steps behind it.
+
+    Rows lie in one stretch; a part of each row in as many as there are rows.
+    """
+    if not steps or steps[0][0] != "narrow":
+        return entry, None, steps
+    dim, start, length = (int(number) for number in steps[0][1:])
+    inner = math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize
+    stretch, distance, count = length * inner, entry.shape[dim] * inner, math.prod(entry.shape[:dim])
+    begin = entry.begin + start * inner
+    shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
+    part = replace(entry, begin=begin, end=begin + stretch * count, shape=shape)
+    return part, Spacing(stretch, distance) if count > 1 else None, steps[1:]
+
+
+class _Quantising:
+    """Collects the places of plain weights that are quantised while they are read: a tensor is read once for all of
+    its scheme's tensors."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[WeightPart, WeightScheme], list[dict[str, torch.Tensor]]] = {}
+
+    def takes(self, part: WeightPart, place: torch.Tensor) -> bool:
+        """Keeps the place of a part of such a weight; False for any other part."""
+        if part.small is None or part.quantised is not None:
+            return False
+        weights = self._found.setdefault((replace(part, small=None, start=0), part.small.scheme), [])
+        places = next((one for one in weights if part.small.role not in one), None)
+        if places is None:
+            weights.append(places := {})
+        places[part.small.role] = place
+        return True
+
+    def reads(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> Iterator[TensorRead]:
+        for (part, scheme), weights in self._found.items():
+            for places in weights:
+                entry = _entry(folder, headers, part.file, part.tensor, part.shape)
+                fill = partial(_quantise, places, part.steps, scheme)
+                yield TensorRead(folder / part.file, entry, next(iter(places.values())), fill=fill)
+
+    def random(self, seed: int) -> None:
+        """Quantises random weights instead."""
+        for (part, scheme), weights in self._found.items():
+            for places in weights:
+                device = next(iter(places.values())).device
+                weight = torch.empty(part.shape, device=device)
+                _fill_normal(weight, part.tensor, seed)
+                fill_quantised(places, viewed(weight, part.steps), scheme)
+
+
+def _quantise(
+    places: Mapping[str, torch.Tensor],
+    steps: tuple[ViewStep, ...],
+    scheme: WeightScheme,
+    place: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    fill_quantised(places, viewed(tensors[0], steps), scheme)
 
 
 def _unviewed(place: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor | None:
@@ -208,8 +319,10 @@ def _check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tenso
     """Refuse weights with NaN or inf: one reduction a weight, and one look at all of them together.
 
     A sum shows every such value and reads at the memory's speed (16 GB in some 5 ms on an H100). One of finite values
-    may overflow as well, so the weight is looked at again before it is refused.
+    may overflow as well, so the weight is looked at again before it is refused. Of values in eight bits, which have no
+    inf, two are NaN.
     """
+    _check_eight_bits([spec for spec in specs if spec.dtype == torch.float8_e4m3fn], weights, folder)
     summed = [spec for spec in specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1]
     if not summed:
         return
@@ -218,6 +331,25 @@ def _check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tenso
         if not is_finite:
             for part in spec.parts:
                 _check_part(part, place_of(weights[spec.name], part), folder)
+
+
+def _check_eight_bits(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    if not specs:
+        return
+    are_nan = torch.stack([_has_nan(weights[spec.name]) for spec in specs])
+    for spec, is_nan in zip(specs, are_nan.tolist(), strict=True):
+        for part in spec.parts if is_nan else ():
+            if _has_nan(place_of(weights[spec.name], part)):
+                raise CheckpointError(
+                    f"{folder / part.file}: tensor {part.tensor!r} holds NaN among its values in eight bits. Fetch the "
+                    "checkpoint again."
+                )
+
+
+def _has_nan(values: torch.Tensor) -> torch.Tensor:
+    """[] bool of e4m3 values, a few rows at a time."""
+    rows = values.view(torch.uint8).split(_CHECKED_ROWS)
+    return torch.stack([((some & 0x7F) == 0x7F).any() for some in rows]).any()
 
 
 def _check_part(part: WeightPart, place: torch.Tensor, folder: Path) -> None:
@@ -267,6 +399,9 @@ def _entry(
 def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
     """The view of `weight` that `part` fills."""
     shape = view_shape(part.shape, part.steps) if part.steps else part.shape
+    if part.small is not None:
+        rows, columns = shape
+        shape = part.small.scheme.shape(part.small.role, rows, columns)
     starts = (part.start, *part.inner_starts)
     for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # no inner starts: all of those dimensions
         weight = weight.narrow(dim, start, size)
@@ -278,12 +413,24 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
 
     Matrices are normal with standard deviation 0.02, vectors are one (norm scales) or zero (biases).
     """
+    quantising = _Quantising()
     for spec in specs:
         for part in spec.parts:
             place = place_of(weights[spec.name], part)
-            if place.dim() < 2:
-                place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
+            if quantising.takes(part, place):
                 continue
-            digest = hashlib.sha256(f"{seed}:{part.tensor}".encode()).digest()
-            generator = torch.Generator(place.device).manual_seed(int.from_bytes(digest[:7], "little"))
-            place.normal_(0.0, _DUMMY_STD, generator=generator)
+            if len(part.shape) < 2:
+                place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
+            elif part.steps:  # a rank's part of a tensor that is the same for all ranks
+                whole = place.new_empty(part.shape)
+                _fill_normal(whole, part.tensor, seed)
+                place.copy_(viewed(whole, part.steps))
+            else:
+                _fill_normal(place, part.tensor, seed)
+    quantising.random(seed)
+
+
+def _fill_normal(place: torch.Tensor, tensor: str, seed: int) -> None:
+    digest = hashlib.sha256(f"{seed}:{tensor}".encode()).digest()
+    generator = torch.Generator(place.device).manual_seed(int.from_bytes(digest[:7], "little"))
+    place.normal_(0.0, _DUMMY_STD, generator=generator)

@@ -32,11 +32,19 @@ View = Callable[[torch.Tensor], torch.Tensor]
 Fill = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
+class Spacing(NamedTuple):
+    """Bytes that lie in a file as equal stretches, at equal distances."""
+
+    stretch: int
+    distance: int
+
+
 class Source(NamedTuple):
-    """A tensor of a safetensors file: its bytes, dtype and shape there."""
+    """A tensor of a safetensors file: its bytes, dtype and shape there; or a part of it, with what lies between."""
 
     path: Path
     entry: TensorEntry
+    spacing: Spacing | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +57,8 @@ class TensorRead:
 
     Attributes:
         path: the safetensors file.
-        entry: its bytes, dtype and shape there.
+        entry: its bytes, dtype and shape there; of a part of a tensor the part's, as if it lay in one stretch.
+        spacing: of a part that does not lie in one stretch.
         place: the tensor to fill; any strides, any dtype.
         view: makes the tensor of the file the shape of `place`; None where it has it.
         fill: computes the place, from the tensor and `others`; None where the tensor is copied into it.
@@ -62,6 +71,7 @@ class TensorRead:
     view: View | None = None
     fill: Fill | None = None
     others: Sequence[Source] = ()
+    spacing: Spacing | None = None
     _landings: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     _missing_bytes: int = field(default=0, init=False)
 
@@ -70,7 +80,7 @@ class TensorRead:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (Source(self.path, self.entry), *self.others)
+        return (Source(self.path, self.entry, self.spacing), *self.others)
 
     @property
     def is_direct(self) -> bool:
@@ -182,12 +192,12 @@ def _read_chunks(
     """Does one reader's work."""
     with torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
         try:
-            bring = _read_exactly if stream is None else _PinnedRing(stream, chunks.num_bytes).bring
+            bring = _read_source if stream is None else _PinnedRing(stream, chunks.num_bytes).bring
             while (chunk := chunks.next()) is not None:
                 read, source = chunk.read, chunk.read.sources[chunk.index]
                 target = read.landing(chunk.index)[chunk.start : chunk.start + chunk.num_bytes]
                 try:
-                    bring(files[source.path], source.entry.begin + chunk.start, target)
+                    bring(files[source.path], source, chunk.start, target)
                 except OSError as error:
                     raise CheckpointError(f"{source.path} cannot be read: {error.strerror or error}") from error
                 with chunks.lock:
@@ -209,14 +219,28 @@ class _PinnedRing:
         self._taken = [torch.cuda.Event(blocking=True) for _ in self._buffers]
         self._next = 0
 
-    def bring(self, file: int, offset: int, target: torch.Tensor) -> None:
+    def bring(self, file: int, source: Source, start: int, target: torch.Tensor) -> None:
         index = self._next
         self._next = (index + 1) % len(self._buffers)
         self._taken[index].synchronize()
         buffer = self._buffers[index][: target.numel()]
-        _read_exactly(file, offset, buffer)
+        _read_source(file, source, start, buffer)
         target.copy_(buffer, non_blocking=True)
         self._taken[index].record(self._stream)
+
+
+def _read_source(file: int, source: Source, start: int, target: torch.Tensor) -> None:
+    """Fills a CPU tensor [bytes] uint8 with the bytes of a source from `start` on."""
+    first, spacing, size = source.entry.begin, source.spacing, target.numel()
+    if spacing is None:
+        _read_exactly(file, first + start, target)
+        return
+    done = 0
+    while done < size:
+        row, within = divmod(start + done, spacing.stretch)
+        count = min(spacing.stretch - within, size - done)
+        _read_exactly(file, first + row * spacing.distance + within, target[done : done + count])
+        done += count
 
 
 def _read_exactly(file: int, offset: int, target: torch.Tensor) -> None:

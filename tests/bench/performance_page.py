@@ -74,7 +74,7 @@ def _measured(prefix: str, shape: str) -> dict[str, Measurement]:
     """{work's name: its measurement} of all results that are called `prefix`-`shape`-…, stages of starts left out."""
     return {
         work_name(line): line
-        for kind in ("latency", "throughput", "startup")
+        for kind in ("latency", "long", "gaps", "throughput", "startup")
         if (path := RESULTS / f"{prefix}-{shape}-{kind}.json").exists()
         for line in BenchResult.read(path).runs[0].measurements
         if ":" not in line.name

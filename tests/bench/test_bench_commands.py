@@ -24,7 +24,7 @@ from tests.bench.result_cases import result, run, tpot
 from tests.tiny_model import TINY
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = ("latency", "throughput", "startup", "ablation", "roofline", "table")
+COMMANDS = ("latency", "throughput", "long", "gaps", "startup", "ablation", "roofline", "table")
 RESULT = result(run("mllm", tpot(1, 4.0, limit=3.0)))
 
 
@@ -106,6 +106,27 @@ def test_a_picture_of_no_known_kind_is_refused_before_anything_is_measured(monke
     assert re.search(r"--plot .*: expected a file that ends in one of .*png", capsys.readouterr().err)
 
 
+def test_long_and_gaps_take_small_sizes_on_a_cpu_unless_told_otherwise(monkeypatch, capsys):
+    asked = []
+    for name in ("run_long", "run_gaps"):
+        monkeypatch.setattr(harness, name, lambda source, engines, work: asked.append(work) or RESULT)
+    monkeypatch.setattr(harness, "serves_on_cpu", lambda source: True)
+    assert command_line(["bench", "long", "c.yaml"]) == 0
+    assert command_line(["bench", "long", "c.yaml", "--points", "1x20,4x10", "--output-len", "5"]) == 0
+    assert command_line(["bench", "gaps", "c.yaml", "--prompt-len", "100"]) == 0
+    assert [work.points for work in asked[:2]] == [((1, 256), (1, 1024), (4, 512)), ((1, 20), (4, 10))]
+    assert (asked[2].decodes, asked[2].prompt_len) == (4, 100)
+    told = capsys.readouterr().err
+    assert "on a CPU: points 1x256,1x1024,4x512, 33 new tokens; --points and --output-len set others" in told
+    assert "on a CPU: 4 answers, a prompt of 100 tokens; --decodes and --prompt-len set others" in told
+
+
+@pytest.mark.parametrize("points", ["", "8", "1x2x3", "1xtwo"])
+def test_points_that_are_none_are_refused(points, capsys):
+    assert command_line(["bench", "long", "c.yaml", "--points", points]) == 2
+    assert f"--points is {points!r}; expected requests x tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("batch", ["", "one", "1;2", "1,"])
 def test_batches_that_are_no_numbers_are_refused(batch, capsys):
     assert command_line(["bench", "latency", "c.yaml", "--batch", batch]) == 2
@@ -174,6 +195,17 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     assert command_line(["bench", "throughput", str(config), *throughput, "--engine", "mllm,transformers", *sizes]) == 0
     names = [line.name for line in BenchResult.read(tmp_path / "r.json").runs[0].measurements]
     assert names == ["prefill2x16", "mixed3"]
+
+    long = ["--points", "1x40,2x20", "--output-len", "3", "--engine", "mllm,transformers"]
+    assert command_line(["bench", "long", str(config), *long, *sizes]) == 0
+    lines = BenchResult.read(tmp_path / "r.json").runs[0].measurements
+    assert [line.key for line in lines][1::2] == [("prefill of 40", 1), ("prefill of 20", 2)]
+    assert all(line.limit is not None for line in lines)
+
+    gaps = ["--decodes", "2", "--decode-len", "8", "--tokens", "6", "--prompt-len", "200"]
+    assert command_line(["bench", "gaps", str(config), *gaps, *sizes]) == 0
+    lines = BenchResult.read(tmp_path / "r.json").runs[0].measurements
+    assert len(lines) == 8 and all(line.median > 0 and len(line.samples) == 2 for line in lines)
 
     assert command_line(["bench", "startup", str(config), "--repeats", "1", "--json", str(tmp_path / "r.json")]) == 0
     cold, _, warm, _, *parts = BenchResult.read(tmp_path / "r.json").runs[0].measurements

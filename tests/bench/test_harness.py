@@ -7,8 +7,8 @@ import pytest
 
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure import harness
-from mllm_compile.bench.measure.harness import WORKER, cache_environment, run_process, run_startup
-from mllm_compile.bench.measure.workloads import StartupWork
+from mllm_compile.bench.measure.harness import WORKER, cache_environment, run_gaps, run_process, run_startup
+from mllm_compile.bench.measure.workloads import GapsWork, StartupWork
 from tests.bench.test_worker import SETTING
 
 
@@ -32,6 +32,11 @@ def test_an_engine_that_is_not_there_is_named_with_the_way_to_get_it(tmp_path, m
     monkeypatch.setattr("mllm_compile.bench.adapters.find_spec", lambda name: None)
     with pytest.raises(BenchmarkError, match="--engine vllm is not installed here: pip install vllm"):
         run_startup(tmp_path / "no.yaml", ["vllm"], StartupWork())
+
+
+def test_an_engine_without_streams_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(BenchmarkError, match="--engine transformers takes no request while others run: leave it out"):
+        run_gaps(tmp_path / "no.yaml", ["mllm", "transformers"], GapsWork())
 
 
 def test_every_cold_start_has_caches_of_its_own_and_its_warm_start_the_same(tmp_path, monkeypatch):

@@ -2,9 +2,15 @@
 
 import pytest
 
-from mllm_compile.bench.limits.limits import ModelFigures, with_latency_limits, with_throughput_limits
+from mllm_compile.bench.limits.limits import (
+    ModelFigures,
+    with_gaps_limits,
+    with_latency_limits,
+    with_long_limits,
+    with_throughput_limits,
+)
 from mllm_compile.bench.measure.results import Ceilings, Measurement
-from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Gaps, GapsWork, LatencyWork, LongWork, ThroughputWork
 
 H200 = Ceilings(read_bytes_s=4.58e12, flops_s=790e12)
 QWEN3_8B = ModelFigures(
@@ -47,6 +53,26 @@ def test_throughput_limits_are_in_tokens_a_second():
     assert mixed.limit == pytest.approx(13_185, rel=0.01)
     assert mixed.share_of_limit == pytest.approx(0.71, rel=0.01)
     assert prefill.limit == pytest.approx(54_494, rel=0.01)
+
+
+def test_limits_of_long_contexts_are_those_worked_out_by_hand():
+    work = LongWork()
+    lines = [line for point in work.points for line in work.measurements(point, [1.0], [2.0])]
+    limits = {line.key: line.limit for line in with_long_limits(lines, work, QWEN3_8B, H200)}
+    at = {(1, 2000): 3.37, (1, 8000): 3.57, (1, 32_000): 4.34, (8, 16_000): 7.45, (64, 4000): 11.7, (32, 8000): 11.6}
+    for (count, length), ms in at.items():
+        assert limits[f"tpot at {length}", count] == pytest.approx(ms, rel=0.01)
+    assert limits["prefill of 32000", 1] == pytest.approx(945, rel=0.01)
+    assert limits["prefill of 16000", 8] == pytest.approx(43_000, rel=0.02)
+
+
+def test_gaps_have_limits_where_nothing_runs_beside():
+    work = GapsWork()
+    seen = Gaps(alone=(0.005,), beside=(0.02,), prompt_alone=1.2, prompt_beside=1.5)
+    limits = {line.name: line.limit for line in with_gaps_limits(work.measurements([seen]), work, QWEN3_8B, H200)}
+    assert limits["gap alone, median"] == pytest.approx(3.9, rel=0.02)
+    assert limits["prompt alone"] == pytest.approx(945, rel=0.01)
+    assert [name for name, limit in limits.items() if limit is not None] == ["gap alone, median", "prompt alone"]
 
 
 def test_no_request_alone_is_quicker_than_among_others():

@@ -4,6 +4,8 @@ import pytest
 
 from mllm_compile.bench.limits.model_figures import model_figures
 from mllm_compile.model import __file__ as models_file
+from mllm_compile.passes.base import SmallWeights
+from mllm_compile.runtime.quantised.scheme import quantised_as
 from tests.model.tiny_configs import tiny_config
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
@@ -45,3 +47,19 @@ def test_experts_count_as_often_as_tokens_choose_them():
     assert (figures.num_experts, figures.num_chosen, figures.expert_params) == (128, 8, 48 * 3 * 2048 * 768)
     assert figures.weight_bytes(1) == pytest.approx(6.08e9, rel=5e-3)
     assert figures.weight_bytes(256) == pytest.approx(60.4e9, rel=5e-3)
+
+
+@pytest.mark.parametrize(("kind", "weight_bytes"), [("fp8", 6.9458e9), ("int4", 6.9458e9 * (0.5 + 2 / 128))])
+def test_linears_in_few_bits_are_fewer_bytes_to_read(kind, weight_bytes):
+    """The table and the head are plain, whoever names them."""
+    columns = (4096, 12288)
+    layer = {f"self_attn.{part}_proj": columns[0] for part in "qkvo"}
+    layer |= {"mlp.gate_proj": columns[0], "mlp.up_proj": columns[0], "mlp.down_proj": columns[1]}
+    schemes = {
+        f"model.layers.{index}.{name}.weight": quantised_as(kind, size)
+        for index in range(36)
+        for name, size in layer.items()
+    }
+    schemes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), quantised_as(kind, 4096))
+    figures = model_figures(SHAPES / "qwen3-8b", "bfloat16", small=SmallWeights(schemes, are_chosen=True))
+    assert figures.weight_bytes(1) == pytest.approx(weight_bytes + 2 * 0.6223e9, rel=2e-3)

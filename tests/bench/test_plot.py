@@ -15,6 +15,7 @@ from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.bench.serving.client import Seen
 from mllm_compile.bench.serving.load import ServeResult, ServeWork, figures
+from mllm_compile.bench.show.bars_plot import draw_bars, plot_bars
 from mllm_compile.bench.show.plot import _apart, draw_latency, plot_latency
 from mllm_compile.bench.show.rates_plot import draw_rates, plot_rates
 from tests.bench.result_cases import result, run, tpot
@@ -97,3 +98,18 @@ def test_a_server_under_load_is_drawn_by_its_rates(tmp_path: Path) -> None:
     assert not [text for text in written if "10^" in text]
     with pytest.raises(BenchmarkError, match=r"rates\.nosuch"):
         plot_rates(told, tmp_path / "rates.nosuch")
+
+
+def test_bars_show_every_work_of_every_engine_with_a_panel_a_unit(tmp_path: Path) -> None:
+    rate = Measurement.of("prefill of 50", "tok/s in", [1234.0], batch=4).with_limit(2000.0)
+    long = result(run("mllm", tpot(1, 4.0, limit=3.0), rate), run("vllm", tpot(1, 5.0)), command="long")
+    figure = draw_bars(long)
+    written = texts(figure)
+    assert len(figure.axes) == 2
+    assert {"tpot b=1", "prefill of 50 b=4", "mllm", "vllm", " 4.00", " 5.00", " 1,234"} <= set(written)
+    assert "m: long on a GPU" in written
+    assert {text.split(" (")[0] for text in written if "black: limit" in text} == {"ms", "tok/s in"}
+    plot_bars(long, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(BenchmarkError, match="cannot be written"):
+        plot_bars(long, tmp_path / "no" / "p.png")

@@ -15,7 +15,7 @@ from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure import worker
 from mllm_compile.bench.measure.results import run_from_json
 from mllm_compile.bench.measure.setting import Setting
-from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Call, LatencyWork, LongWork, ThroughputWork
 from mllm_compile.process import progress
 from tests.tiny_model import tiny_config
 
@@ -40,6 +40,7 @@ class StandInEngine:
     settings: dict[str, Any] = field(default_factory=lambda: {"dtype": "float32"})
     calls: list[Call] = field(default_factory=list)
     is_closed: bool = False
+    kv_tokens: int | None = None
 
     def generate(self, call: Call) -> None:
         self.calls.append(call)
@@ -73,6 +74,39 @@ def test_latency_warms_up_once_and_takes_turns(engine, tmp_path):
         (2, 3),
     ]
     assert (run.version, run.settings, engine.is_closed) == ("9", {"dtype": "float32"}, True)
+
+
+def test_batches_whose_kv_does_not_fit_at_once_are_left_out_and_said(engine, tmp_path, capsys):
+    engine.kv_tokens = 16
+    sizes = LatencyWork(batches=(1, 2, 3), input_len=5, output_len=3, repeats=1)
+    done = work("latency", tmp_path, work=asdict(sizes))
+    del done["place"]
+    run = run_from_json(done)
+    assert sorted({line.batch for line in run.measurements}) == [1, 2]
+    assert "left out, as requests would wait for the KV cache at batch 3" in capsys.readouterr().err
+
+
+def test_work_of_which_nothing_fits_is_an_error(engine, tmp_path):
+    engine.kv_tokens = 7
+    sizes = LongWork(points=((1, 5), (2, 5)), output_len=3, repeats=1)
+    assert "the KV cache holds none of the batches at once" in work("long", tmp_path, work=asdict(sizes))["error"]
+
+
+def test_long_contexts_are_measured_point_by_point(engine, tmp_path, capsys):
+    engine.kv_tokens = 40
+    sizes = LongWork(points=((1, 10), (3, 5), (9, 5)), output_len=3, repeats=1)
+    run = run_from_json(work("long", tmp_path, work=asdict(sizes)))
+    assert [line.key for line in run.measurements] == [
+        ("tpot at 10", 1),
+        ("prefill of 10", 1),
+        ("tpot at 5", 3),
+        ("prefill of 5", 3),
+    ]
+    assert [(len(call.prompts), len(call.prompts[0]), call.max_tokens[0]) for call in engine.calls[:2]] == [
+        (1, 10, 1),
+        (1, 10, 3),
+    ]
+    assert "9 x 5: left out" in capsys.readouterr().err and engine.is_closed
 
 
 def test_levers_are_what_changed_something_in_the_compiled_runtime(eager_cache, tmp_path):

@@ -166,7 +166,7 @@ def test_every_kernel_of_a_linear_is_run():
 def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     lengths, heads, kv_heads = (5, 3), 4, 2
     sinks = torch.randn(heads) if has_sinks else None
-    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, 0.3, 5.0, 2, "sinks", sinks)
+    layer = AttentionLayer("attention", 0, heads, kv_heads, 8, 6, 0.3, 5.0, 2, "sinks", sink_logits=sinks)
     tokens = sum(lengths) * copies
     q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     out = torch.full((tokens, heads, 6), torch.nan)

@@ -13,14 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
+from mllm_compile.checkpoint.plan import can_be_quantised, plan_weights, read_checkpoint, scheme_of
 from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.config.quantisation import read_scheme
 from mllm_compile.errors import CheckpointError
 from mllm_compile.model.hf_model import build_on_meta
-from mllm_compile.passes.base import PackedPart
-from mllm_compile.runtime.weights.formats import every
-from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, load_weights
+from mllm_compile.passes.base import PackedPart, QuantisedTensor
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as, tensor_name
+from mllm_compile.runtime.weights.formats import every, gptq
+from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, fill_random, load_weights
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.quantised_checkpoints import LINEARS, MXFP4, Tensors, WrittenFormat, set_quantisation
 
@@ -177,8 +179,11 @@ def test_scales_of_activations_and_of_the_cache_are_told_and_left_out(tmp_path):
 
 def test_the_line_names_the_format_and_both_sizes(tmp_path):
     write(tmp_path, LINEARS["fp8 blocks"], random_weight(4096, 4096))
-    assert plan(tmp_path).line(torch.bfloat16) == (
+    assert plan(tmp_path).line(torch.bfloat16, are_kept=False) == (
         "weights: 0.02 GB, stored as fp8, are dequantised to bfloat16 while they are read and take 0.03 GB of memory"
+    )
+    assert plan(tmp_path).line(torch.bfloat16, are_kept=True) == (
+        "weights: 0.02 GB, stored as fp8; linears keep them so in memory, elsewhere they are dequantised to bfloat16"
     )
 
 
@@ -327,3 +332,197 @@ def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(tmp_
         CheckpointError, match=f"'{key}' is float8_e4m3fn, as quantised weights are; .*quantization_config"
     ):
         read_checkpoint(tensors, build_on_meta(tmp_path, torch.float32).model)
+
+
+# As they lie in memory ------------------------------------------------------------------------------------------------
+
+
+def small_specs(
+    scheme: WeightScheme, members: dict[str, int], columns: int, table: Any, joined: str = "joined"
+) -> list[WeightSpec]:
+    """Specs of the tensors of weights (name → rows) that are packed into one."""
+    shapes, packed, told = {}, {}, {}
+    for role in scheme.roles:
+        shapes[tensor_name(joined, role)] = scheme.shape(role, sum(members.values()), columns), scheme.dtype(role)
+        parts, start = [], 0
+        for name, rows in members.items():
+            told[tensor_name(name, role)] = QuantisedTensor(name, role, scheme, columns)
+            parts.append(PackedPart(tensor_name(name, role), start, rows))
+            start += rows
+        packed[tensor_name(joined, role)] = tuple(parts)
+    specs = plan_weights(shapes, packed, table, told)
+    return [WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) for spec in specs]
+
+
+def load_small(folder: Path, specs: list[WeightSpec], scheme: WeightScheme, columns: int) -> torch.Tensor:
+    """What the tensors of a weight stand for, in float32."""
+    weights = allocate_weights(specs, "cpu")
+    load_weights(specs, weights, folder)
+    return meaning(weights, scheme, columns)
+
+
+def meaning(weights: Tensors, scheme: WeightScheme, columns: int) -> torch.Tensor:
+    tensors = {role: weights[tensor_name("joined", role)] for role in scheme.roles}
+    return dequantised(tensors, scheme.kind, scheme.group, columns, torch.float32)
+
+
+GROUPS = {
+    "gptq": 128,
+    "gptq symmetric": 128,
+    "gptq without groups": None,
+    "awq": 64,
+    "compressed-tensors int4": 64,
+    "compressed-tensors int4 asymmetric": 128,
+    "fp8 blocks": 128,
+    "fp8 one scale": None,
+    "compressed-tensors fp8 channel": None,
+    "compressed-tensors fp8 tensor": None,
+    "compressed-tensors fp8 block": 128,
+    "modelopt fp8": None,
+}
+
+
+def scheme_wanted(name: str, columns: int) -> WeightScheme:
+    group = min(GROUPS[name] or columns, columns)
+    if "fp8" in name:
+        return WeightScheme("fp8", group)
+    is_packed = name.startswith("compressed")
+    scale_dtype = torch.bfloat16 if is_packed else torch.float16
+    return WeightScheme("int4", group, scale_dtype, has_zeros=not is_packed or "asymmetric" in name)
+
+
+@pytest.mark.parametrize("shape", [(320, 192), (24, 320), (24, 104)])
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_weight_keeps_its_numbers_in_memory(name, shape, tmp_path, monkeypatch):
+    monkeypatch.setattr(gptq, "_MOST_VALUES", 8 * shape[1])
+    expected = write(tmp_path, LINEARS[name], random_weight(*shape))
+    table = plan(tmp_path).planned
+    scheme = scheme_of(table[NAME])
+    assert scheme == scheme_wanted(name, shape[1])
+    specs = small_specs(scheme, {NAME: shape[0]}, shape[1], table)
+    assert sum(spec.num_bytes for spec in specs) == scheme.num_bytes(*shape)
+    assert 0 <= plan_bytes(table) - sum(spec.num_bytes_read for spec in specs) <= 16, "but for the shape all is read"
+    found = load_small(tmp_path, specs, scheme, shape[1])
+    # Some compute in the scales' type; here products are not rounded to it.
+    precision = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+    rounding = max(precision[one.dtype] for one in plan(tmp_path).stored.values() if one.dtype in precision)
+    assert ((found - expected).abs() <= expected.abs() * rounding).all()
+
+
+def plan_bytes(table: Any) -> int:
+    return sum(block.quantised.num_bytes for planned in table.values() for block in planned.blocks)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq", "compressed-tensors int4 asymmetric"])
+def test_packed_weights_keep_their_scales_whatever_their_blocks(name, tmp_path):
+    """Blocks of 128 rows that do not meet."""
+    members, tensors, stand_for = {"q.weight": 160, "k.weight": 96, "v.weight": 40}, {}, []
+    for member, rows in members.items():
+        parts, weight = LINEARS[name].quantise(random_weight(rows, 192))
+        tensors |= {member.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+        stand_for.append(weight)
+    whole = WrittenFormat(LINEARS[name].config, lambda weight: (tensors, weight))
+    write(tmp_path, whole, stand_for[0], "")
+    scheme = scheme_wanted(name, 192)
+    specs = small_specs(scheme, members, 192, plan(tmp_path).planned)
+    found, expected = load_small(tmp_path, specs, scheme, 192), torch.cat(stand_for)
+    assert ((found - expected).abs() <= expected.abs() * 2**-8).all()
+
+
+def test_an_order_of_inputs_that_the_config_denies_is_refused(tmp_path):
+    """desc_act is false, and an input has another group than its place says."""
+    write(tmp_path, LINEARS["gptq"], random_weight(320, 192))
+    stored = load_file(tmp_path / FILE)
+    stored[P + ".g_idx"][7] = 1
+    save_file(stored, tmp_path / FILE)
+    scheme = scheme_wanted("gptq", 192)
+    specs = small_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
+    with pytest.raises(CheckpointError, match=f"tensor '{P}.scales' holds NaN or inf in 640 of its 640 values"):
+        load_small(tmp_path, specs, scheme, 192)
+
+
+@pytest.mark.parametrize("name", [name for name in LINEARS if name not in GROUPS])
+def test_what_linears_do_not_compute_with_has_no_scheme(name, tmp_path):
+    write(tmp_path, LINEARS[name], random_weight(320, 192))
+    assert scheme_of(plan(tmp_path).planned[NAME]) is None
+
+
+def test_experts_and_plain_weights_have_no_scheme(tmp_path):
+    write(tmp_path, MXFP4, random_weight(3, 96, 40), "layers.0.mlp.experts.down_proj")
+    (planned,) = plan(tmp_path).planned.values()
+    assert scheme_of(planned) is None and not can_be_quantised(planned)
+    save_file({NAME: random_weight(24, 40)}, tmp_path / FILE)
+    (planned,) = read_tensors(tmp_path, [FILE], None).planned.values()
+    assert scheme_of(planned) is None and can_be_quantised(planned)
+    assert not can_be_quantised(planned.reshape(24, 20, 2)) and scheme_of(planned.narrow(1, 0, 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [
+        ("", f"tensor '{NAME}' holds NaN among its values in eight bits"),
+        ("_scale_inv", rf"tensor '{NAME}_scale_inv' holds NaN or inf in \d+ of its"),
+    ],
+)
+def test_a_value_or_scale_that_is_no_number_is_refused_by_its_name(suffix, message, tmp_path):
+    write(tmp_path, LINEARS["fp8 blocks"], random_weight(320, 192))
+    stored = load_file(tmp_path / FILE)
+    if suffix:
+        stored[NAME + suffix][1, 0] = float("nan")
+    else:
+        stored[NAME].view(torch.uint8)[300, 100] = 0xFF
+    save_file(stored, tmp_path / FILE)
+    scheme = WeightScheme("fp8", 128)
+    specs = small_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
+    with pytest.raises(CheckpointError, match=message):
+        load_small(tmp_path, specs, scheme, 192)
+
+
+def test_values_of_another_type_than_those_that_were_compiled_for_are_refused(tmp_path):
+    write(tmp_path, LINEARS["fp8 blocks"], random_weight(320, 192))
+    scheme = WeightScheme("fp8", 128)
+    specs = small_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
+    stored = load_file(tmp_path / FILE)
+    save_file(stored | {NAME: stored[NAME].bfloat16()}, tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=r"in float8_e4m3fn, found bfloat16.*compile it again"):
+        load_small(tmp_path, specs, scheme, 192)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_plain_weight_is_quantised_while_it_is_read(kind, tmp_path):
+    members = {"q.weight": 40, "k.weight": 24}
+    stored = {name: random_weight(rows, 200).bfloat16() for name, rows in members.items()}
+    save_file(stored, tmp_path / FILE)
+    scheme = quantised_as(kind, 200)
+    specs = small_specs(scheme, members, 200, read_tensors(tmp_path, [FILE], None).planned)
+    expected = {role: torch.cat([quantised(stored[name], scheme)[role] for name in members]) for role in scheme.roles}
+    weights = allocate_weights(specs, "cpu")
+    load_weights(specs, weights, tmp_path)
+    for role, tensor in expected.items():
+        assert torch.equal(weights[tensor_name("joined", role)].view(torch.uint8), tensor.view(torch.uint8))
+    assert sum(spec.num_bytes_read for spec in specs) == 2 * 64 * 200, "each is read once"
+
+
+def test_a_plain_weight_with_inf_is_refused_where_it_is_quantised(tmp_path):
+    weight = random_weight(24, 200)
+    weight[3, 3] = float("inf")
+    save_file({NAME: weight}, tmp_path / FILE)
+    scheme = quantised_as("fp8", 200)
+    specs = small_specs(scheme, {NAME: 24}, 200, read_tensors(tmp_path, [FILE], None).planned)
+    with pytest.raises(CheckpointError, match=f"tensor '{NAME}' holds NaN"):
+        load_small(tmp_path, specs, scheme, 200)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_dummy_weights_are_random_ones_quantised(kind):
+    scheme = quantised_as(kind, 200)
+    specs = small_specs(scheme, {NAME: 640}, 200, None)
+    weights = allocate_weights(specs, "cpu")
+    fill_random(specs, weights, 0)
+    found = meaning(weights, scheme, 200)
+    assert found.std() == pytest.approx(0.02, rel=0.02) and abs(found.mean()) < 1e-3
+    again = allocate_weights(specs, "cpu")
+    fill_random(specs[::-1], again, 0)
+    assert torch.equal(meaning(again, scheme, 200), found)
+    fill_random(specs, again, 1)
+    assert not torch.equal(meaning(again, scheme, 200), found)

@@ -140,9 +140,9 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
         ([TINY, "--enforce-eager"], "write {model: {path: …}, cudagraph: {mode: none}} into"),
         (
             ["serve", TINY, "--tensor-parallel-size=2"],
-            "there is no option --tensor-parallel-size: an engine has one dev",
+            "--tensor-parallel-size is no option, but runtime.tensor_parallel_size of the config",
         ),
-        (["serve", TINY, "--quantization", "awq"], "a checkpoint's own is read, dequantised to float32"),
+        (["serve", TINY, "--quantization", "awq"], "is no option, but model.quantization of the config"),
         (["inspect"], "Missing argument"),
     ],
 )
@@ -246,14 +246,15 @@ def test_inspecting_prints_the_passes_and_why_others_were_left_out(monkeypatch, 
     def inspect_model(config, out_dir, reporter):
         with reporter.stage("trace"):
             report = SimpleNamespace(name="pack_linears", matches=4, nodes_before=90, nodes_after=70, ms=1.25)
-            return SimpleNamespace(reports=[report], left_out={"fuse_linears": "its kernels run elsewhere"}, pieces=[])
+            left_out = {"fuse_linears": "its kernels run elsewhere"}
+            return SimpleNamespace(reports=[report], left_out=left_out, cut=["9 weights are cut"], pieces=[])
 
     monkeypatch.setitem(sys.modules, "mllm_compile.report.inspect", SimpleNamespace(inspect_model=inspect_model))
     assert run(["inspect", config, "--out", str(tmp_path / "graphs")]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[2].split() == ["pack_linears", "4", "90", "70", "1.2"]
-    assert lines[3] == "left out: fuse_linears: its kernels run elsewhere"
+    assert lines[3:5] == ["left out: fuse_linears: its kernels run elsewhere", "9 weights are cut"]
     assert lines[-1] == f"graphs: {tmp_path / 'graphs'}"
     assert err == ""
     assert run(["inspect", config, "--out", str(tmp_path / "graphs"), "-v"]) == 0

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from mllm_compile.config.device import DeviceInfo, detect_device
 from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve import resolve
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.config.resolved import ResolvedConfig
@@ -141,6 +142,33 @@ def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
     assert (config.cudagraph.mode, config.cudagraph.piecewise_tokens[-1]) == ("piecewise", 512)
 
 
+def test_a_bound_in_ms_is_a_rule_a_number_or_none():
+    assert resolved(H200).runtime.max_step_ms == "tenfold"
+    assert resolved(H200, runtime={"max_step_ms": 25}).runtime.max_step_ms == 25
+    assert resolved(H200, runtime={"max_step_ms": "none"}).runtime.max_step_ms == "none"
+    assert resolved(H200, runtime={"deterministic": True}).runtime.max_step_ms == "none"
+    with pytest.raises(ConfigError, match=r"max_step_ms is 25, but with runtime\.deterministic .* auto or none"):
+        resolved(H200, runtime={"deterministic": True, "max_step_ms": 25})
+
+
+def test_a_resolved_bound_is_asked_for_again_as_it_was():
+    for asked in ("auto", "none", 12.5):
+        assert resolved(H200, runtime={"max_step_ms": asked}).as_config().runtime.max_step_ms == asked
+
+
+@pytest.mark.parametrize(
+    ("width", "by_rule", "bound"), [(1024, [1024, 2048, 4096], [2048, 3072, 4096]), (4096, [], [])]
+)
+def test_with_a_bound_in_ms_more_sizes_of_long_steps_are_captured(width, by_rule, bound):
+    def long_sizes(**runtime):
+        sizes = resolved(H200, QWEN | {"hidden_size": width}, runtime=runtime).cudagraph.piecewise_tokens
+        return [size for size in sizes if size > 512]
+
+    assert long_sizes() == long_sizes(max_step_ms="none") == by_rule
+    assert long_sizes(max_step_ms=25) == [640, 768, 896, 1024, 1280, 1536, *bound]
+    assert long_sizes(max_step_ms=25, max_num_batched_tokens=1000) == [640, 768, 896]
+
+
 def test_no_auto_is_left_and_json_keeps_everything():
     config = resolved(H200)
     assert "auto" not in str(config)
@@ -164,6 +192,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "mem_fraction_static": 0.5,
         "enable_prefix_cache": False,
         "expert_stats": True,
+        "tensor_parallel_size": 2,
         "skip_compiled": True,
         "state_dtype": "bfloat16",
         "seed": 7,
@@ -393,3 +422,35 @@ def test_a_gpu_that_is_not_there_is_a_clear_error():
         assert detect_device("auto").device == "cpu"
         with pytest.raises(DeviceError, match=r"runtime\.device is 'cuda:1'.*sees no GPU"):
             detect_device("cuda:1")
+
+
+QUANTISED = Scheme("fp8 in blocks of 128 x 128", ("fp8",), kinds=("fp8",))
+NOT_IN_LINEARS = Scheme("bitsandbytes nf4", ("bitsandbytes nf4",))
+
+
+def quantization(asked: str, scheme: Scheme | None, *disabled: str) -> ResolvedConfig:
+    model = {"path": "m", "quantization": asked}
+    config = EngineConfig.from_dict({"model": model, "compile": {"disable_passes": list(disabled)}})
+    return resolve(config, ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheme", "disabled", "becomes"),
+    [
+        ("auto", None, (), "none"),
+        ("auto", QUANTISED, (), "keep"),
+        ("auto", QUANTISED, ("quantise_linears",), "dequantize"),
+        ("auto", NOT_IN_LINEARS, (), "dequantize"),
+        ("none", None, (), "none"),
+        ("dequantize", None, (), "none"),
+        ("dequantize", QUANTISED, (), "dequantize"),
+        ("fp8", None, (), "fp8"),
+        ("fp8", QUANTISED, (), "keep"),
+        ("int4", None, (), "int4"),
+    ],
+)
+def test_weights_are_kept_as_the_checkpoint_has_them_or_as_is_asked(asked, scheme, disabled, becomes):
+    config = quantization(asked, scheme, *disabled)
+    assert config.model.quantization == becomes
+    again = resolve(config.as_config(), ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
+    assert again.model.quantization == becomes

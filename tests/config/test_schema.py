@@ -101,6 +101,8 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one(sections, said):
         ({"device": "gpu"}, "runtime.device is 'gpu'; expected auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:x"}, "runtime.device is 'cuda:x'"),
         ({"enable_prefix_cache": "yes"}, "runtime.enable_prefix_cache is 'yes'; expected a valid boolean"),
+        ({"max_step_ms": 0}, "runtime.max_step_ms is 0; expected 'auto' or 'none' or greater than 0"),
+        ({"max_step_ms": "25"}, "runtime.max_step_ms is '25'; expected 'auto' or 'none' or a valid number"),
         ({"attention_backend": "fa3"}, "runtime.attention_backend is 'fa3'; expected 'auto', 'flashinfer' or 'torch'"),
     ],
 )

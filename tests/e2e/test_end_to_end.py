@@ -144,6 +144,10 @@ def test_log_probabilities_are_within_1e_4_of_transformers(engine, cases, refere
         {"max_running_requests": 1},  # one after the other
         {"page_size": 1},
         {"page_size": 64, "max_num_batched_tokens": 48},
+        # Beside answers a page at a time; and whatever is found to take 4 ms. Prompts overtake each other.
+        {"page_size": 4, "max_num_batched_tokens": 100, "max_step_ms": 0.01},
+        {"max_num_batched_tokens": 100, "max_step_ms": 4},
+        {"max_num_batched_tokens": 100, "max_step_ms": "none"},
     ],
     ids=str,
 )

@@ -15,7 +15,10 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.cli import run
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import NullReporter
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import quantised_as
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of
 from tests.quantised_checkpoints import LINEARS, MXFP4, quantise_folder, set_quantisation
@@ -71,30 +74,83 @@ def test_a_quantised_model_says_what_transformers_says_with_the_dequantised_weig
     assert ask(config) == transformers_greedy(plain)
 
 
-def test_a_packed_runtime_holds_the_dequantised_weights(tmp_path):
+KEPT = {
+    "dequantize": "weights: 0.00 GB, stored as modelopt fp8, are dequantised to float32 while they are read",
+    "auto": "of linears in fp8, as they are stored, modelopt fp8",
+}
+
+
+@pytest.mark.parametrize("quantization", KEPT)
+def test_a_packed_runtime_holds_the_weights_as_they_are_served(quantization, tmp_path):
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     quantise_folder(TINY, packed, plain, LINEARS["modelopt fp8"])
     key = "model.layers.0.self_attn.q_proj.input_scale"
     save_file(load_file(packed / WEIGHTS) | {key: torch.ones(())}, packed / WEIGHTS)
-    config = tiny_config(tmp_path / "cache", model={"path": str(packed)}, compile={"backend": "eager"})
+    model = {"path": str(packed), "quantization": quantization}
+    config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"})
     expected = transformers_greedy(plain)
     lines = Lines()
     assert ask(config, lines=lines) == expected
     told = " ".join(lines.told)
-    assert "stored as modelopt fp8, are dequantised to float32 while they are read" in told
+    assert KEPT[quantization] in told
     assert f"1 scales of the checkpoint, such as {key!r}, are not applied" in told
     runtime = load_or_compile(config, None, CompileOptions(tmp_path / "out", pack_weights=True))
     shutil.rmtree(packed)
     lines = Lines()
     assert ask(runtime.folder, lines=lines) == expected
-    assert "dequantised" not in " ".join(lines.told)
+    assert "weights:" not in " ".join(lines.told)
+    dtypes = {spec.dtype for spec in runtime.artifact.weights}
+    assert (torch.float8_e4m3fn in dtypes) == (quantization == "auto")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_plain_model_is_quantised_while_it_is_read(kind, tmp_path):
+    """It says what Transformers says of the same numbers; the head keeps its own."""
+    plain = tmp_path / "plain"
+    shutil.copytree(TINY, plain)
+    stand_for = {}
+    for name, weight in load_file(TINY / WEIGHTS).items():
+        stand_for[name] = weight
+        if ".layers." in name and weight.dim() == 2:
+            scheme = quantised_as(kind, weight.shape[1])
+            tensors = quantised(weight, scheme)
+            stand_for[name] = dequantised(tensors, kind, scheme.group, weight.shape[1], torch.float32)
+    (plain / WEIGHTS).unlink()
+    save_file(stand_for, plain / WEIGHTS, metadata={"format": "pt"})
+    sections = {"model": {"quantization": kind}, "compile": {"backend": "eager"}}
+    lines = Lines()
+    assert ask(tiny_config(tmp_path / "cache", **sections), lines=lines) == transformers_greedy(plain)
+    assert f"of linears in {kind}, quantised while they are read" in " ".join(lines.told)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_dummy_weights_are_served_in_few_bits(kind, tmp_path):
+    sections = {"model": {"quantization": kind, "load_format": "dummy"}, "compile": {"backend": "eager"}}
+    lines = Lines()
+    assert all(len(answer) == TOKENS for answer in ask(tiny_config(tmp_path / "cache", **sections), lines=lines))
+    assert f"of linears in {kind}, quantised while they are read" in " ".join(lines.told)
+
+
+def test_what_contradicts_a_quantised_checkpoint_is_refused(tmp_path):
+    quantise_folder(TINY, tmp_path / "packed", tmp_path / "plain", LINEARS["modelopt fp8"])
+    refused = {
+        ("none", ()): "model.quantization is none, but the checkpoint is quantised .modelopt fp8.. Set it to auto",
+        ("int4", ()): "is int4, but the checkpoint is quantised already .modelopt fp8.",
+        ("fp8", ("quantise_linears",)): "is fp8, but compile.disable_passes names quantise_linears",
+    }
+    for (quantization, disabled), message in refused.items():
+        model = {"path": str(tmp_path / "packed"), "quantization": quantization}
+        config = tiny_config(tmp_path / "cache", model=model, compile={"disable_passes": list(disabled)})
+        with pytest.raises(ConfigError, match=message):
+            load_or_compile(config)
 
 
 @pytest.mark.slow
-def test_through_inductor_it_says_the_same(tmp_path):
+@pytest.mark.parametrize("name", ["gptq ordered", "fp8 blocks"])
+def test_through_inductor_it_says_the_same(name, tmp_path):
     prompts = ([41, 30, 77, 5, 12], [7, 7, 81])
     save_tiny_model(config_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"]), tmp_path / "model")
-    quantise_folder(tmp_path / "model", tmp_path / "packed", tmp_path / "plain", LINEARS["gptq ordered"])
+    quantise_folder(tmp_path / "model", tmp_path / "packed", tmp_path / "plain", LINEARS[name])
     sections = {"model": {"path": str(tmp_path / "packed")}, "runtime": {"max_model_len": 64}}
     assert ask(tiny_config(tmp_path / "cache", **sections), prompts) == transformers_greedy(tmp_path / "plain", prompts)
 
@@ -129,21 +185,42 @@ def test_gpt_oss_with_mxfp4_experts_says_what_transformers_says(tmp_path):
     assert ask(config, prompts) == transformers_greedy(plain, prompts)
 
 
+EXPLAINED = {
+    "gptq": (
+        "auto",
+        "stored as gptq; linears keep them so in memory",
+        "gptq in 4 bits; groups of 128, kept in linears",
+    ),
+    "gptq without groups": (
+        "auto",
+        "stored as gptq; linears keep",
+        "gptq in 4 bits; a scale a channel, kept in linears",
+    ),
+    "gptq ordered": (
+        "auto",
+        "stored as gptq, are dequantised to float32 while they are read",
+        "gptq in 4 bits; groups of 128; desc_act, dequantised to float32",
+    ),
+    "awq": (
+        "dequantize",
+        "stored as awq, are dequantised to float32 while they are read",
+        "awq in 4 bits; groups of 64, dequantised to float32",
+    ),
+}
+
+
 def test_explain_says_how_the_weights_are_read_and_another_scheme_is_another_runtime(tmp_path, capsys):
     found = {}
-    for name in ("gptq", "gptq without groups"):
+    for name, (quantization, line, factor) in EXPLAINED.items():
         packed = tmp_path / name.replace(" ", "-")
         quantise_folder(TINY, packed, tmp_path / f"plain of {name}", LINEARS[name])
         yaml = tmp_path / f"{packed.name}.yaml"
-        yaml.write_text(
-            json.dumps({"model": {"path": str(packed)}, "runtime": {"device": "cpu"}, "cache": {"dir": str(tmp_path)}})
-        )
+        model = {"path": str(packed), "quantization": quantization}
+        yaml.write_text(json.dumps({"model": model, "runtime": {"device": "cpu"}, "cache": {"dir": str(tmp_path)}}))
         assert run(["explain", str(yaml), "--json"]) == 0
         found[name] = json.loads(capsys.readouterr().out)
-        assert "stored as gptq, are dequantised to float32 while they are read" in found[name]["weights"]
+        assert line in found[name]["weights"]
         assert run(["explain", str(yaml)]) == 0
         assert found[name]["weights"] in capsys.readouterr().out
-    factors = [one["factors"]["quantisation"] for one in found.values()]
-    assert factors[0].startswith("gptq in 4 bits; groups of 128, dequantised to float32, settings ")
-    assert factors[1].startswith("gptq in 4 bits; a scale a channel, dequantised to float32, settings ")
-    assert found["gptq"]["key"] != found["gptq without groups"]["key"]
+        assert found[name]["factors"]["quantisation"].startswith(f"{factor}, settings ")
+    assert len({one["key"] for one in found.values()}) == len(EXPLAINED)

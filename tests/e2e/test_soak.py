@@ -18,3 +18,15 @@ def test_requests_that_come_go_and_are_preempted_all_end_and_leave_nothing_behin
     assert result.preemptions > 0
     assert result.finished["abort"] > num_requests // 30
     assert result.host_mib < 32
+
+
+@pytest.mark.parametrize("num_requests", [16, pytest.param(600, marks=pytest.mark.slow)])
+def test_long_prompts_that_come_beside_answers_all_end_with_steps_bounded_by_time(eager_cache, num_requests):
+    runtime = {"max_running_requests": 16, "max_num_batched_tokens": 512, "max_model_len": 768, "max_step_ms": 20}
+    config = tiny_config(eager_cache, compile={"backend": "eager"}, runtime=runtime)
+    with engine_of_pages(config, 200) as engine:
+        result = run_soak(engine, num_requests, 3072, max_prompt=600, max_output=40, in_flight=24)
+        stats = engine.stats()
+    print(result, stats)
+    assert stats.step_bound_ms == 20
+    assert stats.time_between_tokens.count > 0

@@ -394,6 +394,21 @@ def test_stats_count_what_happened(engine):
     assert stats.time_between_tokens.count == 42
     assert stats.tokens_per_second > 0 and stats.steps > 8
     assert "running 0" in str(stats) and "first token p50" in str(stats)
+    gaps = stats.time_between_tokens
+    assert 0 < gaps.largest <= gaps.total and f"longest {gaps.largest * 1e3:.1f} ms" in str(stats)
+
+
+def test_steps_are_timed_and_a_prompt_beside_answers_is_cut_to_the_bound():
+    runner = FakeStepRunner(delay_s=0.002)
+    limits = {"max_num_batched_tokens": 200, "max_step_ms": "tenfold"}
+    with fake_engine(runner, **limits) as engine:
+        stream = engine.stream([1] * 4, params(max_tokens=60))
+        for _ in range(10):
+            next(stream)
+        assert engine.stats().step_bound_ms is None, "nothing was to be cut"
+        engine.generate([2] * 190, params(max_tokens=2))
+        assert engine.stats().step_bound_ms > 10 * 2.0
+        assert "steps with prompts up to" in str(engine.stats())
 
 
 def test_a_bar_is_shown_for_long_work_when_asked_for(engine, runner, monkeypatch, capsys, caplog):

@@ -13,6 +13,7 @@ def test_a_histogram_counts_each_observation_once():
     assert (snapshot.count, snapshot.counts[0], snapshot.counts[-1]) == (5, 2, 1)
     assert snapshot.total == pytest.approx(5.021, abs=1e-6)
     assert snapshot.mean == pytest.approx(snapshot.total / 5)
+    assert (snapshot.largest, Histogram(1e-3, 1.0).snapshot().largest) == (5.0, 0.0)
 
 
 def test_quantiles_are_right_within_a_bucket():
@@ -21,6 +22,12 @@ def test_quantiles_are_right_within_a_bucket():
     histogram.observe(values)
     for q in (0.05, 0.5, 0.99):
         assert histogram.snapshot().quantile(q) == pytest.approx(np.quantile(values, q), rel=0.3)
+
+
+def test_no_quantile_is_beyond_the_largest():
+    histogram = Histogram(1e-3, 10.0)
+    histogram.observe(np.array([0.0101, 0.0101]))
+    assert histogram.snapshot().quantile(0.99) <= 0.0101
 
 
 def test_without_observations_there_is_no_quantile():

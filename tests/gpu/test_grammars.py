@@ -40,6 +40,21 @@ def test_masks_do_to_logits_what_they_do_on_a_cpu(dtype, rows):
         assert torch.equal(*masked)
 
 
+def test_masks_that_begin_while_the_device_is_busy_are_the_hosts():
+    vocab_size = 151_936
+    shape = (8, vocab_size // 32)
+    bits = np.random.default_rng(0).integers(-(2**31), 2**31, shape, dtype=np.int32)
+    # Their memory is there already, as in an engine that runs: a first allocation would wait for the device.
+    kept = [torch.zeros(shape, dtype=torch.int32, pin_memory=True), torch.zeros(shape, dtype=torch.int32).cuda()]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(300_000_000)
+    kept[1].fill_(0)  # after the sleep
+    del kept
+    masks = TokenMasks(*shape[:1], vocab_size, torch.device("cuda"))
+    masks.begin()[:] = bits
+    assert np.array_equal(masks.send(8, None).bits.cpu().numpy(), bits)
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     with Engine(

@@ -28,7 +28,15 @@ GREEDY_96 = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
 
 
-def engine(path: Path, cache: Path, *, backend: str = "eager", max_tokens: int | str = "auto", **model: str) -> Engine:
+def engine(
+    path: Path,
+    cache: Path,
+    *,
+    backend: str = "eager",
+    max_tokens: int | str = "auto",
+    max_model_len: int = 2048,
+    **model: str,
+) -> Engine:
     return Engine(
         EngineConfig.from_dict(
             {
@@ -37,7 +45,7 @@ def engine(path: Path, cache: Path, *, backend: str = "eager", max_tokens: int |
                 "cache": {"dir": str(cache)},
                 "runtime": {
                     "device": "cuda",
-                    "max_model_len": 2048,
+                    "max_model_len": max_model_len,
                     "mem_fraction_static": 0.5,
                     "max_num_batched_tokens": max_tokens,
                 },

@@ -44,8 +44,9 @@ token from what Transformers' forward gives that text alone; above {tolerance:g}
 float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as well. So this page is about meaning, not
 about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it.
 
-On a GPU, FlashInfer has no attention with values of another width than keys, or with heads of another width than 64,
-128 or 256: such models need `runtime: {{attention_backend: torch}}` there, which is slow.
+On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
+the next of these widths, in the KV cache too (`pad_heads`). Heads wider than 256, ALiBi and chunks need `runtime:
+{{attention_backend: torch}}` there, which is slow.
 
 ## Your model
 
@@ -63,10 +64,12 @@ For every architecture:
 - RoPE of the types default, linear, llama3 and yarn is served at every length that the model takes; `longrope`
   (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`, and `dynamic` up to `max_position_embeddings`.
   Beyond these a long request would change the frequencies of all others, so `max_model_len` ends there.
-- A quantised checkpoint is dequantised while it is read, where its [format](quantised.md) is one that is read.
+- A quantised checkpoint is served where its [format](quantised.md) is one that is read.
 - Layers with a [state](state.md) are served where they call known functions; an architecture with others is refused for
   them: where a config has none, it may be served ([below](#served-where-every-layer-is-full-attention)).
 - Of models with images or sound that are served (gemma3, phi4_multimodal) it is the text part.
+- Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
+  `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
 """
 
 _IN_BFLOAT16 = """\
@@ -87,20 +90,20 @@ _GROUPS = (
         "layers that the config names, and where the trace ended; `u0` is the number of tokens.",
     ),
     (
-        r"no attention goes through|a table of its own|directly, past the attention|do not follow Transformers'",
+        r"no attention goes through|directly, past the attention",
         "Attention of its own",
-        "Their attention does not go through Transformers' attention interface: old models, ALiBi, relative positions.",
+        "Their attention does not go through Transformers' attention interface, and none is found in the trace.",
     ),
     (
-        r"its attention (mask|passes)|changes its attention mask",
+        r"its attention (mask|passes|is)|changes its attention mask",
         "Attention that the runtime does not have",
         "Chunks, biases, masks that depend on data, and attention in both directions.",
     ),
     (
         r"its logits are off by",
         "Other logits for two requests in one batch",
-        "A token reads what is not its own text: convolutions, or positions that are counted from elsewhere than 0 or "
-        "not taken from `position_ids`. The figure is ‖ours − Transformers'‖ / ‖Transformers'‖ of the self-check.",
+        "A token reads what is not its own text: convolutions, or positions that are not taken from `position_ids`. "
+        "The figure is ‖ours − Transformers'‖ / ‖Transformers'‖ of the self-check.",
     ),
     (
         r"",

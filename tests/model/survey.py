@@ -28,7 +28,6 @@ _BATCH = 12  # architectures of one worker process: importing Transformers costs
 INDUCTOR = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "granite"),
     *("smollm3", "gpt2", "opt", "mixtral", "qwen3_moe", "dbrx", "jetmoe", "longcat_flash"),
-    *("qwen3_next", "nemotron_h", "lfm2", "falcon_mamba"),
 )
 
 
@@ -201,6 +200,11 @@ def _describe_attention(layers: list) -> str:
         parts.append(f"soft cap {max(caps):g}")
     if any(layer.sinks for layer in layers):
         parts.append("sinks")
+    if any(layer.alibi_slopes for layer in layers):
+        parts.append("ALiBi")
+    chunked = [layer.chunk for layer in layers if layer.chunk]
+    if chunked:
+        parts.append(f"chunks of {chunked[0]} on {len(chunked)} of {len(layers)}")
     if any(layer.head_dim != layer.v_head_dim for layer in layers):
         parts.append("values of another width")
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:

@@ -36,20 +36,32 @@ def compile_config(config, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("kind", "window_left"),
-    [("plain", -1), ("window in call and mask", 999), ("window in the mask alone", 999), ("no head count", -1)],
+    [
+        ("plain", -1),
+        ("window in call and mask", 999),
+        ("window in the mask alone", 999),
+        ("chunks in the mask alone", -1),
+        ("no head count", -1),
+        ("written out", -1),
+        ("written out with a window of its own", 3),
+    ],
 )
 def test_a_model_without_a_flaw_passes(kind, window_left, tmp_path):
     (layer,) = compile_toy(kind, tmp_path).artifact.program.layers
     assert layer.window_left == window_left
+    assert layer.chunk == (1000 if kind == "chunks in the mask alone" else 0)
 
 
 REASONS = {
     "direct attention": r"calls scaled_dot_product_attention directly, past the attention interface",
     "own scores": "no attention goes through Transformers' attention interface; .* is a tokens × tokens tensor",
+    "written out and sees all": "with two requests in one batch its logits are off by",
+    "written out in chunks": "is a tokens × tokens tensor",
+    "written out with a learned bias": "is a tokens × tokens tensor",
+    "written out with a cap": "is a tokens × tokens tensor",
     "not causal": "its attention passes attention that is not causal",
     "keyword of unknown meaning": "its attention passes keyword block_indices",
     "window in the call alone": "its attention call sees 999 tokens back, its mask -1",
-    "chunks in the mask alone": "its attention mask is neither causal nor a causal window",
     "changes its mask": "the model changes its attention mask",
     "writes a buffer": r"writes into calls",
     "writes a view of a weight": r"writes into out\.weight",
@@ -82,6 +94,6 @@ def test_an_encoder_is_refused(tmp_path):
 
 def test_reasons_that_differ_by_layer_alone_are_said_once(tmp_path):
     with pytest.raises(UnsupportedModelError) as refused:
-        compile_config(tiny_config("llama4_text"), tmp_path)
-    assert str(refused.value).count("neither causal nor a causal window (model.layers.1.self_attn)") == 1
-    assert "model.layers.3" not in str(refused.value)
+        compile_config(tiny_config("bert", is_decoder=False), tmp_path)
+    assert str(refused.value).count("attention that is not causal (bert.encoder.layer.0.attention.self)") == 1
+    assert "layer.3" not in str(refused.value)

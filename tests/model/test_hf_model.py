@@ -107,7 +107,6 @@ def test_sizes_are_the_config_s_and_heads_the_layers_own():
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
         ({"model_type": "qwen3", "hidden_act": "sillu"}, "hidden_act is 'sillu' .* Did you mean 'silu'"),
         ({"model_type": "gpt2", "activation_function": "?"}, "activation_function is '\\?' .* does not know.$"),
-        ({"model_type": "gptj"}, "'gptj' is not .*: it takes its attention from a table of its own"),
         (
             {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": -1},
             "`num_hidden_layers` \\(-1\\) must be equal",

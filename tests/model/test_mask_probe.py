@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 )
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.mask_probe import ObservedCall
+from mllm_compile.model.mask_probe import ObservedCall, Reach
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,13 @@ from mllm_compile.model.mask_probe import ObservedCall
     ],
 )
 def test_a_causal_mask_is_its_window(mask, window_left):
-    assert ObservedCall(mask).window_left() == window_left
+    assert ObservedCall(mask).reach() == Reach(window_left)
+
+
+@pytest.mark.parametrize("chunk", [2, 8, 3001, 8192])
+def test_chunks_of_positions_are_told(chunk):
+    mask = chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
+    assert ObservedCall(mask).reach() == Reach(chunk=chunk)
 
 
 def every_second(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -46,9 +52,13 @@ def never_the_first(batch: Any, head: Any, query: torch.Tensor, key: torch.Tenso
     return (key <= query) & (key > 0)
 
 
+def chunks_that_end(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return (key <= query) & ((key // 256 == query // 256) | (query >= 1024))
+
+
 OTHERS = {
-    "chunks": chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)),
-    "chunks of no round size": chunked_causal_mask_function(3001, torch.zeros(1, dtype=torch.int64)),
+    "chunks that do not begin at 0": chunked_causal_mask_function(3001, torch.full((1,), 5)),
+    "chunks that end": chunks_that_end,
     "both directions": bidirectional_mask_function,
     "a window in both directions": sliding_window_bidirectional_mask_function(8),
     "a strided pattern": every_second,
@@ -59,7 +69,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_other_mask_is_refused(kind):
     with pytest.raises(UnsupportedModelError, match="neither causal nor a causal window"):
-        ObservedCall(OTHERS[kind]).window_left()
+        ObservedCall(OTHERS[kind]).reach()
 
 
 @pytest.mark.parametrize(
@@ -72,9 +82,9 @@ def test_any_other_mask_is_refused(kind):
 )
 def test_a_mask_that_reads_the_texts_is_refused(mask):
     with pytest.raises(UnsupportedModelError, match="no rule on positions alone"):
-        ObservedCall(mask).window_left()
+        ObservedCall(mask).reach()
 
 
 def test_a_mask_that_the_model_changed_is_refused():
     with pytest.raises(UnsupportedModelError, match="the model changes its attention mask"):
-        ObservedCall(None, is_altered=True).window_left()
+        ObservedCall(None, is_altered=True).reach()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from mllm_compile.model.state_hook import causal_conv, gated_delta, states_as_ops
+from mllm_compile.model.states.state_hook import causal_conv, gated_delta, states_as_ops
 from tests.model.tiny_configs import tiny_config
 
 

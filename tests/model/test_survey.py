@@ -30,16 +30,19 @@ SERVED = {
     "phi3": "window 8 on 4 of 4",  # the window is in the mask alone
     "gemma3": "window 8 on 2 of 4",  # a vision tower beside the text model
     "minicpm3": "values of another width",  # latent attention
+    "bart": "full",  # positions that it counts itself
+    "gpt_neo": "window 8 on 2 of 4",  # attention that it writes out, windows in a table of its own
+    "bloom": "ALiBi",
+    "llama4_text": "chunks of 8 on 2 of 4",
+    "trocr": "full",  # logits of every token
     "longcat_flash": "values of another width",  # its own loop over experts, some of which are none
     "mamba2": "none; causal_conv + ssd",  # no attention at all
     "zamba": "full; causal_conv + selective_scan",  # a scan a head
 }
 REFUSED = {
-    "bloom": "no attention goes through Transformers' attention interface",  # ALiBi
-    "llama4_text": "its attention mask is neither causal nor a causal window",  # chunks
+    "xlm": "its attention is not causal",  # written out, in both directions
     "minimax": "layers of kind linear_attention",  # a recurrence of its own
-    "bart": "with two requests in one batch its logits are off",  # learned positions that are not position_ids
-    "roberta": "with two requests in one batch its logits are off",  # positions counted from elsewhere
+    "zaya": "with two requests in one batch its logits are off",  # convolutions
 }
 
 

@@ -61,6 +61,7 @@ _SIZES: dict[str, Any] = {
     "rotary_dim": 8,
     "sliding_window": WINDOW,
     "attention_window_size": WINDOW,
+    "attention_chunk_size": WINDOW,
     "use_sliding_window": True,
     "max_window_layers": 2,
     "q_lora_rank": 32,

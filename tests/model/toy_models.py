@@ -105,6 +105,8 @@ class ToyForCausalLM(PreTrainedModel):
         if kind == "own scores":
             scores = (q @ k.transpose(2, 3)).tril()
             return (scores @ v).transpose(1, 2).flatten(2)
+        if kind.startswith("written out"):
+            return self._written_out(q, k, v, create_causal_mask(self.config, x, None, None, position_ids=position_ids))
         masks = {
             "window in the mask alone": create_sliding_window_causal_mask,
             "window in call and mask": create_sliding_window_causal_mask,
@@ -120,6 +122,25 @@ class ToyForCausalLM(PreTrainedModel):
             mask = mask.clone()
         attend = AttentionInterface()[self.config._attn_implementation]
         return attend(self, q, k, v, mask, scaling=HEAD_DIM**-0.5, **said)[0].flatten(2)
+
+    def _written_out(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        kind = self.config.kind
+        scores = (q @ k.transpose(2, 3)).float() / 2.5
+        places = torch.arange(q.shape[2], device=q.device)
+        distance = places[:, None] - places
+        if kind == "written out with a window of its own":
+            scores = scores.masked_fill((distance < 0) | (distance > 3), torch.finfo(scores.dtype).min)
+        elif kind == "written out in chunks":
+            scores = scores.masked_fill((distance < 0) | (places[:, None] // 4 != places // 4), float("-inf"))
+        elif kind != "written out and sees all" and mask is not None:
+            scores = scores + mask
+        if kind == "written out with a learned bias":
+            scores = scores + self.places.weight[: q.shape[2], 0]
+        elif kind == "written out with a cap":
+            scores = scores.tanh()
+        return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
 
 def register_toy() -> None:

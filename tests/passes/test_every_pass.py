@@ -20,12 +20,13 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.base import SMALL_FORMS, GraphPass, PassResult
+from mllm_compile.passes.base import SMALL_FORMS, SMALL_WEIGHTS, GraphPass, PassResult, SmallWeights
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.verify import verify_graph
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import (
     HIDDEN,
     VOCAB,
@@ -317,6 +318,17 @@ def decoder_of_experts_with_biases() -> fx.GraphModule:
     return Decoder(dtype=torch.float32, feed_forward=experts_with_biases).model()
 
 
+def quantised_decoder() -> fx.GraphModule:
+    """In fp8, but for what only one of a packed pair has; and some in four bits with zero points."""
+    gm = Decoder(norms_heads=True).model()
+    fp8, int4 = WeightScheme("fp8", 128), WeightScheme("int4", 48, torch.bfloat16, has_zeros=True)
+    schemes = {f"layers.{layer}.{part}.weight": fp8 for layer in (0, 1) for part in (*"qkvo", "gate", "up")}
+    schemes |= {f"layers.{layer}.down.weight": int4 for layer in (0, 1)}
+    del schemes["layers.1.up.weight"]
+    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes)
+    return gm
+
+
 GRAPHS = (
     layers,
     no_layers,
@@ -334,6 +346,7 @@ GRAPHS = (
     decoder_of_experts,
     decoder_of_experts_in_bfloat16,
     decoder_of_experts_with_biases,
+    quantised_decoder,
 )
 
 

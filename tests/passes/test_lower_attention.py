@@ -47,6 +47,16 @@ def test_sinks_are_the_layers_and_stay_a_weight_of_the_graph():
     assert "layers.0.sinks" in [node.meta.get("weight_name") for node in gm.graph.nodes]
 
 
+def test_slopes_are_the_layers():
+    builder = GraphBuilder()
+    slopes = [0.5, 0.25, 0.125, 1.0]
+    gm = builder.canonical(builder.head(builder.layer(builder.embed(), 0, alibi_slopes=slopes)))
+    before = run(gm)
+    gm = apply(LowerAttention(), gm)
+    assert layers_of(gm)[0].alibi_slopes == tuple(slopes)
+    torch.testing.assert_close(run(gm), before, rtol=0, atol=0)
+
+
 def test_a_graph_without_attention_is_left_alone():
     builder = GraphBuilder()
     gm = builder.canonical(builder.head(builder.embed()))

@@ -16,6 +16,7 @@ from mllm_compile.compiler.graph_text import GraphDumper, readable
 from mllm_compile.passes import pipeline
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.match.nodes import call, input_node
 from mllm_compile.passes.pipeline import (
     PASSES,
@@ -168,13 +169,16 @@ def test_an_error_in_what_a_pass_calls_names_the_passs_own_line_too(monkeypatch)
         run_passes(fx.GraphModule({}, fx.Graph()))
 
 
-HOPPER = PassTarget("cuda", True, True, True, "bfloat16", "bfloat16", counts_experts=True)
+HOPPER = PassTarget(
+    "cuda", True, True, True, "bfloat16", "bfloat16", num_ranks=2, counts_experts=True, attention_backend="flashinfer"
+)
 KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
 # Those whose kernels are CUDA C++: the ops of kernel families, and decode attention that rotates.
 HOPPER_PASSES = {
     graph_pass.name
     for graph_pass in PASSES
-    if graph_pass is RotateInAttention or any(OPS[name].partition(".")[0] in FAMILIES for name in graph_pass.needs)
+    if graph_pass in (RotateInAttention, DequantiseWeights)
+    or any(OPS[name].partition(".")[0] in FAMILIES for name in graph_pass.needs)
 }
 
 
@@ -192,6 +196,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
         ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, {"fuse_rope_cache"}, "float8_e4m3fn KV cache"),
         ({"counts_experts": False}, {"count_experts"}, "runtime.expert_stats"),
+        ({"attention_backend": "torch"}, {"pad_heads"}, "heads of any width"),
     ],
 )
 def test_a_pass_says_where_it_is_of_no_use(changes, left_out, why):

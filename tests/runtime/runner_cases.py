@@ -137,7 +137,9 @@ class Loop:
 
     def __init__(self, runner: ModelRunner, enable_prefix_cache: bool = False) -> None:
         runtime = replace(runner.config.runtime, enable_prefix_cache=enable_prefix_cache)
-        self.scheduler = Scheduler(SchedulerConfig.of(runtime, runner.token_to_kv_pool.num_pages))
+        self.scheduler = Scheduler(
+            SchedulerConfig.of(runtime, runner.config.cudagraph, runner.token_to_kv_pool.num_pages)
+        )
         self.steps = StepRunner(runner, Sampler())
         self.batches: list[ScheduledBatch] = []
         self._ids = itertools.count()

@@ -13,12 +13,13 @@ import asyncio
 import itertools
 import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import zmq
 
 from mllm_compile.engine.engine import Engine
 from mllm_compile.engine.parts import EngineParts
@@ -28,6 +29,7 @@ from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.output import StepOutput
 from mllm_compile.server.backend.step_news import StepNews
+from mllm_compile.server.wire.channel import Channel
 from tests.fakes import scheduler_config
 from tests.server.fake_backend import TOKENIZER, VOCAB
 from tests.server.harness import fake_server
@@ -128,12 +130,9 @@ def engine_cost(streams: int, tokens: int, is_served: bool) -> float:
     )
     runner = _Runner(streams)
     parts = EngineParts(scheduler=Scheduler(config), step_runner=runner, tokenizer=TOKENIZER, vocab_size=VOCAB)
-    context = zmq.Context()
-    out, into = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    for socket in (out, into):
-        socket.set_hwm(0)
-    into.bind("inproc://cost")
-    out.connect("inproc://cost")
+    out, into = (Channel(end) for end in socket.socketpair())
+    reader = threading.Thread(target=_read_all, args=(into,))
+    reader.start()
     with Engine.from_parts(parts, log_interval_s=0) as engine:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         submissions = [engine.builder.build_one(f"{PROMPT} {i}", params) for i in range(streams)]
@@ -148,9 +147,16 @@ def engine_cost(streams: int, tokens: int, is_served: bool) -> float:
                 submission.sink = ended
         engine.core.submit(submissions)
         ended.wait()
-    context.destroy(linger=0)
+    out.close()
+    reader.join()
+    into.close()
     steps = np.diff(np.array(runner.marks))[5:]
     return float(np.median(steps))
+
+
+def _read_all(channel: Channel) -> None:
+    while not channel.is_over:
+        channel.wait(1.0)
 
 
 class _Counted(StepNews):

@@ -1,4 +1,4 @@
-"""The engine's process over a fake device: `python -m tests.server.fake_backend COMMANDS TIDINGS SETTINGS`."""
+"""The engine's process over a fake device: `python -m tests.server.fake_backend DESCRIPTOR SETTINGS`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
-from mllm_compile.server.backend.process import EngineServer
+from mllm_compile.server.backend.process import EngineServer, channel_at
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes import FakeStepRunner, fake_engine
 from tests.text.calls import templates
@@ -130,14 +130,14 @@ def make_engine(settings: dict[str, Any]) -> Engine:
 
 
 def main() -> None:
-    commands, tidings, settings = sys.argv[1:]
+    descriptor, settings = sys.argv[1:]
 
     def make(reporter: Reporter) -> Engine:
         with reporter.stage("fake"):
             return make_engine(json.loads(settings))
 
     with ended_by_sigterm():
-        code = EngineServer(commands, tidings).run(make, NullReporter())
+        code = EngineServer(channel_at(descriptor)).run(make, NullReporter())
     sys.exit(code)
 
 

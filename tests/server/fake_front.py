@@ -19,7 +19,7 @@ def main() -> None:
     try:
         run_server(
             ServeOptions(model="fake", **options),
-            lambda commands, tidings: [sys.executable, "-m", "tests.server.fake_backend", commands, tidings, settings],
+            lambda descriptor: [sys.executable, "-m", "tests.server.fake_backend", descriptor, settings],
         )
     except MllmError as error:
         print(f"error: {error}", file=sys.stderr)

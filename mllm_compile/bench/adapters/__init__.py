@@ -5,12 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from mllm_compile.bench.adapters.base import BenchEngine
+from mllm_compile.bench.adapters.base import BenchEngine, StreamEngine
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 
 # engine → the package that it needs
 ENGINES = {"mllm": "mllm_compile", "vllm": "vllm", "transformers": "transformers"}
+_WITHOUT_STREAMS = ("transformers",)
 
 
 def check_installed(engine: str) -> None:
@@ -24,6 +25,20 @@ def check_installed(engine: str) -> None:
         raise BenchmarkError(f"--engine {engine} is not installed here: pip install {ENGINES[engine]}, or leave it out")
 
 
+def check_streams(engine: str) -> None:
+    """
+    Raises:
+        BenchmarkError: the engine takes no requests while others run.
+    """
+    if engine in _WITHOUT_STREAMS:
+        raise BenchmarkError(f"--engine {engine} takes no request while others run: leave it out")
+
+
 def open_engine(engine: str, setting: Setting) -> BenchEngine:
     """Starts an engine in this process: loads, compiles, captures."""
     return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_engine(setting)
+
+
+def open_streams(engine: str, setting: Setting) -> StreamEngine:
+    """The same, to be read token by token; `check_streams` first."""
+    return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_streams(setting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from mllm_compile.bench.errors import BenchmarkError
@@ -16,11 +16,13 @@ class BenchEngine(Protocol):
         version: the engine's.
         settings: the engine's settings, for the record.
         start_parts: seconds of each part of its start, in order; empty where the engine does not tell.
+        kv_tokens: tokens that its KV cache holds; None where the engine does not tell.
     """
 
     version: str
     settings: Mapping[str, Any]
     start_parts: Mapping[str, float]
+    kv_tokens: int | None
 
     def generate(self, call: Call) -> None:
         """Does a call's work and returns when the last token is on the host.
@@ -32,6 +34,26 @@ class BenchEngine(Protocol):
         """
 
     def close(self) -> None:
+        """Ends the engine."""
+
+
+class StreamEngine(Protocol):
+    """A running engine whose answers are read token by token, in one event loop.
+
+    Attributes:
+        version, settings: as BenchEngine's.
+    """
+
+    version: str
+    settings: Mapping[str, Any]
+
+    def stream(self, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+        """The numbers of new tokens of each piece of a greedy answer, as they come.
+
+        The end-of-sequence token does not end it. Leaving it early ends the request.
+        """
+
+    async def close(self) -> None:
         """Ends the engine."""
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
+from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.engine.engine import Engine
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -22,6 +25,9 @@ class MllmEngine:
         config = self._engine.config
         self.settings = {} if config is None else config.model_dump(mode="json")
         self.start_parts = dict(self._engine.timeline.stages)
+        self.kv_tokens = None
+        if config is not None:
+            self.kv_tokens = self._engine.stats().kv_pages_total * config.runtime.page_size
 
     def generate(self, call: Call) -> None:
         params = [
@@ -36,6 +42,30 @@ class MllmEngine:
 
     def close(self) -> None:
         self._engine.close()
+
+
+class MllmStreams:
+    """See StreamEngine."""
+
+    version = __version__
+
+    def __init__(self, setting: Setting) -> None:
+        engine = Engine(setting.engine_config(), reporter=reporter_for(plain_lines=True), log_interval_s=0.0)
+        self._engine = AsyncEngine(engine)
+        self.settings = {} if engine.config is None else engine.config.model_dump(mode="json")
+
+    async def stream(self, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        async for output in self._engine.generate(prompt, params):
+            yield len(output.token_ids)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def open_streams(setting: Setting) -> MllmStreams:
+    """Compiles first when nothing cached fits."""
+    return MllmStreams(setting)
 
 
 def open_engine(setting: Setting) -> MllmEngine:

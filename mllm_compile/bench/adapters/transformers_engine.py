@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from mllm_compile.bench.adapters.base import check_output
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 
@@ -19,7 +20,10 @@ class TransformersEngine:
     version = transformers.__version__
 
     def __init__(self, setting: Setting) -> None:
+        if setting.num_ranks > 1:
+            raise BenchmarkError("Transformers is measured on one device; leave --tensor-parallel-size out for it")
         self.start_parts: dict[str, float] = {}
+        self.kv_tokens = None
         self.settings: dict[str, Any] = {"dtype": setting.dtype, "device": setting.device}
         self._device = torch.device(setting.device)
         dtype = getattr(torch, setting.dtype)

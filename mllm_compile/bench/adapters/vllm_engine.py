@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import AsyncIterator
 from typing import Any
 
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from mllm_compile.bench.adapters.base import check_output
+from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 
 GPU_MEMORY_UTILIZATION = 0.85
+
+
+def _settings(setting: Setting) -> dict[str, Any]:
+    if setting.quantization in ("int4", "dequantize"):
+        raise BenchmarkError(
+            f"model.quantization is {setting.quantization}, which vLLM does not do while it reads a checkpoint. "
+            "Set it to auto or fp8, or measure mllm alone."
+        )
+    settings: dict[str, Any] = {
+        "dtype": setting.dtype,
+        "load_format": "dummy" if setting.random_weights else "auto",
+        "max_model_len": setting.max_model_len,
+        "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": setting.trust_remote_code,
+        "tensor_parallel_size": setting.num_ranks,
+    }
+    if setting.quantization == "fp8":
+        settings["quantization"] = "fp8"
+    return settings
 
 
 class VllmEngine:
@@ -22,15 +49,8 @@ class VllmEngine:
 
     def __init__(self, setting: Setting) -> None:
         self.start_parts: dict[str, float] = {}
-        self.settings: dict[str, Any] = {
-            "dtype": setting.dtype,
-            "load_format": "dummy" if setting.random_weights else "auto",
-            "max_model_len": setting.max_model_len,
-            "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
-            "enable_prefix_caching": False,
-            "skip_tokenizer_init": True,
-            "trust_remote_code": setting.trust_remote_code,
-        }
+        self.kv_tokens = None
+        self.settings = _settings(setting)
         self._llm = LLM(model=setting.model_folder, disable_log_stats=True, **self.settings)
 
     def generate(self, call: Call) -> None:
@@ -44,6 +64,38 @@ class VllmEngine:
 
     def close(self) -> None:
         del self._llm  # its engine process ends with it
+
+
+class VllmStreams:
+    """See StreamEngine."""
+
+    version = vllm.__version__
+
+    def __init__(self, setting: Setting) -> None:
+        self.settings = _settings(setting)
+        arguments = AsyncEngineArgs(model=setting.model_folder, disable_log_stats=True, **self.settings)
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._ids = itertools.count()
+
+    async def stream(self, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        tokens = TokensPrompt(prompt_token_ids=prompt)
+        async for output in self._engine.generate(tokens, params, str(next(self._ids))):
+            yield len(output.outputs[0].token_ids)
+
+    async def close(self) -> None:
+        self._engine.shutdown()
+
+
+def open_streams(setting: Setting) -> VllmStreams:
+    """Compiles first when nothing in vLLM's cache fits."""
+    return VllmStreams(setting)
 
 
 def open_engine(setting: Setting) -> VllmEngine:

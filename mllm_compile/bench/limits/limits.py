@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mllm_compile.bench.limits.active_experts import active_experts
 from mllm_compile.bench.measure.results import Ceilings, Measurement
-from mllm_compile.bench.measure.workloads import Call, LatencyWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Call, GapsWork, LatencyWork, LongWork, ThroughputWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,12 @@ class ModelFigures:
         layer_params: parameters that every token is multiplied with.
         expert_params: parameters of one expert, in all layers; num_experts of which each token chooses num_chosen.
         head_params: parameters of the head, which only sampled rows are multiplied with.
-        weight_itemsize: bytes a parameter.
+        weight_itemsize: bytes a parameter that is not quantised.
         kv_bytes_per_token: over all layers.
         attention_flops_per_pair: operations of one query token with one key, over all heads and layers.
         vocab_size: rows of the embedding.
         context_len: tokens that the model was made for.
+        quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
     """
 
     layer_params: int
@@ -40,12 +41,15 @@ class ModelFigures:
     expert_params: int = 0
     num_experts: int = 1
     num_chosen: int = 1
+    quantised_params: int = 0
+    quantised_bytes: int = 0
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Bytes that a step of so many tokens reads; an embedding table that is not the head is left out, as few of its
         rows are."""
         experts = self.expert_params * active_experts(self.num_experts, self.num_chosen, num_tokens)
-        return (self.layer_params + self.head_params + experts) * self.weight_itemsize
+        plain = self.layer_params - self.quantised_params + self.head_params + experts
+        return plain * self.weight_itemsize + self.quantised_bytes
 
     def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
         """Least time of one step with a request at each of these contexts."""
@@ -79,6 +83,31 @@ def with_latency_limits(
             seconds = figures.prefill_seconds(ceilings, [work.input_len] * batch)
         limited.append(line.with_limit(seconds * 1e3))
     return limited
+
+
+def with_long_limits(
+    lines: Sequence[Measurement], work: LongWork, figures: ModelFigures, ceilings: Ceilings
+) -> list[Measurement]:
+    """The lines of a run of long contexts with their limits, each in its own unit."""
+    limited = []
+    for line in lines:
+        count, length = line.batch or 1, int(line.name.rpartition(" ")[2])
+        if line.name.startswith("tpot"):
+            limit = figures.decode_seconds(ceilings, [length + work.output_len / 2] * count) * 1e3
+        else:
+            seconds = figures.prefill_seconds(ceilings, [length] * count)
+            limit = seconds * 1e3 if line.unit == "ms" else count * length / seconds
+        limited.append(line.with_limit(limit))
+    return limited
+
+
+def with_gaps_limits(
+    lines: Sequence[Measurement], work: GapsWork, figures: ModelFigures, ceilings: Ceilings
+) -> list[Measurement]:
+    """The lines of a run of gaps; what the answers and the prompt take alone has a limit, in ms."""
+    decode_s = figures.decode_seconds(ceilings, [work.decode_len + work.tokens / 2] * work.decodes)
+    limits = {"gap alone, median": decode_s, "prompt alone": figures.prefill_seconds(ceilings, [work.prompt_len])}
+    return [line.with_limit(limits[line.name] * 1e3) if line.name in limits else line for line in lines]
 
 
 def with_throughput_limits(

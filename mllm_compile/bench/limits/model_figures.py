@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,9 +11,14 @@ from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.model.experts_hook import experts_of_layers, experts_per_token
 from mllm_compile.model.hf_model import build_on_meta
 
+if TYPE_CHECKING:
+    from mllm_compile.passes.base import SmallWeights
 
-def model_figures(folder: Path, dtype: str, trust_remote_code: bool = False) -> ModelFigures:
-    """The figures of a model folder, served in `dtype`.
+
+def model_figures(
+    folder: Path, dtype: str, trust_remote_code: bool = False, small: SmallWeights | None = None
+) -> ModelFigures:
+    """The figures of a model folder, served in `dtype`, with `small` of its weights in few bits.
 
     Every matrix counts as one that each token is multiplied with, but for those of experts that the traced model has as
     ops, and every layer as one with full attention: for other models the limit is a bound, not a target.
@@ -27,6 +32,7 @@ def model_figures(folder: Path, dtype: str, trust_remote_code: bool = False) -> 
     experts = experts_of_layers(model)
     layers = sum(count for key, count in parameters.items() if key not in (id(embedding), id(head)))
     heads = hf_model.heads_of_layers()
+    quantised_params, quantised_bytes = _quantised(model, small, {id(embedding), id(head)})
     num_experts = max((layer.num_choices for layer in experts), default=1)
     expert_params = sum(layer.params for layer in experts)
     return ModelFigures(
@@ -40,4 +46,18 @@ def model_figures(folder: Path, dtype: str, trust_remote_code: bool = False) -> 
         attention_flops_per_pair=4 * sum(layer.num_heads * layer.head_dim for layer in heads),
         vocab_size=sizes.vocab_size,
         context_len=sizes.context_len,
+        quantised_params=quantised_params,
+        quantised_bytes=quantised_bytes,
     )
+
+
+def _quantised(model: Any, small: SmallWeights | None, left_out: set[int]) -> tuple[int, int]:
+    """Parameters of layers that lie in few bits, and their bytes; routers, which do not, are few."""
+    params = num_bytes = 0
+    named = model.named_parameters() if small is not None else ()
+    for name, parameter in named:
+        scheme = None if small is None or id(parameter) in left_out else small.schemes.get(name)
+        if scheme is not None:
+            params += parameter.numel()
+            num_bytes += scheme.num_bytes(*parameter.shape)
+    return params, num_bytes

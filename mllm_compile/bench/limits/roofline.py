@@ -42,15 +42,23 @@ _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kerne
 
 @dataclass(frozen=True, slots=True)
 class MatrixFacts:
-    """A weight of a GEMM, [N, K] or one of experts, which multiplies `rows` tokens."""
+    """A weight of a GEMM, [N, K] or one of experts, which multiplies `rows` tokens.
+
+    Attributes:
+        itemsize: bytes of a number of the weight, unless it is quantised, and of the tokens.
+        quantised_bytes: of the tensors that a quantised weight is.
+    """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     experts: ExpertWeight | None = None
+    quantised_bytes: int | None = None
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
+        if self.quantised_bytes is not None:
+            return self.quantised_bytes
         if self.experts is None:
             return math.prod(self.shape) * self.itemsize
         return round(active_bytes(self.experts, rows, self.itemsize))

@@ -74,6 +74,8 @@ def step_parts(
     """
     layers = {layer.name: layer for layer in program.layers}
     states = {layer.name: layer for layer in program.state_layers}
+    quantised = program.quantised_weights
+    scales = {name for one in quantised.values() for name in (one.scales, one.zeros)}
     parts, seen = [], 0
     for index, step in enumerate(program.steps):
         if isinstance(step, AttentionStep):
@@ -94,7 +96,9 @@ def step_parts(
                     flops += expert_flops(experts, batch)
                     continue
                 num_bytes += weight.num_bytes
-                if len(weight.shape) > 1:
+                if name in quantised:
+                    flops += 2 * batch * quantised[name].outputs * quantised[name].inputs
+                elif len(weight.shape) > 1 and name not in scales:
                     flops += 2 * batch * math.prod(weight.shape)
             parts.append(StepPart(index, step.piece, seen, round(num_bytes), 0, flops))
     return parts

@@ -12,14 +12,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.bench.adapters import check_installed
+from mllm_compile.bench.adapters import check_installed, check_streams
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.limits.limits import ModelFigures, with_latency_limits, with_throughput_limits
+from mllm_compile.bench.limits.limits import (
+    ModelFigures,
+    with_gaps_limits,
+    with_latency_limits,
+    with_long_limits,
+    with_throughput_limits,
+)
 from mllm_compile.bench.measure.child import run_child
 from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.setting import Setting
-from mllm_compile.bench.measure.workloads import START_PROMPT_LEN, LatencyWork, StartupWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import (
+    START_PROMPT_LEN,
+    GapsWork,
+    LatencyWork,
+    LongWork,
+    StartupWork,
+    ThroughputWork,
+)
 from mllm_compile.config.names import source_name
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
 
@@ -46,7 +59,7 @@ def serves_on_cpu(source: str) -> bool:
     return bool(run_process(WORKER, {"task": "device", "config": source})["is_cpu"])
 
 
-def run_latency(source: str, engines: Sequence[str], work: LatencyWork) -> BenchResult:
+def run_latency(source: str, engines: Sequence[str], work: LatencyWork, num_ranks: int | None = None) -> BenchResult:
     """tpot and prefill of each engine, each in its own process, with the limits of this machine.
 
     Raises:
@@ -54,7 +67,7 @@ def run_latency(source: str, engines: Sequence[str], work: LatencyWork) -> Bench
         MllmError: the model, its config or the device cannot be used.
     """
     _check_engines(engines)
-    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
     runs = [measure_latency(engine, probe.setting, work, probe) for engine in engines]
     return _result("latency", asdict(work), source, probe.environment, probe.ceilings, runs)
 
@@ -85,16 +98,46 @@ def levers_at_work(setting: Setting) -> frozenset[str]:
     return frozenset(run_process(WORKER, {"task": "levers", "setting": asdict(setting)})["levers"])
 
 
-def run_throughput(source: str, engines: Sequence[str], work: ThroughputWork) -> BenchResult:
+def run_throughput(
+    source: str, engines: Sequence[str], work: ThroughputWork, num_ranks: int | None = None
+) -> BenchResult:
     """Like run_latency, for mixed and prefill throughput."""
     _check_engines(engines)
-    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
     runs = []
     for engine in engines:
         run = run_from_json(_worker_run("throughput", engine, probe.setting, asdict(work)))
         lines = with_throughput_limits(run.measurements, work, probe.figures, probe.ceilings)
         runs.append(_with_lines(run, lines))
     return _result("throughput", asdict(work), source, probe.environment, probe.ceilings, runs)
+
+
+def run_long(source: str, engines: Sequence[str], work: LongWork) -> BenchResult:
+    """Like run_latency, for long contexts."""
+    _check_engines(engines)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    runs = []
+    for engine in engines:
+        run = run_from_json(_worker_run("long", engine, probe.setting, asdict(work)))
+        runs.append(_with_lines(run, with_long_limits(run.measurements, work, probe.figures, probe.ceilings)))
+    return _result("long", asdict(work), source, probe.environment, probe.ceilings, runs)
+
+
+def run_gaps(source: str, engines: Sequence[str], work: GapsWork) -> BenchResult:
+    """Like run_latency, for gaps beside a long prompt.
+
+    Raises:
+        BenchmarkError: also if an engine takes no requests while others run.
+    """
+    _check_engines(engines)
+    for engine in engines:
+        check_streams(engine)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    runs = []
+    for engine in engines:
+        run = run_from_json(_worker_run("gaps", engine, probe.setting, asdict(work)))
+        runs.append(_with_lines(run, with_gaps_limits(run.measurements, work, probe.figures, probe.ceilings)))
+    return _result("gaps", asdict(work), source, probe.environment, probe.ceilings, runs)
 
 
 def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> BenchResult:
@@ -107,13 +150,18 @@ def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> Bench
     return _result("startup", asdict(work), source, found["environment"], None, runs)
 
 
-def probe_machine(source: str, largest_batch: int, longest_request: int) -> Probe:
-    """Resolves the config for a work and measures the device's ceilings, in a process that leaves nothing behind."""
+def probe_machine(source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None) -> Probe:
+    """Resolves the config for a work and measures the device's ceilings, in a process that leaves nothing behind.
+
+    Args:
+        num_ranks: runtime.tensor_parallel_size; None: the config's.
+    """
     job = {
         "task": "probe",
         "config": source,
         "largest_batch": largest_batch,
         "longest_request": longest_request,
+        "tensor_parallel_size": num_ranks,
         "ceilings": True,
     }
     found = run_process(WORKER, job)

@@ -75,6 +75,10 @@ class Ceilings:
     read_bytes_s: float
     flops_s: float
 
+    def of_devices(self, count: int) -> Ceilings:
+        """The rates of as many that share the work evenly, and wait for nothing."""
+        return Ceilings(read_bytes_s=self.read_bytes_s * count, flops_s=self.flops_s * count)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRun:

@@ -12,17 +12,22 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mllm_compile.bench.adapters import open_engine
+from mllm_compile.bench.adapters import open_engine, open_streams
 from mllm_compile.bench.adapters.base import BenchEngine
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.results import EngineRun, Measurement
 from mllm_compile.bench.measure.runtime_place import runtime_place
 from mllm_compile.bench.measure.setting import Setting, asked_config
-from mllm_compile.bench.measure.workloads import Call, LatencyWork, StepWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Call, GapsWork, LatencyWork, LongWork, StepWork, ThroughputWork
 from mllm_compile.errors import MllmError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import reporter_for
+
+if TYPE_CHECKING:
+    from mllm_compile.passes.base import SmallWeights
 
 EXIT_MISTAKE = 2
 
@@ -36,7 +41,9 @@ def device(job: dict[str, Any]) -> dict[str, Any]:
 
 def probe(job: dict[str, Any]) -> dict[str, Any]:
     """The setting, the model's figures, the environment and (unless they are not wanted) the ceilings."""
-    setting = Setting.from_config(job["config"], job["largest_batch"], job["longest_request"])
+    setting = Setting.from_config(
+        job["config"], job["largest_batch"], job["longest_request"], job.get("tensor_parallel_size")
+    )
 
     import torch
 
@@ -47,10 +54,23 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
-        result["ceilings"] = asdict(measure_ceilings(device, dtype))
-        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code)
+        result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
+        small = _small_weights(setting)
+        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small)
         result["figures"] = asdict(figures)
     return result
+
+
+def _small_weights(setting: Setting) -> SmallWeights | None:
+    """The weights that our engine has in few bits; None: it has none."""
+    if setting.quantization in ("none", "dequantize"):
+        return None
+    from mllm_compile.compiler.lowering import build_model
+    from mllm_compile.compiler.target import find_target
+    from mllm_compile.process.progress import NullReporter
+
+    target = find_target(setting.engine_config())
+    return build_model(target.config, target.model, NullReporter()).small
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:
@@ -60,12 +80,15 @@ def latency(job: dict[str, Any]) -> dict[str, Any]:
     engine = open_engine(job["engine"], setting)
     lines: list[Measurement] = []
     for index, batch in enumerate(work.batches):
+        if not _fits(engine, batch, work.longest_request):
+            _say(f"{job['engine']}: left out, as requests would wait for the KV cache", batch)
+            continue
         first, whole = work.calls(batch, setting.vocab_size)
         left = f"{job['engine']}: batch {batch}, {index + 1} of {len(work.batches)}"
         first_s, whole_s = _times(engine, (first, whole), work.repeats, left)
         lines += work.measurements(batch, first_s, whole_s)
         _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
-    run = _run(job["engine"], engine, lines)
+    run = _run(job["engine"], engine, _some(lines))
     return run | {"place": asdict(runtime_place(setting)) if job["engine"] == "mllm" else None}
 
 
@@ -81,6 +104,53 @@ def throughput(job: dict[str, Any]) -> dict[str, Any]:
         lines.append(measure(call, seconds))
         _say(f"{job['engine']}: {lines[-1].name} {lines[-1].median:.0f} {lines[-1].unit}")
     return _run(job["engine"], engine, lines)
+
+
+def long(job: dict[str, Any]) -> dict[str, Any]:
+    """An EngineRun of tpot and prefill with long contexts."""
+    points = tuple((count, length) for count, length in job["work"]["points"])
+    work = LongWork(**(job["work"] | {"points": points}))
+    setting = Setting(**job["setting"])
+    engine = open_engine(job["engine"], setting)
+    lines: list[Measurement] = []
+    for index, point in enumerate(points):
+        count, length = point
+        name = f"{job['engine']}: {count} x {length}"
+        if not _fits(engine, count, length + work.output_len):
+            _say(f"{name}: left out, as requests would wait for the KV cache")
+            continue
+        calls = work.latency(point).calls(count, setting.vocab_size)
+        first_s, whole_s = _times(engine, calls, work.repeats, f"{name}, {index + 1} of {len(points)}")
+        lines += work.measurements(point, first_s, whole_s)
+        _say(f"{name}: " + ", ".join(f"{line.name} {line.median:.2f} {line.unit}" for line in lines[-2:]))
+    return _run(job["engine"], engine, _some(lines))
+
+
+def gaps(job: dict[str, Any]) -> dict[str, Any]:
+    """An EngineRun of gaps beside a long prompt."""
+    work, setting = GapsWork(**job["work"]), Setting(**job["setting"])
+    engine = open_streams(job["engine"], setting)
+    lines = work.measurements(measure_gaps(engine, work, setting.vocab_size))
+    for line in lines:
+        _say(f"{job['engine']}: {line.name} {line.median:.2f} {line.unit}")
+    return asdict(
+        EngineRun(engine=job["engine"], version=engine.version, settings=engine.settings, measurements=tuple(lines))
+    )
+
+
+def _some(lines: list[Measurement]) -> list[Measurement]:
+    """
+    Raises:
+        BenchmarkError: there are none.
+    """
+    if not lines:
+        raise BenchmarkError("the KV cache holds none of the batches at once: give smaller ones, or shorter prompts")
+    return lines
+
+
+def _fits(engine: BenchEngine, batch: int, request_len: int) -> bool:
+    """True if so many requests hold their KV at once, as far as the engine tells."""
+    return engine.kv_tokens is None or batch * request_len <= engine.kv_tokens
 
 
 def roofline(job: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +179,8 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "probe": probe,
     "latency": latency,
     "throughput": throughput,
+    "long": long,
+    "gaps": gaps,
     "roofline": roofline,
     "levers": levers,
 }

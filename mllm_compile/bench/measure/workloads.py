@@ -6,8 +6,10 @@ of it is greedy or seeded, ignores the end-of-sequence token, and asks for no te
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.errors import ConfigError
@@ -27,6 +29,13 @@ MIXED_RANGE = (100, 1024)
 MIXED_TEMPERATURE = 0.6
 PREFILL_PROMPTS = 32
 PREFILL_LEN = 2048
+# Requests at once, tokens of each prompt.
+LONG_POINTS = ((1, 2000), (1, 8000), (1, 32_000), (8, 16_000), (64, 4000), (32, 8000))
+CPU_LONG_POINTS = ((1, 256), (1, 1024), (4, 512))
+GAP_DECODES = 32
+GAP_PROMPT_LEN = 32_000
+CPU_GAP_DECODES = 4
+CPU_GAP_PROMPT_LEN = 1024
 START_PROMPT_LEN = 32
 MAX_MODEL_LEN = 4096
 # Ids above this are rare or special in common vocabularies.
@@ -157,6 +166,109 @@ class ThroughputWork:
 
     def prefill_measurement(self, call: Call, seconds: list[float]) -> Measurement:
         return Measurement.of(self.prefill_name, "tok/s in", [call.num_input_tokens / s for s in seconds])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongWork:
+    """`tpot` and `prefill` with long contexts: each point is (requests at once, tokens of each prompt).
+
+    As LatencyWork; several prompts are told in input tokens a second.
+    """
+
+    points: tuple[tuple[int, int], ...] = LONG_POINTS
+    output_len: int = OUTPUT_LEN
+    repeats: int = REPEATS
+
+    def __post_init__(self) -> None:
+        _check("--points", min((min(point) for point in self.points), default=0), 1)
+        _check("--output-len", self.output_len, 2)
+        _check("--repeats", self.repeats, 1)
+        if len(set(self.points)) < len(self.points):
+            raise ConfigError("--points has one of them twice; expected each once")
+
+    @property
+    def largest_batch(self) -> int:
+        return max(count for count, _ in self.points)
+
+    @property
+    def longest_request(self) -> int:
+        return max(length for _, length in self.points) + self.output_len
+
+    def latency(self, point: tuple[int, int]) -> LatencyWork:
+        """The work of one point."""
+        count, length = point
+        return LatencyWork(batches=(count,), input_len=length, output_len=self.output_len, repeats=self.repeats)
+
+    def measurements(self, point: tuple[int, int], first_s: list[float], whole_s: list[float]) -> list[Measurement]:
+        """tpot in ms, and prefill in ms of one prompt, in tokens a second of several."""
+        count, length = point
+        tpot, prefill = self.latency(point).measurements(count, first_s, whole_s)
+        if count > 1:
+            prefill = Measurement.of("", "tok/s in", [count * length / seconds for seconds in first_s], batch=count)
+        return [replace(tpot, name=f"tpot at {length}"), replace(prefill, name=f"prefill of {length}")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapsWork:
+    """Gaps between the tokens of running answers, alone and while one long prompt comes in, and that prompt's time.
+
+    `decodes` requests of `decode_len` tokens run until each has made `tokens` tokens; then the prompt of `prompt_len`
+    is sent. Before that it runs alone.
+    """
+
+    decodes: int = GAP_DECODES
+    decode_len: int = INPUT_LEN
+    tokens: int = 128
+    prompt_len: int = GAP_PROMPT_LEN
+    repeats: int = REPEATS
+
+    def __post_init__(self) -> None:
+        _check("--decodes", self.decodes, 1)
+        _check("--decode-len", self.decode_len, 1)
+        _check("--tokens", self.tokens, 2)
+        _check("--prompt-len", self.prompt_len, 1)
+        _check("--repeats", self.repeats, 1)
+
+    @property
+    def largest_batch(self) -> int:
+        return self.decodes + 1
+
+    @property
+    def answer_len(self) -> int:
+        """Most tokens of an answer: the prompt is over before, unless it gets few tokens of each step."""
+        return self.tokens + max(256, self.prompt_len // 16)
+
+    @property
+    def longest_request(self) -> int:
+        return max(self.prompt_len + 2, self.decode_len + self.answer_len)
+
+    def measurements(self, seen: Sequence[Gaps]) -> list[Measurement]:
+        """Median, p99 and longest gaps, and the prompt's times until its first token, in ms; a sample a repeat."""
+        lines = []
+        for name in ("alone", "beside"):
+            gaps = [sorted(getattr(one, name)) for one in seen]
+            for label, share in (("median", 0.5), ("p99", 0.99), ("longest", 1.0)):
+                samples = [of_run[math.ceil(share * len(of_run)) - 1] * 1e3 for of_run in gaps]
+                lines.append(Measurement.of(f"gap {name}, {label}", "ms", samples, batch=self.decodes))
+        for name in ("alone", "beside"):
+            samples = [getattr(one, f"prompt_{name}") * 1e3 for one in seen]
+            lines.append(Measurement.of(f"prompt {name}", "ms", samples))
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """The seconds of one run of GapsWork.
+
+    Attributes:
+        alone, beside: gaps of all answers, before the prompt was sent, and from then to its first token.
+        prompt_alone, prompt_beside: from the sending of the prompt to its first token.
+    """
+
+    alone: tuple[float, ...]
+    beside: tuple[float, ...]
+    prompt_alone: float
+    prompt_beside: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,15 +203,27 @@ class _PieceRecorder:
         names = [name for name in step.inputs if name in self._weights and self._weights[name].dim() > 1]
         if "input_ids" in step.inputs:
             names = names[1:]
-        of_experts = self._program.expert_weights
-        return tuple(
-            MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, of_experts.get(name))
-            for name, weight in ((name, self._weights[name]) for name in names)
-        )
+        quantised = self._program.quantised_weights
+        scales = {name for one in quantised.values() for name in (one.scales, one.zeros)}
+        return tuple(self._matrix(name) for name in names if name not in scales)
+
+    def _matrix(self, name: str) -> MatrixFacts:
+        weight, quantised = self._weights[name], self._program.quantised_weights.get(name)
+        if quantised is None:
+            experts = self._program.expert_weights.get(name)
+            return MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, experts)
+        tensors = [self._weights[one] for one in (name, quantised.scales, quantised.zeros) if one is not None]
+        shape, itemsize = (quantised.outputs, quantised.inputs), self._itemsize
+        return MatrixFacts(name, shape, itemsize, quantised_bytes=sum(tensor.nbytes for tensor in tensors))
+
+    @property
+    def _itemsize(self) -> int:
+        """Bytes of one of the model's numbers: the first weight is the table that token ids look up."""
+        return next(iter(self._weights.values())).dtype.itemsize
 
     def _attention(self, after_piece: int, layer_name: str, batch: int, context: int) -> AttentionFacts:
         layer = next(layer for layer in self._program.layers if layer.name == layer_name)
-        itemsize = next(iter(self._weights.values())).dtype.itemsize
+        itemsize = self._itemsize
         seen = context if layer.window_left < 0 else min(context, layer.window_left + 1)
         per_token = layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * itemsize
         query_and_out = layer.num_heads * (layer.head_dim + layer.v_head_dim) * itemsize

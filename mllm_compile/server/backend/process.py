@@ -2,8 +2,7 @@
 
 The main thread waits for commands, and hands on those whose answer has a form (form_queue.py); the engine's own thread
 sends the news of each step (step_news.py); the pulse's thread asks the engine for its figures, which it answers between
-two steps: a front that gets no pulse knows that a step is stuck. Each of these has a socket of its own; the threads of
-the form queue share the main thread's.
+two steps: a front that gets no pulse knows that a step is stuck.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zmq
 
 from mllm_compile.errors import EngineDeadError, MllmError
 from mllm_compile.process.bytecode import kept_bytecode
@@ -29,6 +28,7 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.backend.form_queue import FormQueue
 from mllm_compile.server.backend.step_news import StepNews
 from mllm_compile.server.wire import messages
+from mllm_compile.server.wire.channel import Channel
 from mllm_compile.server.wire.messages import Abort, Close, Failed, Hello, Pulse, Submit
 
 if TYPE_CHECKING:
@@ -71,24 +71,12 @@ class EngineServer:
     """Serves one engine to the front.
 
     Args:
-        commands, tidings: addresses of the front's two sockets.
+        channel: to the front.
     """
 
-    def __init__(self, commands: str, tidings: str) -> None:
-        self._context = zmq.Context()
-        self._tidings = tidings
-        self._commands = self._context.socket(zmq.PULL)
-        self._commands.connect(commands)
-        self._out = self._sender()
-        self._sending = threading.Lock()  # of `_out`
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._is_over = threading.Event()
-
-    def _sender(self) -> zmq.Socket[bytes]:
-        """A socket of the thread that uses it first; sends never wait: what the front does not read piles up."""
-        socket = self._context.socket(zmq.PUSH)
-        socket.set_hwm(0)
-        socket.connect(self._tidings)
-        return socket
 
     def run(self, make_engine: MakeEngine, reporter: Reporter) -> int:
         """Serves until the front says Close or the engine is dead; returns the exit code."""
@@ -99,7 +87,7 @@ class EngineServer:
             self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
             return self._left(EXIT_MISTAKE)
         with engine:
-            news = StepNews(self._sender().send)
+            news = StepNews(self._channel.send)
             engine.core.tell_steps(news)
             self._tell(_hello(engine, timeline))
             gc.collect()
@@ -121,26 +109,19 @@ class EngineServer:
 
     def _left(self, code: int) -> int:
         """Waits until the last messages are on their way."""
-        self._context.destroy(linger=2000)
+        self._channel.close(linger_s=2.0)
         return code
 
     def _tell(self, tiding: messages.Tiding) -> None:
-        self._send(messages.encode_tiding(tiding))
-
-    def _send(self, frame: bytes) -> None:
-        with self._sending:
-            self._out.send(frame)
+        self._channel.send(messages.encode_tiding(tiding))
 
     def _pulse(self, engine: Engine) -> None:
-        socket = self._sender()
         while not self._is_over.wait(PULSE_S):
-            socket.send(messages.encode_tiding(Pulse(dataclasses.asdict(engine.stats()))))
+            self._tell(Pulse(dataclasses.asdict(engine.stats())))
 
     def _take_commands(self, engine: Engine, news: StepNews, forms: FormQueue) -> None:
-        while engine.is_alive:
-            if not self._commands.poll(int(PULSE_S * 1000)):
-                continue
-            commands = messages.decode_commands(self._commands.recv())
+        while engine.is_alive and not self._channel.is_over:
+            commands = [command for frame in self._channel.wait(PULSE_S) for command in messages.decode_commands(frame)]
             self._begin(engine, news, forms, [command for command in commands if isinstance(command, Submit)])
             for command in commands:
                 if isinstance(command, Abort):
@@ -174,7 +155,7 @@ class EngineServer:
                 news.take(command.key, built)
                 submissions.append(built)
         if refused:
-            self._send(messages.encode_step(b"", b"", messages.StepRest(ended=refused)))
+            self._channel.send(messages.encode_step(b"", b"", messages.StepRest(ended=refused)))
         if submissions:
             with suppress(EngineDeadError):  # all are told by Failed
                 engine.core.submit(submissions)
@@ -218,9 +199,16 @@ def _make_engine(model: str) -> MakeEngine:
     return make
 
 
+def channel_at(descriptor: str) -> Channel:
+    """The channel whose descriptor the front has handed on; processes that are started here do not get it."""
+    end = socket.socket(fileno=int(descriptor))
+    end.set_inheritable(False)
+    return Channel(end)
+
+
 def main() -> None:
-    """Entry point of the process: MODEL, the addresses of the front's sockets, how much to show, and in which lines."""
-    model, commands, tidings, how, log = sys.argv[1:]
+    """Entry point of the process: MODEL, the channel's descriptor, how much to show, and in which lines."""
+    model, descriptor, how, log = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
     start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     reporter: Reporter = NullReporter()
@@ -229,7 +217,7 @@ def main() -> None:
     elif how != "quiet":
         reporter = reporter_for(plain_lines=True, details=how == "verbose")
     with kept_bytecode(), ended_by_sigterm():
-        code = EngineServer(commands, tidings).run(_make_engine(model), reporter)
+        code = EngineServer(channel_at(descriptor)).run(_make_engine(model), reporter)
     sys.exit(code)
 
 

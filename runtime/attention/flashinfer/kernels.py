@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import LEAST_US, PrefillLoad
-from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec, PerLayerParameters
+from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, AttentionLayer, LayerSpec, PerLayerParameters
 from mllm_compile.runtime.attention.metadata import get_per_layer_parameters, infer_global_hyperparameters
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
-HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # The FlashInfer whose fa3 was seen to read nothing of a batch but its plan and the page ids (captured/mixed.py).
@@ -253,8 +252,12 @@ def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> N
 def _problem(layer: AttentionLayer) -> str | None:
     if layer.head_dim != layer.v_head_dim:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
-    if layer.head_dim not in HEAD_DIMS:
-        return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, HEAD_DIMS))}"
+    if layer.head_dim not in KERNEL_HEAD_DIMS:
+        return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, KERNEL_HEAD_DIMS))}"
+    if layer.alibi_slopes:
+        return "it adds a bias by distance to its scores (ALiBi)"
+    if layer.chunk:
+        return f"it attends in chunks of {layer.chunk} tokens"
     if layer.num_heads % layer.num_kv_heads:
         return f"its {layer.num_heads} query heads do not divide among {layer.num_kv_heads} KV heads"
     return None

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.settings import Settings
 
 VALUES = "values"  # the role of the tensor that holds a weight's numbers; the rest are scales and the like
@@ -72,6 +73,7 @@ class Format:
         optional: roles that a weight may lack.
         values_dtypes: of the tensor of values; one of another dtype is no weight of this format.
         transposed: the model has the last two dimensions the other way round.
+        as_stored: roles whose tensors are those of the scheme to the byte.
     """
 
     name: ClassVar[str]
@@ -80,6 +82,7 @@ class Format:
     optional: ClassVar[frozenset[str]] = frozenset()
     values_dtypes: ClassVar[tuple[torch.dtype, ...]]
     transposed: ClassVar[bool] = False
+    as_stored: ClassVar[frozenset[str]] = frozenset()
 
     def details(self, stored: Stored, read: ReadBytes) -> Numbers:
         """Numbers that stand in the data of a small tensor; the loader compares them with those of the plan.
@@ -99,6 +102,18 @@ class Format:
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         """The weight's rows [start, stop) of dimension 0; `start` is a multiple of 128 where it has two dimensions."""
+        raise NotImplementedError
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        """The scheme in which the weight can lie in memory; None: there is none, so it is dequantised."""
+        return None
+
+    def sources(self, role: str) -> tuple[str, ...]:
+        """Roles here of the tensors that the scheme's tensor of this role is made of, the first its own."""
+        return (role,)
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        """The scheme's tensor of this role, of all rows, from its `sources`; of any dtype that holds its numbers."""
         raise NotImplementedError
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from mllm_compile.runtime.quantised.numbers import quantised as quantised_tensors
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import Format, Quantised, Tensors
 from mllm_compile.runtime.weights.formats.float8 import BlockFloat8, CompressedFloat8, ModelOptFloat8
 from mllm_compile.runtime.weights.formats.gptq import Awq, Gptq
@@ -64,3 +66,33 @@ def _fill(weight: torch.Tensor, quantised: Quantised, shape: Sequence[int], tens
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
         weight[start:stop].copy_(fmt.rows(tensors, quantised.numbers, start, stop))
+
+
+def fill_small(place: torch.Tensor, quantised: Quantised, role: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Fills `place` with the tensor of this role of the scheme that the weight's format has.
+
+    Args:
+        tensors: those of the format's `sources` that the weight has, in their order.
+    """
+    fmt = FORMATS[quantised.format]
+    by_role = dict(zip(small_sources(quantised, role), tensors, strict=True))
+    place.copy_(fmt.small(role, by_role, quantised.numbers))
+
+
+def small_sources(quantised: Quantised, role: str) -> list[str]:
+    """Roles of the tensors that fill_small takes."""
+    return [one for one in FORMATS[quantised.format].sources(role) if one in quantised.tensors]
+
+
+def fill_quantised(places: Mapping[str, torch.Tensor], weight: torch.Tensor, scheme: WeightScheme) -> None:
+    """Quantises a weight [N, K] into its tensors, a few rows at a time.
+
+    Args:
+        places: by role; those that are to be filled.
+    """
+    step = max(_MOST_VALUES // max(weight.shape[1], 1), 1)
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        found = quantised_tensors(weight[rows], scheme)
+        for role, place in places.items():
+            place[rows].copy_(found[role])

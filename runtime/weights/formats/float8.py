@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import (
     FLOATS,
     VALUES,
@@ -32,6 +33,7 @@ class BlockFloat8(Format):
         "scales": "_scale_inv",
     }  # despite its name: the weight is value · scale
     values_dtypes = (torch.float8_e4m3fn,)
+    as_stored = frozenset({VALUES})
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
     rounds_to_scales: ClassVar[bool] = False
 
@@ -40,13 +42,14 @@ class BlockFloat8(Format):
         check_dims(values, 2, 3)
         check_dtype(scales, *self.scale_dtypes)
         rows, columns = values.shape[-2:]
+        numbers = {"rows": rows}
         if scales.shape in ((), (1,)):
-            return values.shape, {"block_rows": rows, "block_columns": columns}
+            return values.shape, numbers | {"block_rows": rows, "block_columns": columns}
         if scales.shape == (rows,) and len(values.shape) == 2:
-            return values.shape, {"block_rows": 1, "block_columns": columns}
+            return values.shape, numbers | {"block_rows": 1, "block_columns": columns}
         for block_rows, block_columns in (*settings.blocks, (1, columns), (rows, columns)):
             if scales.shape == (*values.shape[:-2], -(-rows // block_rows), -(-columns // block_columns)):
-                return values.shape, {"block_rows": block_rows, "block_columns": block_columns}
+                return values.shape, numbers | {"block_rows": block_rows, "block_columns": block_columns}
         said = " or ".join(f"{block[0]} x {block[1]}" for block in settings.blocks)
         raise misfit(scales, values, f"expected a scale a {f'block of {said}, ' if said else ''}row or weight")
 
@@ -63,6 +66,19 @@ class BlockFloat8(Format):
         else:
             scales = scales.reshape(())
         return values.to(scales.dtype) * scales
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        return WeightScheme("fp8", min(int(numbers["block_columns"]), shape[1])) if len(shape) == 2 else None
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        """Scales of blocks and of the whole weight become those of rows, which are as many."""
+        if role == VALUES:
+            return tensors[VALUES]
+        scales, rows = exponents(tensors["scales"]), int(numbers["rows"])
+        if scales.numel() == 1:
+            return scales.reshape(1, 1).expand(rows, 1)
+        scales = scales.unsqueeze(-1) if scales.dim() == 1 else scales
+        return _of_blocks(scales, -2, 0, rows, int(numbers["block_rows"]))
 
 
 class CompressedFloat8(BlockFloat8):

@@ -6,6 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from mllm_compile.runtime.quantised.numbers import paired
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import (
     FLOATS,
     VALUES,
@@ -23,6 +25,8 @@ from mllm_compile.runtime.weights.formats.base import (
     unpacked,
 )
 from mllm_compile.runtime.weights.formats.settings import Settings
+
+_MOST_VALUES = 4 << 20  # taken out of their words at once
 
 
 class Gptq(Format):
@@ -60,8 +64,10 @@ class Gptq(Format):
         groups = scales.shape[0]
         check_shape(scales, (groups, outputs), values)
         check_shape(zeros, (groups, -(-outputs * bits // 32)), scales)
-        group = inputs if order is not None else group_size(stored, settings.groups, inputs, groups)
+        in_order = order is None or settings.in_order
+        group = group_size(stored, settings.groups, inputs, groups) if in_order else inputs
         numbers = {"bits": bits, "group": group, "zero_offset": settings.zero_offset, "rows": outputs}
+        numbers["in_order"] = int(in_order)
         return (outputs, inputs), numbers | {"columns": inputs}
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
@@ -76,6 +82,27 @@ class Gptq(Format):
         scales = tensors["scales"][:, start:stop].T
         values = values - of_groups(zeros, groups, 0)
         return values.to(scales.dtype) * of_groups(scales, groups, float("nan"))
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        if numbers["bits"] != 4 or not numbers["in_order"]:
+            return None
+        return WeightScheme("int4", min(int(numbers["group"]), shape[1]), stored["scales"].dtype, has_zeros=True)
+
+    def sources(self, role: str) -> tuple[str, ...]:
+        return ("scales", "order") if role == "scales" else (role,)
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        """Words of eight numbers, the first in the lowest bits, are bytes of two in that order."""
+        columns = int(numbers["columns"])
+        if role == VALUES:
+            return tensors[VALUES].T.contiguous().view(torch.uint8)[:, : -(-columns // 2)]
+        if role == "zeros":
+            return ((unpacked(tensors["zeros"], 4, int(numbers["rows"])) + int(numbers["zero_offset"])) & 15).T
+        scales, order = tensors["scales"].T, tensors.get("order")
+        if order is None:
+            return scales
+        in_order = torch.arange(columns, device=order.device) // int(numbers["group"])
+        return torch.where((order == in_order).all(), scales, float("nan"))
 
 
 class Awq(Format):
@@ -110,6 +137,23 @@ class Awq(Format):
         scales = tensors["scales"][:, start:stop].T
         values = values.T - of_groups(zeros.T, groups, 0)
         return values.to(scales.dtype) * of_groups(scales, groups, float("nan"))
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        return WeightScheme("int4", min(int(numbers["group"]), shape[1]), stored["scales"].dtype, has_zeros=True)
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        stored = tensors[role]
+        if role == "scales":
+            return stored.T
+        if role == "zeros":
+            return _in_order(stored).T
+        inputs, num_words = stored.shape
+        values = torch.empty(8 * num_words, -(-inputs // 2), dtype=torch.uint8, device=stored.device)
+        step = max(_MOST_VALUES // (8 * max(inputs, 1)), 1)
+        for start in range(0, num_words, step):
+            words = stored[:, start : start + step]
+            values[8 * start : 8 * (start + step)] = paired(_in_order(words).T.to(torch.uint8))
+        return values
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import (
     FLOATS,
     VALUES,
@@ -88,6 +89,20 @@ class PackedInt(Format):
         else:
             values = values - (1 << (bits - 1))
         return values.to(scales.dtype) * of_groups(scales, groups, float("nan"))
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        if numbers["bits"] != 4 or "order" in stored:
+            return None
+        group = min(int(numbers["group"]), shape[1])
+        return WeightScheme("int4", group, stored["scales"].dtype, has_zeros="zeros" in stored)
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        """Words of eight numbers, the first in the lowest bits, are bytes of two in that order."""
+        if role == VALUES:
+            return tensors[VALUES].view(torch.uint8)[:, : -(-int(numbers["columns"]) // 2)]
+        if role == "zeros":
+            return unpacked(tensors["zeros"].T.contiguous(), 4, int(numbers["rows"])).T
+        return tensors["scales"]
 
 
 def _any(numbers: tuple[int, ...]) -> str:

@@ -14,9 +14,11 @@ class Settings:
         groups: inputs that share a scale.
         blocks: outputs and inputs that share a scale.
         zero_offset: what was subtracted from a zero point before it was stored.
+        in_order: inputs lie in the order of their groups, also where the group of each is stored.
     """
 
     bits: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
     zero_offset: int = 0
+    in_order: bool = False

@@ -104,6 +104,16 @@ def test_sums_of_sizes_are_no_sums_of_tensors():
     assert (sizes.target, product.target, longer.target) == ("size", operator.mul, operator.add)
 
 
+def test_sizes_that_are_one_value_stay_one_argument():
+    builder = GraphBuilder()
+    x = builder.embed()
+    shape = builder.call(operator.add, builder.method("size", x), ())
+    node = builder.method("reshape", x, shape)
+    gm = builder.finish(node)
+    spell(gm)
+    assert (node.target, node.args) == (torch.reshape, (x, shape))
+
+
 def test_a_spelling_is_of_one_operation():
     spellings = [spelling for one in OPERATIONS for spelling in (one.target, *one.others)]
     assert len(spellings) == len(set(spellings))

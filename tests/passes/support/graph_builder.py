@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +16,25 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_WEIGHTS
+from mllm_compile.passes.base import (
+    ATTENTION_LAYERS,
+    PACKED_WEIGHTS,
+    QUANTISED_TENSORS,
+    SMALL_WEIGHTS,
+    WEIGHT_CUTS,
+    part_of_rank,
+)
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import LINEAR, call
 from mllm_compile.passes.pipeline import pass_names
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.ops.trace import attention_reference
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 4, 11
 HIDDEN = HEADS * HEAD_DIM
@@ -246,8 +257,31 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
     name, value = node.meta["weight_name"], node.meta["val"]
     parts = gm.meta.get(PACKED_WEIGHTS, {}).get(name)
     if parts is None:
-        return weight_values(name, value.shape, value.dtype)
-    return torch.cat([weight_values(p.weight_name, (p.rows, *value.shape[1:]), value.dtype) for p in parts])
+        return _weight(gm, name, value.shape, value.dtype)
+    return torch.cat([_weight(gm, p.weight_name, (p.rows, *value.shape[1:]), value.dtype) for p in parts])
+
+
+def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight's values; one that may be quantised has what its tensors stand for, also where it is plain."""
+    cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name, ())
+    if cuts:  # inside run_lockstep: each rank its part
+        sizes = list(shape)
+        for cut in cuts:
+            sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
+        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
+    small, tensor = gm.meta.get(SMALL_WEIGHTS), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
+    if tensor is not None:
+        return _quantised_values(tensor.weight_name, int(shape[0]), tensor.columns, tensor.scheme)[tensor.role]
+    scheme = None if small is None else small.schemes.get(name)
+    if scheme is None:
+        return weight_values(name, shape, dtype)
+    tensors = _quantised_values(name, *map(int, shape), scheme)
+    return dequantised(tensors, scheme.kind, scheme.group, shape[1], dtype)
+
+
+@cache
+def _quantised_values(name: str, rows: int, columns: int, scheme: WeightScheme) -> dict[str, torch.Tensor]:
+    return quantised(weight_values(name, (rows, columns)), scheme)
 
 
 def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -267,6 +301,8 @@ def _one_request(num_tokens: int) -> Any:
             params.sm_scale,
             params.logits_soft_cap,
             params.window_left,
+            alibi_slopes=layer.alibi_slopes,
+            chunk=layer.chunk,
         )
 
     batch = SimpleNamespace(

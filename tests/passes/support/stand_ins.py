@@ -22,7 +22,9 @@ from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (d
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.stream_fp8 import ops as fp8_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
 
 
@@ -82,6 +84,11 @@ def gated_linear(x, weight):
     return silu(gate) * up
 
 
+def fp8_weight(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weight in float32."""
+    return values.float() * scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
+
+
 @contextmanager
 def streamed_ops_on_cpu() -> Iterator[None]:
     """The ops whose kernels NVRTC compiles, which are defined everywhere, but whose kernels need a Hopper GPU."""
@@ -89,7 +96,20 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     def residual_norm(x, weight, residual, norm_weight):
         return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(*weight.shape))
 
+    def fp8_linear(x, values, scales, squares, eps, gated, bias=None):
+        return linear(x, fp8_weight(values, scales), squares, eps, gated, bias)
+
+    def fp8_residual(x, values, scales, residual):
+        return linear_residual(x, fp8_weight(values, scales).to(x.dtype), residual)
+
+    def fp8_residual_norm(x, values, scales, residual, norm_weight):
+        weight = fp8_weight(values, scales).to(x.dtype)
+        return linear_residual_norm(x, weight, residual, norm_weight, len(values) // NORM_ROWS)
+
     library = torch.library.Library("mllm", "IMPL")
+    library.impl("stream_fp8_linear", fp8_linear, "CPU")
+    library.impl("stream_fp8_linear_residual", fp8_residual, "CPU")
+    library.impl("stream_fp8_linear_residual_norm", fp8_residual_norm, "CPU")
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")

@@ -25,6 +25,8 @@ def make_layer(
     sm_scale: float | None = None,
     sinks: torch.Tensor | None = None,
     layer_id: int = 0,
+    alibi_slopes: tuple[float, ...] = (),
+    chunk: int = 0,
 ) -> AttentionLayer:
     return AttentionLayer(
         name=f"layer{layer_id}",
@@ -37,6 +39,8 @@ def make_layer(
         logits_soft_cap=soft_cap,
         window_left=window_left,
         sinks=None if sinks is None else "sinks",
+        alibi_slopes=alibi_slopes,
+        chunk=chunk,
         sink_logits=sinks,
     )
 
@@ -179,11 +183,15 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
         position = first + i
         window = layer.params.window_left
         start = max(0, position - window) if window >= 0 else 0
+        if layer.chunk:
+            start = max(start, position // layer.chunk * layer.chunk)
         for head in range(layer.num_heads):
             keys, values = (x[start : position + 1, head // group] for x in (k, v))
             logits = keys @ q[i, head] * layer.params.sm_scale
             if layer.params.logits_soft_cap:
                 logits = layer.params.logits_soft_cap * torch.tanh(logits / layer.params.logits_soft_cap)
+            if layer.alibi_slopes:
+                logits = logits + layer.alibi_slopes[head] * (torch.arange(start, position + 1) - position)
             exps = torch.exp(logits)
             total = exps.sum()
             if layer.sink_logits is not None:

@@ -240,6 +240,8 @@ def test_windows_and_soft_caps_are_prefilled_by_fa2(params):
     [
         (make_layer(head_dim=96), "96"),
         (make_layer(head_dim=128, v_head_dim=64), "value head dim 64"),
+        (make_layer(head_dim=64, alibi_slopes=(0.5, 0.25, 0.125, 1.0)), "ALiBi"),
+        (make_layer(head_dim=64, chunk=8192), "chunks of 8192"),
         (make_layer(num_heads=5, num_kv_heads=2, head_dim=128), "5 query heads"),
     ],
 )

@@ -17,6 +17,13 @@ LAYERS = {
     "scale": make_layer(sm_scale=0.7),
     "sinks": make_layer(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "sinks_and_window": make_layer(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), window_left=4),
+    "chunks": make_layer(chunk=5),
+    "chunks_and_soft_cap": make_layer(chunk=3, soft_cap=2.0),
+    "chunks_window_and_alibi": make_layer(chunk=6, window_left=3, alibi_slopes=(0.5, 0.25, 0.125, 1.0)),
+    "alibi": make_layer(alibi_slopes=(0.5, 0.25, 0.125, 1.0)),
+    "alibi_sinks_and_window": make_layer(
+        alibi_slopes=(0.5, 0.25, 0.125, 1.0), sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), window_left=4
+    ),
     "narrow_values": make_layer(v_head_dim=8),
     "narrow_values_and_soft_cap": make_layer(v_head_dim=8, soft_cap=3.0),
 }
@@ -43,7 +50,7 @@ def test_every_kind_of_layer_and_batch_equals_the_naive_reference(kind, batch):
     torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["plain", "window", "soft_cap", "sinks_and_window"])
+@pytest.mark.parametrize("kind", ["plain", "window", "soft_cap", "sinks_and_window", "alibi", "chunks"])
 def test_blocks_of_queries_and_of_decodes_change_nothing(kind, monkeypatch):
     monkeypatch.setattr(torch_backend, "QUERY_BLOCK", 3)
     monkeypatch.setattr(torch_backend, "MAX_GATHERED_KEYS", 8)

@@ -7,12 +7,14 @@ all change what comes out, which is compared with `answer`, the same model run a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from zlib import crc32
 
 import numpy as np
 
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.pace import load_of
 from mllm_compile.runtime.schedule.page_tables import PageTables
 from mllm_compile.runtime.schedule.prefix_cache import PageNode
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
@@ -150,11 +152,29 @@ class FakeDevice:
         return kv_sum
 
 
-class Simulation:
-    """Scheduler and device, with up to `steps_ahead` steps planned before the oldest one's tokens are known."""
+def linear_ms(
+    batch: ScheduledBatch, *, step: float = 3.0, token: float = 0.02, pair: float = 1e-6, key: float = 1e-5
+) -> float:
+    """Time of a step of a model whose weights are read once: its decodes are nearly free, its prompts are not."""
+    load = load_of(batch)
+    prompts = token * load.prompt_tokens + pair * load.prompt_pairs
+    return max(step, prompts + token * load.num_decodes) + key * load.decode_keys
 
-    def __init__(self, config: SchedulerConfig, steps_ahead: int = 0) -> None:
+
+class Simulation:
+    """Scheduler and device, with up to `steps_ahead` steps planned before the oldest one's tokens are known.
+
+    `ms_of` says how long a step takes by a clock that does not run; None: nobody tells the scheduler.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        steps_ahead: int = 0,
+        ms_of: Callable[[ScheduledBatch], float] | None = None,
+    ) -> None:
         self.config = config
+        self.ms_of = ms_of
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config)
         self.steps_ahead = steps_ahead
@@ -185,6 +205,9 @@ class Simulation:
 
     def collect(self) -> list[Request]:
         """Hand the oldest step's tokens to the scheduler; the requests that this ended."""
+        if self.ms_of is not None:
+            batch, _ = self.in_flight[0]
+            self.scheduler.step_took(batch, self.ms_of(batch) / 1e3)
         return self.scheduler.update(*self.in_flight.popleft()).finished
 
     def step(self) -> ScheduledBatch | None:

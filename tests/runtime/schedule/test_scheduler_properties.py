@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.errors import RequestError
-from tests.runtime.schedule.scheduler_simulation import STOP, VOCAB, Simulation, check_pages, make_config, make_request
+from tests.runtime.schedule.scheduler_simulation import (
+    STOP,
+    VOCAB,
+    Simulation,
+    check_pages,
+    linear_ms,
+    make_config,
+    make_request,
+)
 
 SAMPLE = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 FULL = settings(SAMPLE, max_examples=10_000)
@@ -23,7 +32,7 @@ FULL = settings(SAMPLE, max_examples=10_000)
 class History:
     """A scheduler's limits, how far it runs ahead, what happens to it, and the seed of all choices in that."""
 
-    limits: dict[str, int | bool]
+    limits: dict[str, Any]
     steps_ahead: int
     events: list[str]
     seed: int
@@ -48,6 +57,8 @@ def histories(draw: st.DrawFn) -> History:
         # From less than one longest request to about two of them.
         "num_pages": 2 + max_model_len * draw(st.integers(2, 8)) // (4 * page_size),
         "enable_prefix_cache": draw(st.sampled_from([True, True, True, False])),
+        "max_step_ms": draw(st.sampled_from(["none", "tenfold", 0.01, 3.5, 4.0])),
+        "step_sizes": draw(st.sampled_from([(), (2, 4, 8, 16)])),
     }
     if limits["enable_prefix_cache"]:
         limits["num_snapshots"] = draw(st.sampled_from([0, 0, 1, 2, 5, 20]))
@@ -100,8 +111,13 @@ def _happen(simulation: Simulation, event: str, choose: Random) -> None:
 
 
 def _check(history: History) -> Simulation:
-    simulation = Simulation(make_config(**history.limits), history.steps_ahead)
     choose = Random(history.seed)
+    clock = Random(history.seed)  # steps of all lengths: what is learnt from them is often wrong
+    simulation = Simulation(
+        make_config(**history.limits),
+        history.steps_ahead,
+        lambda batch: linear_ms(batch, token=0.2) * clock.choice([0.0, 1.0, 1.0, 20.0]),
+    )
     for event in history.events:
         _happen(simulation, event, choose)
         check_pages(simulation.scheduler.pages)

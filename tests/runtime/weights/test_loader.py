@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,39 @@ def test_a_view_of_a_tensor_fills_a_box(folder):
     assert torch.equal(place[1, :, 2:], matrix(4, 3).T[:, 1:3])
     assert place[0].sum() == 0
     assert place[1, :, :2].sum() == 0
+
+
+@pytest.mark.parametrize(("dim", "start", "length"), [(0, 1, 2), (1, 1, 2), (1, 0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_a_part_of_a_tensor_no_other_byte_is_read(folder, monkeypatch, dim, start, length, dtype):
+    num_read, preadv = [], os.preadv
+
+    def counted(*args):
+        num_read.append(preadv(*args))
+        return num_read[-1]
+
+    monkeypatch.setattr("mllm_compile.runtime.weights.stream.os.preadv", counted)
+    part = matrix(4, 3).narrow(dim, start, length)
+    taken = WeightPart("q", FILE, 0, (4, 3), (("narrow", dim, start, length),))
+    spec = WeightSpec("w", tuple(part.shape), dtype, (taken,))
+    assert torch.equal(load(folder, spec)["w"], part.to(dtype))
+    assert sum(num_read) == part.numel() * torch.float32.itemsize
+    assert spec.num_bytes_read == part.numel() * dtype.itemsize
+
+
+def test_random_weights_of_parts_are_those_of_the_whole():
+    whole = WeightSpec("w", (6, 4), torch.float32, (WeightPart("w", "", 0, (6, 4)),))
+    rows = tuple(WeightPart("w", "", place, (6, 4), (("narrow", 0, start, 1),)) for place, start in enumerate((1, 4)))
+    columns = (WeightPart("w", "", 0, (6, 4), (("narrow", 1, 2, 2),)),)
+    specs = [
+        whole,
+        WeightSpec("rows", (2, 4), torch.float32, rows),
+        WeightSpec("columns", (6, 2), torch.float32, columns),
+    ]
+    weights = allocate_weights(specs, "cpu")
+    fill_random(specs, weights, seed=3)
+    assert torch.equal(weights["rows"], weights["w"][[1, 4]])
+    assert torch.equal(weights["columns"], weights["w"][:, 2:])
 
 
 def test_a_spec_survives_json():

@@ -1,0 +1,139 @@
+"""The hook into models that count positions themselves: within it their tables are read at the tokens' own positions.
+
+Some decoders ignore `position_ids` and count the tokens of a forward (the bart family), some take them but count from
+elsewhere than 0 where none are given (the roberta family), and one asks whether its table is long enough (xglm). In a
+flat batch of several requests a token's place is not its position. Modules are known by their forward's arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.own_positions)
+from mllm_compile.passes.match.nodes import is_op
+
+# Counted positions, of any shape with T elements → the positions to read instead, of that shape.
+Positions = Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def reading_positions(model: torch.nn.Module, positions: Positions) -> Iterator[None]:
+    """Within the context, tables that are read at counted positions are read at `positions` of these."""
+    hooked = {module: _forward_reading(module, positions) for module in model.modules() if _counts_tokens(module)}
+    hooked |= {module: _forward_of_fixed_table(module) for module in model.modules() if _may_grow(module)}
+    for module, forward in hooked.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in hooked:
+            del module.forward
+
+
+def position_offset(model: torch.nn.Module) -> int:
+    """The position of a text's first token, where the model counts them from token ids; else 0."""
+    for module in model.modules():
+        count: Any = getattr(module, "create_position_ids_from_input_ids", None)
+        padding: Any = getattr(module, "padding_idx", None)
+        if count is not None and isinstance(padding, int):
+            counted = count(torch.tensor([[padding + 1, padding + 1]]), padding)[0].tolist()
+            return int(counted[0]) if counted[1] == counted[0] + 1 else 0
+    return 0
+
+
+def as_positions(counted: torch.Tensor) -> torch.Tensor:
+    """Stands for `positions` in a trace: an op that settle_positions takes out again."""
+    return torch.ops.mllm.own_positions(counted)
+
+
+def settle_positions(gm: fx.GraphModule) -> None:
+    """Puts the input `positions` [T] in the place of what was counted; positions that were read already stay."""
+    counted = [node for node in gm.graph.nodes if is_op(node, "own_positions")]
+    if not counted:
+        return
+    given = next((node for node in gm.graph.nodes if node.meta.get("input_name") == "positions"), None)
+    for node in counted:
+        place: Any = node.args[0]
+        if given is not None and _is_made_of(place, given):
+            replacement = place
+        else:
+            given = given or _positions_input(gm, place)
+            with gm.graph.inserting_before(node):
+                replacement = given if place.meta["val"].dim() == 1 else _as_rows(gm.graph, given, node.meta["val"])
+        node.replace_all_uses_with(replacement)
+        gm.graph.erase_node(node)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def _counts_tokens(module: torch.nn.Module) -> bool:
+    return {"past_key_values_length", "position_ids"} <= set(_arguments(module)) and isinstance(
+        module, torch.nn.Embedding
+    )
+
+
+def _may_grow(module: torch.nn.Module) -> bool:
+    """True for a table that is made anew, with more rows, where a text is longer than it."""
+    names = ("make_weights", "weights", "offset")
+    return all(hasattr(module, name) for name in names) and _arguments(module)[:1] == ["position_ids"]
+
+
+def _arguments(module: torch.nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _forward_reading(module: Any, positions: Positions) -> Callable[..., torch.Tensor]:
+    own = type(module).forward
+
+    def forward(shaped: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if position_ids is None:
+            num_tokens = (shaped.shape if isinstance(shaped, torch.Tensor) else shaped)[1]
+            position_ids = torch.arange(num_tokens, device=module.weight.device)
+        return own(module, shaped, *args, position_ids=positions(position_ids), **kwargs)
+
+    return forward
+
+
+def _forward_of_fixed_table(module: Any) -> Callable[..., torch.Tensor]:
+    """max_model_len is no longer than the table, so that nothing is to be made anew."""
+
+    def forward(position_ids: torch.Tensor, past_key_values_length: int = 0) -> torch.Tensor:
+        rows = module.weights.index_select(0, (position_ids + module.offset).view(-1))
+        return rows.view(*position_ids.shape, module.weights.shape[-1])
+
+    return forward
+
+
+def _is_made_of(node: Any, source: fx.Node) -> bool:
+    wanted, seen = [node], set()
+    while wanted:
+        one = wanted.pop()
+        if one is source:
+            return True
+        if one not in seen:
+            seen.add(one)
+            wanted += one.all_input_nodes
+    return False
+
+
+def _positions_input(gm: fx.GraphModule, like: fx.Node) -> fx.Node:
+    """A new input `positions`: Dynamo makes none for an argument that the model does not read."""
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_before(first):
+        node = gm.graph.placeholder("l_positions_")
+    node.meta["input_name"] = "positions"
+    node.meta["val"] = like.meta["val"].flatten() if like.meta["val"].dim() > 1 else like.meta["val"]
+    return node
+
+
+def _as_rows(graph: fx.Graph, positions: fx.Node, val: torch.Tensor) -> fx.Node:
+    rows = graph.call_function(operator.getitem, (positions, None))
+    rows.meta["val"] = val
+    return rows

@@ -1,0 +1,91 @@
+"""A process of one rank that follows: loads its part of the model, then runs the steps that rank 0 announces.
+
+    python -m mllm_compile.ranks.follower SOCKET
+
+SOCKET is an open descriptor (start.py). It ends when rank 0 says so, or ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
+from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.ranks.ring import RingReader
+
+BEAT_S = 0.5
+
+
+def main(descriptor: int) -> int:
+    """Returns the exit code: 0 where rank 0 has ended it."""
+    lines = Lines(socket.socket(fileno=descriptor))
+    start = Start.from_line(lines.receive())
+    try:
+        _follow(start, lines)
+    except EOFError:
+        return 0  # rank 0 gave up before there were steps
+    except BaseException as error:
+        lines.send(Answer("error", f"{error}" or type(error).__name__, type(error).__name__))
+        raise
+    return 0
+
+
+def _follow(start: Start, lines: Lines) -> None:
+    import torch
+
+    from mllm_compile.config.resolved import ResolvedConfig
+    from mllm_compile.process.timeline import timeline_of
+    from mllm_compile.ranks.communicators import device_of_rank, meet
+    from mllm_compile.runtime.device.cpu_threads import use_threads
+    from mllm_compile.runtime.device.open import open_device
+    from mllm_compile.runtime.model_runner import ModelRunner
+    from mllm_compile.runtime.sampling.sampler import Sampler
+    from mllm_compile.runtime.step.follower import FollowingStepRunner
+    from mllm_compile.store.artifact import open_artifact
+    from mllm_compile.store.opened import CompiledRuntime
+    from mllm_compile.store.source import ArtifactSource, runner_config
+
+    ring = RingReader(start.ring)
+    threading.Thread(target=_beat, args=(ring,), name="beat", daemon=True).start()
+    config = ResolvedConfig.model_validate(start.config)
+    device = device_of_rank(config.runtime.device, start.rank)
+    config = config.model_copy(update={"runtime": replace(config.runtime, device=device)})
+    if device == "cpu":
+        use_threads(start.threads)
+    open_device(device)
+    artifact = open_artifact(Path(start.folder))
+    compiled = CompiledRuntime(artifact, config, Path(start.weights_root), True, True)
+    source = ArtifactSource(compiled, timeline_of(None), start.rank)
+    lines.send(Answer(HERE))
+    meeting = from_json(Meeting, parse_json(lines.receive()))
+    communicator = meet(meeting, start.rank, start.size, torch.device(device))
+    settings = replace(runner_config(config), num_pages=start.num_pages)
+    runner = ModelRunner(settings, source, communicator)
+    runner.initialize()
+    steps = FollowingStepRunner(runner, Sampler(runner.model.sampling))
+    lines.send(Answer(READY))
+    while (record := ring.next()) is not None:
+        steps.follow(record.batch, record.scored_indices)
+        ring.done()
+
+
+def _beat(ring: RingReader) -> None:
+    pause = threading.Event()
+    while True:
+        ring.beat()
+        pause.wait(BEAT_S)
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        code = main(int(sys.argv[1]))
+    finally:
+        sys.stderr.flush()
+        if code == 0:
+            os._exit(0)  # nothing is left to be done, and what threads hold would be waited for

@@ -1,0 +1,108 @@
+"""The words between rank 0 and a follower at its start: lines of JSON over a socket that the follower inherits."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.ranks.ring import RingPlace
+
+HERE, READY = "here", "ready"  # it has its device and waits for the others; it has all that steps need
+_CHUNK = 1 << 16
+_MOST_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Start:
+    """A follower's orders.
+
+    Attributes:
+        folder: the runtime's.
+        weights_root: the folder that weights are read from.
+        config: the resolved config, as JSON.
+        rank, size: which of how many it is.
+        num_pages: pages of the KV cache; None: as many as fit on every rank.
+        threads: of a CPU.
+        ring: where steps come from.
+    """
+
+    folder: str
+    weights_root: str
+    config: dict[str, Any]
+    rank: int
+    size: int
+    num_pages: int | None
+    threads: int
+    ring: RingPlace
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Start:
+        data = parse_json(line)
+        return cls(**{**data, "ring": from_json(RingPlace, data["ring"])})
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks find each other: a path for gloo, or NCCL's id in hexadecimal."""
+
+    path: str | None = None
+    nccl_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A follower's news: HERE, READY, or the error that ends it, with the name of its class."""
+
+    at: str
+    error: str | None = None
+    kind: str = ""
+
+
+class Lines:
+    """A socket with a message of JSON a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._unread = b""
+
+    def send(self, message: Start | Meeting | Answer) -> None:
+        """
+        Raises:
+            OSError: nobody is there any more.
+        """
+        self._socket.sendall(json.dumps(asdict(message)).encode() + b"\n")
+
+    def receive(self) -> bytes:
+        """Waits for a line.
+
+        Raises:
+            EOFError: none comes any more.
+        """
+        while b"\n" not in self._unread:
+            self._take()
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def arrived(self) -> Iterator[bytes]:
+        """The lines that are there, without waiting; ends at the end of the connection."""
+        self._socket.setblocking(False)
+        try:
+            while True:
+                self._take()
+        except (BlockingIOError, EOFError, OSError):
+            pass
+        finally:
+            self._socket.setblocking(True)
+        while b"\n" in self._unread:
+            line, _, self._unread = self._unread.partition(b"\n")
+            yield line
+
+    def _take(self) -> None:
+        data = self._socket.recv(_CHUNK)
+        if not data or len(self._unread) > _MOST_BYTES:
+            raise EOFError("the other end of the connection is closed")
+        self._unread += data

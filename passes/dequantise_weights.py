@@ -1,0 +1,90 @@
+"""Writes out, in pieces on Hopper, how a quantised weight is dequantised, so that Inductor makes it one kernel."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import LINEAR, call, called_pieces, recompute_value, replace_by_op, rewrite_pieces
+from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
+from mllm_compile.runtime.quantised.scheme import INT4_ZERO
+
+
+class DequantiseWeights(GraphPass):
+    """Dequantises a weight by operations of the piece, ahead of a product that no kernel of ours takes.
+
+    Why: the op does it in several kernels, with a float32 copy of the weight between them: 20 bytes are moved for each
+        number of the weight. One kernel reads the number and writes it in the activations' dtype: with the product 5.
+
+    Before::
+
+        y = mllm.quantised_linear(x, values, scales, None, bias, "fp8", K)
+
+    After::
+
+        y = linear(x, to(to(values, float32) * scales, bfloat16), bias)
+
+    Requires: pieces with all their forms, on a Hopper GPU: others' Triton has no eight-bit floats. Groups that divide
+        the inputs; any other weight is left to the op.
+    Preserves: every number bitwise; the product is the library's, as the op's is.
+    """
+
+    name: ClassVar[str] = "dequantise_weights"
+    needs: ClassVar[tuple[str, ...]] = ("quantised_linear",)
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.compiles_cuda else NO_CUDA_COMPILER
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        forms = (form for forms in gm.meta.get(SMALL_FORMS, {}).values() for form in forms.values())
+        matches = rewrite_pieces(gm, [*called_pieces(gm), *forms], _write_out)
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _write_out(graph: fx.Graph, node: fx.Node) -> bool:
+    linear = match_quantised_linear(node)
+    if linear is None or linear.shape[1] % linear.group or (linear.kind == "int4" and linear.shape[1] % 2):
+        return False
+    with graph.inserting_before(node):
+        weight = _weight(graph, linear)
+    replace_by_op(graph, node, LINEAR, linear.source, weight, linear.bias)
+    return True
+
+
+def _weight(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:
+    """[N, K] in the dtype of x, multiplied in float32 and rounded once."""
+    rows, columns = linear.shape
+    groups = columns // linear.group
+    numbers = _to(graph, linear.values, torch.float32) if linear.kind == "fp8" else _unpacked(graph, linear.values)
+    numbers = call(graph, torch.reshape, numbers, (rows, groups, linear.group))
+    if linear.kind == "int4":
+        zeros = INT4_ZERO if linear.zeros is None else _of_groups(graph, linear.zeros)
+        numbers = call(graph, operator.sub, numbers, zeros)
+    product = call(graph, operator.mul, numbers, _of_groups(graph, linear.scales))
+    weight = call(graph, torch.reshape, product, (rows, columns))
+    return _to(graph, weight, linear.source.meta["val"].dtype)
+
+
+def _unpacked(graph: fx.Graph, values: fx.Node) -> fx.Node:
+    """float32 of four-bit numbers, two a byte, the low one first."""
+    low, high = call(graph, operator.and_, values, 15), call(graph, operator.rshift, values, 4)
+    return _to(graph, call(graph, torch.stack, (low, high), -1), torch.float32)
+
+
+def _of_groups(graph: fx.Graph, tensor: fx.Node) -> fx.Node:
+    """[N, G, 1] in float32."""
+    return call(graph, torch.unsqueeze, _to(graph, tensor, torch.float32), -1)
+
+
+def _to(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if value.meta["val"].dtype == dtype:
+        return value
+    node: Any = graph.call_method("to", (value, dtype))
+    recompute_value(node)
+    return node

@@ -1,0 +1,546 @@
+"""Labels of a graph's values: for each element the cell that it is made of, or WHOLE; joined where they have to be.
+
+Runs through the graph once, with a few tokens in place of T and S. Views are run on the labels by torch itself, so that
+no way of packing or interleaving needs a rule. A call without a rule makes whole what it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import IS_CONSTANT
+from mllm_compile.passes.match.nodes import LINEAR, is_attention, is_call, is_op, is_symbolic, is_weight
+from mllm_compile.passes.sharding.cells import WHOLE, Cells
+
+_TOKENS, _ROWS = 3, 2  # in place of T and S
+_MOST_TRACED = 1 << 20  # elements of a parameter whose places are followed through calls
+
+VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "contiguous",
+        "unsqueeze",
+        "squeeze",
+        "getitem",
+        "split",
+        "chunk",
+        "expand",
+        "flatten",
+        "unflatten",
+        "unbind",
+        "narrow",
+        "repeat_interleave",
+        "flip",
+        "clone",
+        "swapaxes",
+        "movedim",
+        "t",
+        "repeat",
+        "index_select",
+    ]
+)
+POINTWISE = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "neg",
+        "pow",
+        "silu",
+        "gelu",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "exp",
+        "log",
+        "softplus",
+        "clamp",
+        "clip",
+        "where",
+        "abs",
+        "mish",
+        "hardtanh",
+        "leaky_relu",
+        "minimum",
+        "maximum",
+        "erf",
+        "cos",
+        "sin",
+        "log1p",
+        "masked_fill",
+        "elu",
+        "floor_divide",
+        "to",
+        "dropout",
+        "relu6",
+        "hardswish",
+        "reciprocal",
+    ]
+)
+
+Labels = np.ndarray
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of what a node calls."""
+    target: Any = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0]
+
+
+class Product:
+    """A product with a weight: which dimension of it makes outputs, and which its inputs meet.
+
+    Attributes:
+        source, weight, bias: the nodes.
+        outputs, inputs: dimensions of the weight.
+    """
+
+    def __init__(self, source: fx.Node, weight: fx.Node, bias: fx.Node | None, outputs: int, inputs: int) -> None:
+        self.source, self.weight, self.bias = source, weight, bias
+        self.outputs, self.inputs = outputs, inputs
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Product | None:
+        """None where the node is no product with a weight as it is."""
+        args: Any = node.args
+        found = None
+        if is_call(node, LINEAR):
+            found = cls(args[0], args[1], args[2] if len(args) > 2 else None, 0, 1)
+        elif is_call(node, torch.addmm) and not node.kwargs:
+            found = cls(args[1], args[2], args[0], 1, 0)
+        elif is_op(node, "expert_linear"):
+            is_transposed = bool(args[4])
+            found = cls(args[0], args[2], args[3], 2 if is_transposed else 1, 1 if is_transposed else 2)
+        if found is None or not is_weight(found.weight) or not (found.bias is None or is_weight(found.bias)):
+            return None
+        return found
+
+
+class Labelling:
+    """The labels of one graph.
+
+    Attributes:
+        cells: their classes.
+        labels: node → its labels; for a call that gives several tensors a list; None: whole.
+        uses: weight → for each of its uses, dimension → labels of what stands along it.
+        columns, rows: products whose outputs are cells; and those that are sums over ranks, with their input's labels.
+        lookups: embeddings of token ids, whose rows are cells.
+        means: means over what several ranks have, that are sums over ranks.
+        over_heads: means that have put all heads of a layer into one class.
+        following: class → labels whose ranks hold it as well.
+        outputs: labels of the graph's outputs.
+    """
+
+    def __init__(self, gm: fx.GraphModule, num_ranks: int, whole: frozenset[str], means: frozenset[fx.Node]) -> None:
+        self.cells = Cells()
+        self.labels: dict[fx.Node, Any] = {}
+        self.uses: dict[str, list[dict[int, Labels]]] = defaultdict(list)
+        self.columns: dict[fx.Node, Product] = {}
+        self.rows: dict[fx.Node, tuple[Product, Labels]] = {}
+        self.lookups: list[fx.Node] = []
+        self.means = means
+        self.over_heads: set[fx.Node] = set()
+        self.following: dict[int, Labels] = {}
+        self.outputs: dict[fx.Node, Labels] = {}
+        self._merged: dict[fx.Node, int] = {}  # means that made one class of many, with a cell of it
+        self._heads = np.empty(0, dtype=np.int64)  # cells that attention reads
+        self._num_ranks = num_ranks
+        self._whole = whole
+        self._places: dict[fx.Node, tuple[str, np.ndarray]] = {}  # what is made of one parameter: where each was in it
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of these parameters
+        self._met: dict[str, list[tuple[np.ndarray, Labels]]] = defaultdict(list)  # their places, and what met them
+        self._sizes = _sizes_of(gm)
+        for node in gm.graph.nodes:
+            self._label(node)
+        self._note_met()
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """The shape of a value, with a few tokens."""
+        return tuple(self.number(size) for size in node.meta["val"].shape)
+
+    def number(self, value: Any) -> Any:
+        """A size as a number."""
+        if not is_symbolic(value):
+            return value
+        expr = value.node.expr
+        return int(expr.subs({symbol: self._sizes.get(str(symbol), _TOKENS) for symbol in expr.free_symbols}))
+
+    def of(self, node: fx.Node) -> Any:
+        """The labels of a value, whole ones as WHOLE; None where all are."""
+        labels = self.labels.get(node)
+        if labels is None or isinstance(labels, list):
+            return labels
+        return self._fresh(labels)
+
+    def _fresh(self, labels: Labels | None) -> Labels | None:
+        if labels is None:
+            return None
+        classes = self.cells.find(labels.ravel()).reshape(labels.shape)
+        return np.where(classes == WHOLE, WHOLE, labels) if (classes != WHOLE).any() else None
+
+    def parameter_of(self, node: fx.Node) -> str | None:
+        """The parameter that a value is made of, element by element."""
+        return self._places[node][0] if node in self._places else None
+
+    def are_cut(self, node: fx.Node) -> bool:
+        """True if ranks have different parts of the value."""
+        labels = self.of(node)
+        if isinstance(labels, list):
+            return any(self._fresh(one) is not None for one in labels)
+        return labels is not None
+
+    def run(self, node: fx.Node, operand: Callable[[fx.Node], np.ndarray], args: Any = None, target: Any = None) -> Any:
+        """Runs a view on integers in its operands' places."""
+
+        def argument(one: fx.Node) -> Any:
+            val = one.meta["val"]
+            if isinstance(val, torch.Size | tuple | list) and not any(isinstance(v, torch.Tensor) for v in val):
+                return type(val)(self.number(size) for size in val)
+            if isinstance(val, torch.Tensor):
+                return torch.from_numpy(np.ascontiguousarray(operand(one)))
+            if isinstance(val, tuple | list):
+                return [torch.from_numpy(np.ascontiguousarray(part)) for part in operand(one)]
+            return self.number(val)
+
+        args = fx.map_arg(node.args if args is None else args, argument)
+        kwargs = fx.map_arg(node.kwargs, argument)
+        target = node.target if target is None else target
+        result = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+        return [part.numpy() for part in result] if isinstance(result, tuple | list) else result.numpy()
+
+    def zeros(self, node: fx.Node) -> Any:
+        """Labels of a whole value."""
+        val = node.meta["val"]
+        if isinstance(val, tuple | list):
+            return [np.zeros([self.number(size) for size in one.shape], dtype=np.int64) for one in val]
+        return np.zeros(self.shape(node), dtype=np.int64)
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    def _label(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            if is_weight(node) and math.prod(node.meta["val"].shape) <= _MOST_TRACED:
+                shape = tuple(node.meta["val"].shape)
+                self._shapes[node.meta["weight_name"]] = shape
+                if node.meta.get(IS_CONSTANT):
+                    self._use_whole(node)
+                self._places[node] = (node.meta["weight_name"], np.arange(math.prod(shape)).reshape(shape))
+            return
+        if node.op == "output":
+            for arg in node.all_input_nodes:
+                labels = self.of(arg)
+                if isinstance(labels, list):
+                    self._poison([arg])
+                elif labels is not None:
+                    self.outputs[arg] = labels
+            return
+        tensors = [one for one in node.all_input_nodes if _has_tensors(one)]
+        if not tensors or not _has_tensors(node):
+            return
+        cut = [one for one in tensors if self.are_cut(one)]
+        product = Product.of(node)
+        if product is not None:
+            self._label_product(node, product, cut)
+        elif is_attention(node):
+            self._label_attention(node, cut)
+        elif is_call(node, torch.nn.functional.embedding) and self._is_lookup(node, cut):
+            self._label_lookup(node)
+        elif not cut:
+            self._follow_parameters(node, tensors)
+        else:
+            try:
+                self._label_call(node, tensors, cut)
+            except Exception:  # a call of a form that no rule was written for: every rank computes it
+                self._poison(cut)
+                self.labels[node] = None
+
+    def _poison(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            for labels in _each(self.labels.get(node)):
+                self.cells.make_whole(labels)
+
+    def _use_whole(self, node: fx.Node) -> None:
+        """Notes that a call reads all of a parameter."""
+        if node in self._places:
+            self.uses[self._places[node][0]].append({})
+        elif is_weight(node):
+            self.uses[node.meta["weight_name"]].append({})
+
+    def _label_call(self, node: fx.Node, tensors: list[fx.Node], cut: list[fx.Node]) -> None:
+        name = name_of(node)
+        if name in ("cat", "stack"):
+            self.labels[node] = self._joined(node, cut)
+        elif name in VIEWS:
+            if cut != [node.args[0]]:
+                raise ValueError("an index is cut")
+            self.labels[node] = self.run(node, self._operand)
+        elif name == "mean":
+            self._label_mean(node)
+        elif name in ("softmax", "rms_norm", "layer_norm", "normalize"):
+            self._label_norm(node, name)
+        elif name in POINTWISE:
+            self._label_pointwise(node, tensors, cut)
+            return
+        else:
+            raise ValueError(f"no rule for {name}")
+        for one in tensors:
+            if one not in cut:
+                self._use_whole(one)
+
+    def _operand(self, node: fx.Node) -> Any:
+        labels = self.labels.get(node)
+        return self.zeros(node) if labels is None else labels
+
+    def _label_product(self, node: fx.Node, product: Product, cut: list[fx.Node]) -> None:
+        name = product.weight.meta["weight_name"]
+        shape = product.weight.meta["val"].shape
+        labels = None
+        if cut:
+            labels = self._of_features(product.source) if cut == [product.source] else None
+            if labels is not None and not self._is_enough(labels):
+                self._note_means_of(labels)
+            if labels is None or (labels == WHOLE).any() or not self._is_enough(labels) or name in self._whole:
+                self._poison(cut)
+                labels = None
+        if labels is not None:
+            self.rows[node] = product, labels
+            self.uses[name].append({product.inputs: labels})
+            if product.bias is not None:
+                self.uses[product.bias.meta["weight_name"]].append({})
+            return
+        if name in self._whole:
+            self.uses[name].append({})
+            if product.bias is not None:
+                self.uses[product.bias.meta["weight_name"]].append({})
+            return
+        cells = self.cells.of_weight(name, int(shape[product.outputs]))
+        self.columns[node] = product
+        self.uses[name].append({product.outputs: cells})
+        if product.bias is not None:
+            dim = product.bias.meta["val"].dim() - 1
+            self.uses[product.bias.meta["weight_name"]].append({dim: cells})
+        self.labels[node] = np.broadcast_to(cells, self.shape(node)).copy()
+
+    def _of_features(self, node: fx.Node) -> Labels | None:
+        """The labels along the last dimension, those of all tokens joined."""
+        labels = self.of(node)
+        if labels is None or isinstance(labels, list):
+            return None
+        rows = labels.reshape(-1, labels.shape[-1])
+        for row in rows[1:]:
+            self.cells.join(rows[0], row)
+        return rows[0]
+
+    def _is_enough(self, labels: Labels) -> bool:
+        return np.unique(self.cells.classes_of(labels)).size >= self._num_ranks
+
+    def _note_means_of(self, labels: Labels) -> None:
+        """Notes the means that made the one class of these labels, if attention reads it."""
+        classes = np.intersect1d(self.cells.classes_of(labels), self.cells.classes_of(self._heads))
+        merged = (node for node, cell in self._merged.items() if self.cells.find(np.array([cell]))[0] in classes)
+        self.over_heads.update(node for node in merged if name_of(node) == "mean")
+
+    def _label_attention(self, node: fx.Node, cut: list[fx.Node]) -> None:
+        q, k, v, sinks, *numbers = node.args
+        labels = [self.of(one) for one in (q, k, v)]  # type: ignore[arg-type]
+        has_slopes = any(isinstance(one, list | tuple) for one in numbers)  # one of each head, as numbers in the call
+        if has_slopes or any(one is None or (one == WHOLE).any() for one in labels):
+            self._poison(cut)
+            if sinks is not None:
+                self._use_whole(sinks)  # type: ignore[arg-type]
+            return
+        of_q, of_k, of_v = (one[0].reshape(one.shape[1], -1) for one in labels)
+        self._heads = np.concatenate([self._heads, of_q.ravel(), of_k.ravel()])
+        self._note_means_of(np.concatenate([of_q.ravel(), of_k.ravel()]))
+        num_heads, num_kv_heads = of_q.shape[0], of_k.shape[0]
+        group = num_heads // num_kv_heads
+        for head in range(num_kv_heads):
+            self.cells.join_all(np.concatenate([of_k[head], of_v[head]]))
+        for head in range(num_heads):
+            self.cells.join_all(of_q[head])
+        if num_kv_heads % self._num_ranks == 0:
+            for head in range(num_heads):
+                self.cells.join(of_q[head, :1], of_k[head // group, :1])
+        elif self._num_ranks % num_kv_heads or num_heads % self._num_ranks:
+            self._poison(cut)
+        else:
+            for head in range(num_kv_heads):
+                self.following[int(of_k[head, 0])] = of_q[head * group : (head + 1) * group, 0]
+        heads = of_q[:, 0]
+        self.labels[node] = np.broadcast_to(heads[None, :, None], self.shape(node)).copy()
+        if sinks is not None:
+            self.uses[sinks.meta["weight_name"]].append({0: heads})  # type: ignore[union-attr]
+
+    def _is_lookup(self, node: fx.Node, cut: list[fx.Node]) -> bool:
+        ids, weight, *rest = node.args
+        is_plain = not cut and is_weight(weight) and rest[1:2] in ([], [None]) and _is_of_input_ids(ids)
+        is_cuttable = is_plain and weight.meta["val"].shape[0] % self._num_ranks == 0  # type: ignore[union-attr]
+        return is_cuttable and weight.meta["weight_name"] not in self._whole  # type: ignore[union-attr]
+
+    def _label_lookup(self, node: fx.Node) -> None:
+        weight: Any = node.args[1]
+        name = weight.meta["weight_name"]
+        self.uses[name].append({0: self.cells.of_weight(name, int(weight.meta["val"].shape[0]))})
+        self.lookups.append(node)
+
+    def _joined(self, node: fx.Node, cut: list[fx.Node]) -> Labels:
+        """Labels of a concatenation; a whole part is taken for as its neighbours are, along the other dimensions."""
+        parts: Any = node.args[0]
+        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(self.shape(node))  # type: ignore[operator]
+        is_beside_whole = any(one not in cut and math.prod(self.shape(one)) for one in parts)
+        if is_beside_whole and name_of(node) == "stack":
+            raise ValueError("whole parts are stacked")
+        if is_beside_whole:
+            pattern = self.labels[cut[0]].take([0], axis=dim)
+            if self._count(self.labels[cut[0]]) > self._count(pattern):
+                raise ValueError("labels differ along the joined dimension")
+            return self.run(
+                node, lambda one: self.labels[one] if one in cut else np.broadcast_to(pattern, self.shape(one))
+            )
+        return self.run(node, self._operand)
+
+    def _count(self, labels: Labels) -> int:
+        return int(np.unique(self.cells.find(labels.ravel())).size)
+
+    def _label_mean(self, node: fx.Node) -> None:
+        source: Any = node.args[0]
+        if node in self.means:
+            return  # a sum over ranks, which every rank has
+        labels = self.labels[source]
+        dims = _dims_of(node.args[1] if len(node.args) > 1 else node.kwargs["dim"], labels.ndim)
+        self.labels[node] = self._reduced(node, labels, dims).reshape(self.shape(node))
+
+    def _label_norm(self, node: fx.Node, name: str) -> None:
+        source: Any = node.args[0]
+        labels = self.labels[source]
+        if name in ("rms_norm", "layer_norm"):
+            dims = tuple(range(labels.ndim - len(node.args[1]), labels.ndim))  # type: ignore[arg-type]
+        else:
+            dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
+            dims = _dims_of(dim, labels.ndim)
+        self.labels[node] = np.broadcast_to(self._reduced(node, labels, dims), labels.shape).copy()
+
+    def _reduced(self, node: fx.Node, labels: Labels, dims: tuple[int, ...]) -> Labels:
+        """Joins what is reduced together; the reduced labels, the dimensions kept."""
+        others = tuple(dim for dim in range(labels.ndim) if dim not in dims)
+        rows = labels.transpose(*others, *dims).reshape(math.prod(labels.shape[dim] for dim in others), -1)
+        before = self._count(rows)
+        self.cells.join(rows[:, :-1], rows[:, 1:])
+        classes = np.unique(self.cells.find(rows.ravel()))
+        if classes.size == 1 and before >= self._num_ranks > 1:
+            self._merged[node] = int(classes[0])
+        return rows[:, 0].reshape([1 if dim in dims else size for dim, size in enumerate(labels.shape)])
+
+    def _label_pointwise(self, node: fx.Node, tensors: list[fx.Node], cut: list[fx.Node]) -> None:
+        shape = self.shape(node)
+        result = np.zeros(shape, dtype=np.int64)
+        for one in cut:
+            labels = np.broadcast_to(self.of(one), shape)
+            both = (labels != WHOLE) & (result != WHOLE)
+            self.cells.join(labels[both], result[both])
+            result = np.where(result == WHOLE, labels, result)
+        self.labels[node] = result
+        for one in tensors:
+            if one not in cut and one in self._places:
+                name, places = self._places[one]
+                self._met[name].append((np.broadcast_to(places, shape), result))
+            elif one not in cut:
+                self._use_whole(one)
+
+    # Parameters that calls work on ------------------------------------------------------------------------------------
+
+    def _follow_parameters(self, node: fx.Node, tensors: list[fx.Node]) -> None:
+        """Follows what is made of one parameter alone, element by element; any other call reads all of it."""
+        name = name_of(node)
+        if len(tensors) == 1 and tensors[0] in self._places and isinstance(node.meta["val"], torch.Tensor):
+            weight, places = self._places[tensors[0]]
+            if name in VIEWS:
+                self._places[node] = (weight, self.run(node, lambda one: places))
+                return
+            if name in POINTWISE and self.shape(node) == places.shape:
+                self._places[node] = (weight, places)
+                return
+        for one in tensors:
+            self._use_whole(one)
+
+    def _note_met(self) -> None:
+        """Turns what parameters' elements have met into labels along their dimensions."""
+        for name, met in self._met.items():
+            shape = self._shapes[name]
+            labels = np.full(math.prod(shape), -1, dtype=np.int64)
+            is_one = np.ones(math.prod(shape), dtype=bool)
+            for places, met_labels in met:
+                order = places.ravel()
+                classes = self.cells.find(met_labels.ravel())
+                np.maximum.at(labels, order, classes)
+                is_one &= ~_differs(order, classes, labels)
+            if (labels < 0).any() or not is_one.all():
+                self.uses[name].append({})  # an element that several classes meet, or none
+                continue
+            grid = labels.reshape(shape)
+            by_dim = {}
+            for dim in range(grid.ndim):
+                along = np.moveaxis(grid, dim, 0).reshape(grid.shape[dim], -1)
+                if np.unique(along[0]).size == 1 or grid.ndim == 1:
+                    by_dim[dim] = along[:, 0]
+            by_dim = {dim: one for dim, one in by_dim.items() if np.unique(one).size > 1}
+            self.uses[name].append(by_dim if len(by_dim) == 1 else {})
+
+
+def _differs(order: np.ndarray, classes: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """True for the elements with a class that is not their label."""
+    differs = np.zeros(labels.size, dtype=bool)
+    np.logical_or.at(differs, order, classes != labels[order])
+    return differs
+
+
+def _each(labels: Any) -> Iterator[Labels]:
+    if isinstance(labels, list):
+        yield from (one for one in labels if one is not None)
+    elif labels is not None:
+        yield labels
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) or (
+        isinstance(val, tuple | list) and any(isinstance(one, torch.Tensor) for one in val)
+    )
+
+
+def _dims_of(dim: Any, num_dims: int) -> tuple[int, ...]:
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    return tuple(one % num_dims for one in dims)
+
+
+def _is_of_input_ids(node: Any) -> bool:
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        if name_of(node) not in VIEWS | {"to"} or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.meta.get("input_name") == "input_ids"
+
+
+def _sizes_of(gm: fx.GraphModule) -> dict[str, int]:
+    """The number in place of each symbol."""
+    sizes: dict[str, int] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.meta.get("input_name") == "logits_indices":
+            sizes[str(node.meta["val"].shape[0].node.expr)] = _ROWS
+    return sizes

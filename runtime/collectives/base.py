@@ -1,0 +1,71 @@
+"""The contract of a communicator, and which one the calling thread's ops use.
+
+Every rank makes the same calls in the same order. Whoever runs a model over ranks does it inside `using`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Communicator(Protocol):
+    """The calls of one rank. On a GPU they are queued on the current stream, and may be captured.
+
+    Attributes:
+        rank, size: which of how many this is.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of x, contiguous, of any shape: a new tensor, with the same bits on all ranks."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]: x of every rank, which is contiguous and of one shape on all."""
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Makes x, which is contiguous, what rank 0 has there."""
+
+    def least(self, value: int) -> int:
+        """The least of a number of each rank; waits for it."""
+
+    def use_kernels(self) -> None:
+        """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded."""
+
+    def abort(self) -> None:
+        """Ends calls that are under way, from another thread, as far as there is a way; none may follow."""
+
+    def close(self) -> None:
+        """Gives up what it holds; once or often."""
+
+
+_threads = threading.local()
+
+
+def current() -> Communicator:
+    """The communicator of the calling thread.
+
+    Raises:
+        RuntimeError: it is not inside `using`.
+    """
+    communicator: Communicator | None = getattr(_threads, "communicator", None)
+    if communicator is None:
+        raise RuntimeError("an op of several ranks was called outside of `with using(communicator)`")
+    return communicator
+
+
+@contextmanager
+def using(communicator: Communicator | None) -> Iterator[None]:
+    """Makes it the calling thread's; None: the thread's ops are of one rank."""
+    before = getattr(_threads, "communicator", None)
+    _threads.communicator = communicator
+    try:
+        yield
+    finally:
+        _threads.communicator = before

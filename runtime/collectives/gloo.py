@@ -1,0 +1,66 @@
+"""A communicator over gloo: ranks are processes of one host, tensors are on a CPU.
+
+torch's own process group, without torch.distributed's globals: a process may have engines of several groups.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
+
+
+class GlooCommunicator:
+    """One rank of a group of processes, which find each other by a file."""
+
+    def __init__(self, rank: int, size: int, meeting_place: Path) -> None:
+        """Waits for the others.
+
+        Args:
+            meeting_place: a path where no file is yet; the same for all ranks.
+
+        Raises:
+            RuntimeError: another rank ended meanwhile.
+        """
+        from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+
+        self.rank, self.size = rank, size
+        gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _TIMEOUT
+        self._group: Any = gloo(FileStore(str(meeting_place), size), rank, size, options)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.to(_WIDER.get(x.dtype, x.dtype), copy=True)
+        if total.numel():
+            self._group.allreduce([total]).wait()
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            # As bytes: gloo does not know every type.
+            parts = [part.view(torch.uint8) for part in gathered.view(self.size, -1)]
+            self._group.allgather([parts], [x.reshape(-1).view(torch.uint8)]).wait()
+        return gathered
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        self._group.broadcast(x, 0).wait()
+
+    def least(self, value: int) -> int:
+        return int(self.all_gather(torch.tensor([value])).amin())
+
+    def use_kernels(self) -> None:
+        """None are for a CPU."""
+
+    def abort(self) -> None:
+        """A wait ends by itself when the process that it waits for does."""
+
+    def close(self) -> None:
+        self._group = None

@@ -1,0 +1,169 @@
+"""A communicator over NCCL: ranks are processes with a GPU each.
+
+By ctypes, as torch has no public calls that are queued on the current stream, may be captured, and can be ended by
+another thread.
+
+Numbers are those of nccl.h (NCCL 2.20 and later).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from contextlib import suppress
+from functools import cache
+
+import torch
+
+from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, buffer_bytes, is_loaded
+from mllm_compile.runtime.collectives.push_kernel import MOST_RANKS
+from mllm_compile.runtime.cuda.driver import PeerMemory
+from mllm_compile.runtime.errors import DeviceError
+
+_ID_BYTES = 128
+_TYPES = {
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_SUM = 0
+# Connections are made at the start, as a capture cannot; buffers of graphs are not registered, which takes longer for
+# thousands of captured sums than it saves; and no multicast objects, which a group of a few GPUs does without.
+_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * _ID_BYTES),)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """NCCL, as torch has loaded it."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise DeviceError(
+            f"NCCL cannot be loaded, by which ranks on GPUs meet: {error}. Install torch for CUDA."
+        ) from None
+    size, handle, kind = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+    library.ncclCommInitRank.argtypes = [ctypes.POINTER(handle), kind, _UniqueId, kind]
+    library.ncclAllReduce.argtypes = [handle, handle, size, kind, kind, handle, handle]
+    library.ncclAllGather.argtypes = [handle, handle, size, kind, handle, handle]
+    library.ncclBroadcast.argtypes = [handle, handle, size, kind, kind, handle, handle]
+    library.ncclCommAbort.argtypes = [handle]
+    return library
+
+
+def _check(result: int, doing: str) -> None:
+    if result:
+        said = _library().ncclGetErrorString(result).decode()
+        raise DeviceError(f"NCCL answers {said!r} ({result}) to {doing}")
+
+
+def new_group_id() -> bytes:
+    """The bytes that the ranks of a new group have in common; made by one, given to all."""
+    made = _UniqueId()
+    _check(_library().ncclGetUniqueId(ctypes.byref(made)), "a new group's id")
+    return ctypes.string_at(ctypes.byref(made), _ID_BYTES)
+
+
+class NcclCommunicator:
+    """One rank of a group; its tensors are contiguous and on its device."""
+
+    def __init__(self, rank: int, size: int, group_id: bytes, device: torch.device) -> None:
+        """Waits for the others.
+
+        Raises:
+            DeviceError: NCCL cannot be loaded, or connects no GPUs.
+        """
+        self.rank, self.size = rank, size
+        self._device = device
+        self._handle: ctypes.c_void_p | None = None
+        self._lock = threading.Lock()  # of giving the handle up
+        handle, shared = ctypes.c_void_p(), _UniqueId()
+        ctypes.memmove(ctypes.byref(shared), group_id, _ID_BYTES)
+        with torch.cuda.device(device):
+            _check(_library().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
+        self._handle = handle
+        self._pushed: PushedSums | None = None
+        self._seen: list[PeerMemory] = []  # what sums push into
+
+    def use_kernels(self) -> None:
+        if self.size > MOST_RANKS or not self.least(is_loaded(self._device) and self._sees_all()):
+            return
+        own = PeerMemory.new(buffer_bytes(self.size), NOTHING, self._device)
+        handle = torch.frombuffer(bytearray(own.handle), dtype=torch.uint8).to(self._device)
+        handles = self.all_gather(handle).cpu()
+        self._seen = [
+            own if rank == self.rank else PeerMemory.of_other(bytes(handles[rank].tolist()), self._device)
+            for rank in range(self.size)
+        ]
+        self.least(0)  # nobody sends before all have emptied theirs
+        self._pushed = PushedSums(self.rank, [one.address for one in self._seen], self._device)
+
+    def _sees_all(self) -> bool:
+        """True if this GPU may write into the memory of the other ranks' GPUs, its neighbours by number."""
+        first = (self._device.index or 0) - self.rank
+        others = [first + rank for rank in range(self.size) if rank != self.rank]
+        return all(torch.cuda.can_device_access_peer(self._device.index, other) for other in others)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._pushed is not None and self._pushed.takes(x):
+            self._open()  # raises where it was given up
+            return self._pushed.sum(x)
+        total = torch.empty_like(x)
+        if x.numel():
+            kind = _TYPES[x.dtype]
+            arguments = (x.data_ptr(), total.data_ptr(), x.numel(), kind, _SUM, self._open(), self._stream())
+            _check(_library().ncclAllReduce(*arguments), "a sum over ranks")
+        return total
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            arguments = (x.data_ptr(), gathered.data_ptr(), x.nbytes, _TYPES[torch.uint8], self._open(), self._stream())
+            _check(_library().ncclAllGather(*arguments), "a gather over ranks")
+        return gathered
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        place = x.data_ptr()
+        arguments = (place, place, x.nbytes, _TYPES[torch.uint8], 0, self._open(), self._stream())
+        _check(_library().ncclBroadcast(*arguments), "a broadcast to ranks")
+
+    def least(self, value: int) -> int:
+        own = torch.tensor([value], device=self._device)
+        return int(self.all_gather(own).amin())
+
+    def abort(self) -> None:
+        if self._pushed is not None:
+            self._pushed.give_up()
+        with self._lock:
+            handle, self._handle = self._handle, None
+        if handle is not None:
+            _library().ncclCommAbort(handle)
+
+    def close(self) -> None:
+        self.abort()  # destroying it would wait for the others, which may be gone
+        seen, self._seen, self._pushed = self._seen, [], None
+        with suppress(RuntimeError, DeviceError):  # of a device that does not answer any more
+            torch.cuda.synchronize(self._device)
+            for rank, memory in enumerate(seen):
+                memory.give_back(is_own=rank == self.rank)
+
+    def _open(self) -> ctypes.c_void_p:
+        handle = self._handle
+        if handle is None:
+            raise DeviceError("the ranks' group was given up: another rank has ended")
+        return handle
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream

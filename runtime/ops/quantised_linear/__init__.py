@@ -1,0 +1,1 @@
+"""The linear of a quantised weight."""

@@ -1,0 +1,1 @@
+"""Ops that pieces of several ranks call, and the family of the kernel of small sums (collectives/push.cu)."""

@@ -1,0 +1,48 @@
+"""Ops of a piece that ranks make together: a sum, a gather, and the number of the rank.
+
+They go to the communicator of the calling thread (collectives/base.py), on the current stream, and may be captured.
+Defined with torch.library's define/impl because calling a `torch.library.custom_op` imports Dynamo and Inductor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mllm_compile.runtime.collectives.base import current
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+_LIBRARY.define("all_reduce(Tensor x) -> Tensor")
+_LIBRARY.define("all_gather(Tensor x, int dim, int num_ranks) -> Tensor")
+_LIBRARY.define("own_rank(Tensor like) -> Tensor")
+
+
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of x, of any shape; the same bits on all ranks."""
+    return current().all_reduce(x.contiguous())
+
+
+def all_gather(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
+    """The parts of all ranks, in order, one behind another in dimension `dim`.
+
+    Args:
+        num_ranks: how many there are: a size that a graph has to know.
+    """
+    parts = current().all_gather(x.contiguous())
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def own_rank(like: torch.Tensor) -> torch.Tensor:
+    """The rank that calls, from 0: [] int64 on the device of `like`."""
+    return torch.full((), current().rank, dtype=torch.int64, device=like.device)
+
+
+def _all_gather_fake(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
+    return x.new_empty([size * num_ranks if place == dim else size for place, size in enumerate(x.shape)])
+
+
+_LIBRARY.impl("all_reduce", all_reduce, "CompositeExplicitAutograd")
+_LIBRARY.impl("all_gather", all_gather, "CompositeExplicitAutograd")
+_LIBRARY.impl("own_rank", own_rank, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::all_reduce", lambda x: x.new_empty(x.shape), lib=_LIBRARY)
+torch.library.register_fake("mllm::all_gather", _all_gather_fake, lib=_LIBRARY)
+torch.library.register_fake("mllm::own_rank", lambda like: like.new_empty((), dtype=torch.int64), lib=_LIBRARY)

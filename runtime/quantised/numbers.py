@@ -1,0 +1,76 @@
+"""Quantises a weight by rounding to the nearest, and dequantises it: the meaning of a scheme, in plain torch.
+
+Shape legend: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional
+
+from mllm_compile.runtime.quantised.scheme import FP8_MAX, INT4_ZERO, SCALES, VALUES, ZEROS, WeightScheme
+
+_SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
+_MOST_VALUES = 4 << 20  # dequantised at once in float32: bounds what that takes beside the weight
+
+
+def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Tensor]:
+    """The tensors of `weight` [N, K] by role. One with NaN or inf gets scales that are not finite either."""
+    rows, columns = weight.shape
+    groups = functional.pad(weight.float(), (0, -columns % scheme.group)).view(rows, -1, scheme.group)
+    if scheme.kind == "fp8":
+        scales = _scales(groups.abs().amax(-1), FP8_MAX, scheme)
+        scaled = (groups / scales.float().unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
+        values = scaled.view(rows, -1)[:, :columns].to(torch.float8_e4m3fn)
+        return {VALUES: values, SCALES: scales}
+    found = {}
+    if scheme.has_zeros:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = _scales(high - low, 15, scheme)
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+        found[ZEROS] = zeros.to(torch.uint8)
+    else:
+        scales = _scales(groups.abs().amax(-1), 7.5, scheme)
+        zeros = torch.full_like(scales, INT4_ZERO, dtype=torch.float32)
+    numbers = (groups / scales.float().unsqueeze(-1)).round_() + zeros.unsqueeze(-1)
+    numbers = numbers.clamp_(0, 15).view(rows, -1)[:, :columns].to(torch.uint8)
+    return {VALUES: paired(numbers), SCALES: scales, **found}
+
+
+def _scales(sizes: torch.Tensor, largest: float, scheme: WeightScheme) -> torch.Tensor:
+    return (sizes / largest).clamp(min=_SMALLEST_SCALE).to(scheme.scale_dtype)
+
+
+def paired(numbers: torch.Tensor) -> torch.Tensor:
+    """[N, K/2 rounded up] uint8 of four-bit numbers [N, K] uint8, the low one of a byte first."""
+    numbers = functional.pad(numbers, (0, numbers.shape[1] % 2))
+    return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+
+
+def dequantised(
+    tensors: Mapping[str, torch.Tensor | None], kind: str, group: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight [N, K] that `tensors`, by role, stand for: multiplied in float32 and rounded once."""
+    values, scales, zeros = tensors[VALUES], tensors[SCALES], tensors.get(ZEROS)
+    assert values is not None and scales is not None, "a weight has values and scales"
+    weight = torch.empty(values.shape[0], columns, dtype=dtype, device=values.device)
+    step = max(_MOST_VALUES // max(columns, 1), 1)
+    for start in range(0, values.shape[0], step):
+        rows = slice(start, start + step)
+        factors = _of_inputs(scales[rows].float(), group, columns)
+        if kind == "fp8":
+            weight[rows] = values[rows].float().mul_(factors)
+            continue
+        numbers = torch.stack((values[rows] & 15, values[rows] >> 4), -1).flatten(-2)[:, :columns].float()
+        numbers -= INT4_ZERO if zeros is None else _of_inputs(zeros[rows].float(), group, columns)
+        weight[rows] = numbers.mul_(factors)
+    return weight
+
+
+def _of_inputs(of_groups: torch.Tensor, group: int, columns: int) -> torch.Tensor:
+    """[n, K] of [n, G]; [n, 1] where all inputs share one."""
+    if of_groups.shape[1] == 1:
+        return of_groups
+    return of_groups.repeat_interleave(group, 1)[:, :columns]

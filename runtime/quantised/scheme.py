@@ -1,0 +1,74 @@
+"""Defines how the weight of a linear lies in memory where it is quantised: its tensors, their shapes and types.
+
+Shape legend: N outputs, K inputs, G groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+# Roles of the tensors that one weight is.
+VALUES, SCALES, ZEROS = "values", "scales", "zeros"
+Kind = Literal["fp8", "int4"]
+
+FP8_MAX = 448.0  # of float8_e4m3fn
+INT4_ZERO = 8  # what stands for zero where no zero points are stored
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """The form of a weight [N, K]; every scale is of one row, whatever blocks a checkpoint has, so that rows of
+    several weights can be packed into one.
+
+    fp8: values [N, K] float8_e4m3fn, weight = value * scale. int4: values [N, K/2 rounded up] uint8, two a byte, the
+    low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points.
+
+    Attributes:
+        kind: what a value is.
+        group: inputs that share a scale; K, where one scale is for a whole row.
+        scale_dtype: of the scales [N, G].
+        has_zeros: zero points [N, G] uint8 are stored.
+    """
+
+    kind: Kind
+    group: int
+    scale_dtype: torch.dtype = torch.float32
+    has_zeros: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (VALUES, SCALES, ZEROS) if self.has_zeros else (VALUES, SCALES)
+
+    def shape(self, role: str, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of one tensor of a weight [rows, columns]."""
+        if role == VALUES:
+            return rows, columns if self.kind == "fp8" else -(-columns // 2)
+        return rows, -(-columns // self.group)
+
+    def dtype(self, role: str) -> torch.dtype:
+        if role == SCALES:
+            return self.scale_dtype
+        return torch.float8_e4m3fn if role == VALUES and self.kind == "fp8" else torch.uint8
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """The bytes of all tensors of a weight [rows, columns]."""
+        return sum(math.prod(self.shape(role, rows, columns)) * self.dtype(role).itemsize for role in self.roles)
+
+
+def quantised_as(kind: Kind, columns: int) -> WeightScheme:
+    """The scheme that a plain weight of so many inputs is quantised to."""
+    if kind == "fp8":
+        return WeightScheme("fp8", columns)
+    return WeightScheme("int4", min(_INT4_GROUP, columns), torch.bfloat16)
+
+
+_INT4_GROUP = 128
+
+
+def tensor_name(weight: str, role: str) -> str:
+    """The name of one tensor of a weight: that of the values is the weight's own."""
+    return weight if role == VALUES else f"{weight}_{role}"

@@ -1,0 +1,34 @@
+"""The steps of a rank that follows: it runs the model as rank 0 does, and leaves the choice of tokens to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.runner import StepRunner, scored_parts
+
+
+class FollowingStepRunner(StepRunner):
+    """Runs the steps that rank 0 has announced. Tokens come from there: rank 0's last ones are spread to all ranks at
+    the start of each step that has decodes."""
+
+    def follow(self, batch: ScheduledBatch, scored_indices: np.ndarray | None) -> None:
+        """Launches a step.
+
+        Args:
+            batch: as rank 0 has it, without requests.
+            scored_indices: [N] tokens whose logits rank 0 asks for besides; None: for none.
+        """
+        with torch.inference_mode(), self._runner.on_device():
+            self._enter_pages(batch)
+            plan = self._plan(batch)
+            plan.fields.scored_indices = scored_indices
+            if batch.num_decodes == batch.num_requests and self._runner.holds_decode(batch.num_requests):
+                fields = plan.fields
+                self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
+                return
+            output, fields_there = self._launch(batch, plan)
+            if fields_there.scored_indices is not None and output.logits_of is not None:
+                for part in scored_parts(fields_there.scored_indices, self._runner.vocab_size):
+                    output.logits_of(part)

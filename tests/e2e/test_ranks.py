@@ -1,0 +1,166 @@
+"""An engine of two ranks, processes over gloo: its tokens are one rank's, and a lost rank ends all with its reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
+from tests.tiny_model import engine_of_pages, tiny_config
+
+LONGEST_TO_KNOW_S = 5.0
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [
+    "A",
+    "The for statement is used to iterate over the elements of a sequence",
+    "If the file cannot be opened, an OSError is raised.\n" * 5,
+    "x = 1\n" * 20,
+]
+
+Maker = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def cache(eager_cache: Path) -> Path:
+    load_or_compile(config_of(eager_cache))
+    return eager_cache
+
+
+def config_of(cache: Path, num_ranks: int = 2, **runtime: Any) -> Any:
+    settings = {"tensor_parallel_size": num_ranks, "max_num_batched_tokens": 32} | runtime
+    return tiny_config(cache, compile={"backend": "eager"}, runtime=settings)
+
+
+@pytest.fixture(scope="module")
+def alone(cache: Path) -> Iterator[Engine]:
+    with Engine(config_of(cache, num_ranks=1)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def ranks(cache: Path) -> Iterator[Engine]:
+    with Engine(config_of(cache)) as engine:
+        yield engine
+
+
+def followers() -> list[int]:
+    """The processes of ranks that this one has started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                command = (folder / "cmdline").read_bytes()
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+            if b"mllm_compile.ranks.follower" in command and parent == os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+def tokens(engine: Engine, prompts: list[str] = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.token_ids for output in engine.generate(prompts, params)]
+
+
+def test_greedy_tokens_are_one_ranks_in_batches_with_prompts_in_chunks(ranks, alone):
+    assert tokens(ranks) == tokens(alone)
+    assert len(alone.generate(PROMPTS[2], GREEDY)[0].prompt_token_ids) > 32  # more than a step takes
+
+
+def test_a_prefix_hit_gives_the_same(ranks, alone):
+    hit = ranks.generate(PROMPTS[2], GREEDY)[0]
+    assert hit.num_cached_tokens > 0
+    assert hit.token_ids == alone.generate(PROMPTS[2], GREEDY)[0].token_ids
+
+
+def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alone):
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=10, ignore_eos=True, repetition_penalty=1.2)
+    assert tokens(ranks, params=drawn) == tokens(alone, params=drawn)
+    scored = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
+    ours, theirs = (engine.generate(PROMPTS[1:3], scored) for engine in (ranks, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, yours in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
+                {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
+            )
+
+
+def test_an_aborted_request_ends_and_the_engine_goes_on(ranks, alone):
+    stream = ranks.stream(PROMPTS[1], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert tokens(ranks) == tokens(alone)
+
+
+def test_preempted_requests_give_the_same_and_a_closed_engine_leaves_no_process(cache, alone):
+    before = set(followers())
+    engine = engine_of_pages(config_of(cache, max_model_len=128, enable_prefix_cache=False), num_pages=9)
+    try:
+        many = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        assert tokens(engine, PROMPTS[:2] * 2, many) == tokens(alone, PROMPTS[:2] * 2, many)
+        assert engine.stats().preemptions > 0
+        assert set(followers()) - before
+    finally:
+        engine.close()
+    assert set(followers()) == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache, how):
+    before = set(followers())
+    engine = Engine(config_of(cache))
+    try:
+        (follower,) = set(followers()) - before
+        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
+        for stream in streams:
+            next(stream)
+        os.kill(follower, how)
+        killed = time.monotonic()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) (was ended by signal 9|.* it hangs)"):
+                for _ in stream:
+                    pass
+        assert time.monotonic() - killed < LONGEST_TO_KNOW_S
+        assert not engine.is_alive
+    finally:
+        engine.close()
+    assert set(followers()) == before
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("mllm")]
+
+
+def test_a_rank_that_cannot_start_says_why(cache, monkeypatch):
+    before = set(followers())
+    monkeypatch.setattr("mllm_compile.ranks.group._MODULE", "mllm_compile.ranks.no_such_module")
+    with pytest.raises(
+        DeviceError, match=r"rank 1 \(process \d+\) ended with code 1; its last lines: .*no_such_module"
+    ):
+        Engine(config_of(cache))
+    assert set(followers()) == before
+
+
+def test_what_cannot_be_cut_is_refused(cache):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 5, and nothing of this model can be cut"):
+        load_or_compile(config_of(cache, num_ranks=5))
+    with pytest.raises(ConfigError, match="skip_compiled"):
+        load_or_compile(config_of(cache, skip_compiled=True))
+
+
+def test_weights_in_few_bits_are_not_cut(cache):
+    quantised = tiny_config(cache, model={"quantization": "fp8"}, runtime={"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"quantization is fp8, but runtime\.tensor_parallel_size is 2"):
+        load_or_compile(quantised)
+
+
+def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):
+    factors = [load_or_compile(config_of(cache, num_ranks=count)).artifact.factors for count in (1, 2)]
+    assert [found.get("tensor parallel") for found in factors] == [None, "2 ranks"]

@@ -1,0 +1,86 @@
+"""Quantised weights on the GPU: the op against float64, and whole models against float32 of the same numbers.
+
+Published checkpoints, and plain and dummy weights that are quantised while they stream to the device.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mllm_compile import SamplingParams
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+from tests.gpu.small_shape import SHAPE
+from tests.gpu.test_served_models import TINY, assert_no_worse_than_bf16, engine, random_ids, reference
+from tests.quantised_checkpoints import LINEARS, quantise_folder
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+SCHEMES = {
+    "fp8 rows": WeightScheme("fp8", 4096),
+    "fp8 groups": WeightScheme("fp8", 128),
+    "int4": WeightScheme("int4", 128, torch.bfloat16),
+    "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 600])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_op_is_as_near_to_float64_as_torch_in_bfloat16_is(name, tokens):
+    scheme, generator = SCHEMES[name], torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(tokens, 4096, device="cuda", generator=generator).bfloat16()
+    weight = torch.randn(1536, 4096, device="cuda", generator=generator) * 0.02
+    tensors = quantised(weight, scheme)
+    stands_for = dequantised(tensors, scheme.kind, scheme.group, 4096, torch.float32)
+    exact = functional.linear(x.double(), stands_for.double())
+    theirs = functional.linear(x, stands_for.bfloat16())
+    ours = op("quantised_linear")(
+        x, tensors["values"], tensors["scales"], tensors.get("zeros"), None, scheme.kind, scheme.group
+    )
+    assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm()
+
+
+def test_the_tensors_are_the_same_on_a_gpu_and_on_a_cpu():
+    weight = torch.randn(96, 4096, generator=torch.Generator().manual_seed(0))
+    for scheme in SCHEMES.values():
+        on_cpu, on_gpu = quantised(weight, scheme), quantised(weight.cuda(), scheme)
+        for role, tensor in on_cpu.items():
+            assert torch.equal(on_gpu[role].cpu().view(torch.uint8), tensor.view(torch.uint8)), (scheme, role)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "modelopt fp8", "gptq", "awq", "compressed-tensors int4"])
+def test_a_checkpoint_is_as_near_to_float32_of_its_numbers_as_transformers_is(name, backend, tmp_path):
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    quantise_folder(TINY, packed, plain, LINEARS[name])
+    with engine(packed, tmp_path / "cache", backend=backend) as served:
+        exact, bf16 = reference(plain, torch.float32), reference(plain, torch.bfloat16)
+        for length in (3, 60, 700):
+            assert_no_worse_than_bf16(served, exact, bf16, random_ids(length, 3072, length))
+
+
+def dummy(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_dummy_weights_decode_in_graphs_what_they_score_in_prompts(kind, tmp_path):
+    folder = dummy(tmp_path / "model")
+    with engine(folder, tmp_path / "cache", backend="inductor", load_format="dummy", quantization=kind) as served:
+        params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=0)
+        prompts = [random_ids(16 + index, 4096, index) for index in range(9)]
+        outputs = served.generate(prompts, params)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = [*prompt, *output.token_ids]
+            scored = served.generate(ids, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))[0]
+            for step, token in enumerate(output.token_ids):
+                made = output.logprobs[step][token].logprob
+                assert made == pytest.approx(scored.prompt_logprobs[len(prompt) + step][token].logprob, abs=0.1)

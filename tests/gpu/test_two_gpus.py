@@ -1,0 +1,149 @@
+"""A model cut over two GPUs against one, in every graph mode; and what becomes of an engine that loses one.
+
+Run by themselves: python -m pytest tests/gpu/test_two_gpus.py. They skip themselves with fewer GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import EngineDeadError
+from tests.e2e.test_ranks import LONGEST_TO_KNOW_S, followers
+from tests.gpu.small_shape import SHAPE
+from tests.tiny_model import TINY
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs"),
+]
+
+MODES = ("none", "piecewise", "full_decode_only", "full_and_piecewise")
+# A log-probability in bfloat16, of sums in another order; tokens may differ where two are as probable.
+LARGEST_DIFFERENCE = 0.15
+PROMPTS = [list(range(3, 3 + count)) for count in (1, 5, 30, 200, 7, 64, 17)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
+
+
+def config_of(cache: Path, num_ranks: int, mode: str, model: dict[str, Any], backend: str) -> EngineConfig:
+    return EngineConfig.from_dict(
+        {
+            "model": {"dtype": "bfloat16"} | model,
+            "compile": {"backend": backend},
+            "runtime": {
+                "device": "cuda",
+                "tensor_parallel_size": num_ranks,
+                "max_model_len": 1024,
+                "max_running_requests": 16,
+                "max_num_batched_tokens": 128,
+            },
+            "cudagraph": {"mode": mode},
+            "cache": {"dir": str(cache)},
+        }
+    )
+
+
+@contextmanager
+def engine_of(*args: Any) -> Iterator[Engine]:
+    engine = Engine(config_of(*args))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two_gpus")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A shape whose heads and widths divide by two and suit the kernels, of random weights."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"num_attention_heads": 16, "num_key_value_heads": 8}))
+    return {"path": str(folder), "load_format": "dummy"}
+
+
+def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    """Tokens and their log-probabilities, of each prompt."""
+    found = engine.generate(PROMPTS, GREEDY)
+    assert all(output.error is None for output in found)
+    return [
+        (
+            output.token_ids,
+            [entries[token].logprob for token, entries in zip(output.token_ids, output.logprobs, strict=True)],
+        )
+        for output in found
+    ]
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    """Equal up to the first token where two were as probable; most answers are equal to their end."""
+    num_equal = 0
+    for (tokens, scores), (other_tokens, other_scores) in zip(ours, theirs, strict=True):
+        same = next(
+            (i for i, pair in enumerate(zip(tokens, other_tokens, strict=False)) if pair[0] != pair[1]), len(tokens)
+        )
+        num_equal += same == len(tokens)
+        for one, other in zip(scores[: same + 1], other_scores[: same + 1], strict=True):
+            assert abs(one - other) < LARGEST_DIFFERENCE
+    assert num_equal >= len(ours) // 2
+
+
+@pytest.fixture(scope="module")
+def alone(cache: Path, small: dict[str, Any]) -> Any:
+    with engine_of(cache, 1, "none", small, "inductor") as engine:
+        return answers(engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_gpus_answer_as_one_in_every_graph_mode(cache, small, alone, mode):
+    with engine_of(cache, 2, mode, small, "inductor") as engine:
+        assert_alike(answers(engine), alone)
+        assert_alike(answers(engine), alone)  # with hits of the prefix cache
+
+
+def test_pieces_as_traced_answer_alike_on_two_gpus(cache):
+    model = {"path": str(TINY)}
+    with engine_of(cache, 1, "none", model, "eager") as engine:
+        theirs = answers(engine)
+    with engine_of(cache, 2, "none", model, "eager") as engine:
+        assert_alike(answers(engine), theirs)
+
+
+def test_draws_of_one_seed_are_the_same_twice(cache, small):
+    drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=16, ignore_eos=True, detokenize=False)
+    with engine_of(cache, 2, "full_and_piecewise", small, "inductor") as engine:
+        first, second = ([output.token_ids for output in engine.generate(PROMPTS, drawn)] for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_every_request_with_its_reason(cache, small, how):
+    before = set(followers())
+    with engine_of(cache, 2, "full_and_piecewise", small, "inductor") as engine:
+        (follower,) = set(followers()) - before
+        endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
+        streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
+        for stream in streams:
+            next(stream)
+        os.kill(follower, how)
+        lost = time.monotonic()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="rank 1"):
+                for _ in stream:
+                    pass
+        assert time.monotonic() - lost < LONGEST_TO_KNOW_S
+    assert set(followers()) == before

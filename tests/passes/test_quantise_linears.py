@@ -1,0 +1,201 @@
+"""quantise_linears: which linears get their weights in few bits, and that the passes behind it take them along."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from mllm_compile.bench.limits.step_parts import WeightSize, step_parts
+from mllm_compile.compiler.program_builder import build_program, weight_shapes
+from mllm_compile.passes.base import (
+    PACKED_WEIGHTS,
+    QUANTISED_TENSORS,
+    SMALL_WEIGHTS,
+    PackedPart,
+    QuantisedTensor,
+    SmallWeights,
+)
+from mllm_compile.passes.match.nodes import LINEAR
+from mllm_compile.passes.match.quantised import match_quantised_linear
+from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.pipeline import run_passes
+from mllm_compile.passes.quantise_linears import QuantiseLinears
+from mllm_compile.runtime.program.spec import Program, QuantisedWeight
+from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets
+from tests.passes.test_every_pass import EXPERTS, Decoder, decoder_of_experts
+
+FP8 = WeightScheme("fp8", HIDDEN)
+INT4 = WeightScheme("int4", 8, torch.bfloat16, has_zeros=True)
+
+
+def with_schemes(gm: fx.GraphModule, schemes: dict[str, WeightScheme], are_chosen: bool = False) -> fx.GraphModule:
+    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes, are_chosen)
+    return gm
+
+
+def of_all(gm: fx.GraphModule) -> dict[str, WeightScheme]:
+    """fp8 for every matrix."""
+    nodes = [node for node in gm.graph.nodes if "weight_name" in node.meta and node.meta["val"].dim() == 2]
+    return {node.meta["weight_name"]: quantised_as("fp8", node.meta["val"].shape[1]) for node in nodes}
+
+
+def quantised(gm: fx.GraphModule) -> set[str]:
+    return {tensor.weight_name for tensor in gm.meta[QUANTISED_TENSORS].values()}
+
+
+def one_layer() -> fx.GraphModule:
+    builder, logits = model_of_layers(1)
+    return builder.canonical(logits)
+
+
+def test_a_weight_becomes_inputs_of_its_tensors():
+    name = "layers.0.attn.o.weight"
+    gm = with_schemes(one_layer(), {name: INT4})
+    before = run(gm)
+    result = QuantiseLinears()(gm)
+    assert result.matches == 1
+    gm.recompile()
+    assert gm.meta[QUANTISED_TENSORS] == {
+        name: QuantisedTensor(name, "values", INT4, HIDDEN),
+        name + "_scales": QuantisedTensor(name, "scales", INT4, HIDDEN),
+        name + "_zeros": QuantisedTensor(name, "zeros", INT4, HIDDEN),
+    }
+    inputs = [node.meta.get("weight_name", "") for node in gm.graph.find_nodes(op="placeholder")]
+    assert [one for one in inputs if one.startswith(name)] == list(gm.meta[QUANTISED_TENSORS])
+    assert targets(gm).count("linear") == 4, "q, k, v, head"
+    torch.testing.assert_close(run(gm), before)
+
+
+def test_the_checkpoints_own_are_taken_wherever_only_a_linear_reads_them():
+    gm = one_layer()
+    schemes = of_all(gm)
+    apply(QuantiseLinears(), with_schemes(gm, schemes))
+    assert quantised(gm) == {name for name in schemes if name != "embed.weight"}
+
+
+def test_what_is_quantised_by_choice_spares_heads_routers_and_small_gates():
+    builder = GraphBuilder()
+    x = builder.embed()
+    x = builder.call(torch.add, builder.layer(x, 0), builder.linear(x, "gate", 1))
+    gm = builder.canonical(builder.call(torch.tanh, builder.head(x)))
+    apply(QuantiseLinears(), with_schemes(gm, of_all(gm), are_chosen=True))
+    assert quantised(gm) == {"layers.0.attn.q.weight", "layers.0.attn.o.weight"}, "k and v have eight rows"
+
+
+def test_a_router_of_many_experts_is_spared():
+    gm = decoder_of_experts()
+    schemes = {name: scheme for name, scheme in of_all(gm).items() if "router" in name}
+    assert len(schemes) == 2 and EXPERTS < 16
+    apply(QuantiseLinears(), with_schemes(gm, schemes))
+    assert quantised(gm) == set(schemes), "a checkpoint may have it so"
+    from mllm_compile.passes import quantise_linears
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantise_linears, "_FEWEST_ROWS", 1)
+        gm = decoder_of_experts()
+        apply(QuantiseLinears(), with_schemes(gm, of_all(gm), are_chosen=True))
+    found = quantised(gm)
+    assert {f"layers.{layer}.{part}.weight" for layer in (0, 1) for part in "qkvo"} == found
+
+
+def tied(builder: GraphBuilder) -> fx.Node:
+    x, weight = builder.embed(), builder.weight("tied.weight", HIDDEN, HIDDEN)
+    return builder.call(torch.add, *(builder.call(LINEAR, x, weight, None) for _ in range(2)))
+
+
+def computed(builder: GraphBuilder) -> fx.Node:
+    return builder.call(LINEAR, builder.embed(), builder.call(torch.neg, builder.weight("w", HIDDEN, HIDDEN)), None)
+
+
+@pytest.mark.parametrize("make", [tied, computed])
+def test_a_weight_that_something_else_reads_stays_plain(make):
+    builder = GraphBuilder()
+    gm = builder.canonical(builder.head(make(builder)))
+    schemes = {name: scheme for name, scheme in of_all(gm).items() if name != "head.weight"}
+    assert QuantiseLinears()(with_schemes(gm, schemes)).matches == 0
+
+
+def test_without_weights_that_may_be_small_nothing_is_done():
+    assert QuantiseLinears()(one_layer()).matches == 0
+
+
+def packed(schemes: dict[str, WeightScheme]) -> fx.GraphModule:
+    names = {f"layers.0.attn.{part}.weight": scheme for part, scheme in schemes.items()}
+    gm = apply(QuantiseLinears(), with_schemes(one_layer(), names))
+    before = run(gm)
+    gm = apply(PackProjections(), gm)
+    torch.testing.assert_close(run(gm), before)
+    return gm
+
+
+@pytest.mark.parametrize("scheme", [FP8, INT4])
+def test_linears_of_one_scheme_are_packed_with_all_their_tensors(scheme):
+    gm = packed(dict.fromkeys("qkv", scheme))
+    parts = {"": "values", "_scales": "scales", "_zeros": "zeros"}
+    assert gm.meta[PACKED_WEIGHTS] == {
+        f"layers.0.attn.q+k+v.weight{suffix}": tuple(
+            PackedPart(f"layers.0.attn.{part}.weight{suffix}", start, rows)
+            for part, start, rows in (("q", 0, 16), ("k", 16, 8), ("v", 24, 8))
+        )
+        for suffix, role in parts.items()
+        if role in scheme.roles
+    }
+    assert targets(gm).count("linear") == 2, "o, head"
+
+
+def test_linears_of_several_schemes_are_packed_each_with_its_like():
+    gm = packed({"q": FP8, "k": INT4, "v": INT4})
+    assert {name.removeprefix("layers.0.attn.") for name in gm.meta[PACKED_WEIGHTS]} == {
+        f"k+v.weight{suffix}" for suffix in ("", "_scales", "_zeros")
+    }
+    gm = packed({"q": FP8, "v": WeightScheme("fp8", 8)})
+    assert not gm.meta[PACKED_WEIGHTS]
+
+
+def test_a_program_knows_the_matrices_of_its_quantised_weights():
+    decoder = Decoder()
+    gm = decoder.model()
+    schemes = {f"layers.0.{part}.weight": quantised_as("int4", 256) for part in ("gate", "up")}
+    gm, _ = run_passes(with_schemes(gm, schemes), left_out=set(KERNEL_PASSES))
+    program = build_program(gm)
+    name = "layers.0.gate+up.weight"
+    assert program.quantised_weights == {name: QuantisedWeight(name + "_scales", None, 2 * decoder.ffn, 256)}
+    assert Program.from_json(program.to_json()).quantised_weights == program.quantised_weights
+    assert name + "_scales" in program.weights
+
+
+def test_a_step_reads_fewer_bytes_of_quantised_weights_and_multiplies_as_many_numbers():
+    parts = []
+    for kind in (None, "fp8", "int4"):
+        gm = Decoder().model()
+        scheme = None if kind is None else quantised_as(kind, 256)
+        schemes = (
+            {} if scheme is None else {f"layers.{layer}.{part}.weight": scheme for layer in (0, 1) for part in "qkv"}
+        )
+        gm, _ = run_passes(with_schemes(gm, schemes), left_out=set(KERNEL_PASSES))
+        weights = {name: WeightSize(shape, dtype.itemsize) for name, (shape, dtype) in weight_shapes(gm).items()}
+        parts.append(step_parts(build_program(gm), weights, 2, 4, 8))
+    numbers = 2 * 3 * 1024 * 256
+    plain, fp8, int4 = (sum(part.weight_bytes for part in found) for found in parts)
+    assert plain - fp8 == numbers - 2 * 3 * 1024 * 4
+    assert plain - int4 == numbers * 2 - numbers // 2 - 2 * 3 * 1024 * 2 * 2
+    assert len({sum(part.flops for part in found) for found in parts}) == 1
+
+
+def test_rows_are_gathered_ahead_of_quantised_linears():
+    gm = Decoder().model()
+    schemes = {
+        f"layers.1.{part}.weight": quantised_as("fp8", 512 if part == "down" else 256) for part in ("up", "down")
+    }
+    gm, reports = run_passes(with_schemes(gm, schemes), left_out=set(KERNEL_PASSES))
+    assert {report.name: report.matches for report in reports}["gather_rows_early"] == 1
+    pieces = [gm.get_submodule(str(node.target)) for node in gm.graph.find_nodes(op="call_module")]
+    of_pieces = [[match_quantised_linear(node) for node in piece.graph.nodes] for piece in pieces]
+    assert [sum(one is not None for one in found) for found in of_pieces] == [0, 0, 2, 0]
+
+
+KERNEL_PASSES = ("fuse_rope_cache", "rotate_in_attention", "fuse_single_token", "stream_linears", "fuse_few_tokens")
+KERNEL_PASSES += ("choose_experts", "count_experts", "group_experts", "sum_experts", "tile_experts")
+KERNEL_PASSES += ("fuse_gated_linear", "fuse_silu_mul", "dequantise_weights")

@@ -1,0 +1,205 @@
+"""The cut of a model over ranks: numbers of all ranks, run in lockstep, are those of the whole; and what is cut."""
+
+from __future__ import annotations
+
+import datetime
+import operator
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.nn import functional
+
+from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, PassTarget
+from mllm_compile.passes.match.nodes import LINEAR, is_attention
+from mllm_compile.passes.pipeline import passes_left_out
+from mllm_compile.passes.shard import Shard, whole_weights
+from tests.model.tiny_configs import tiny_config
+from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, text
+from tests.passes.support.lockstep import Cut, canonical_graph, cut
+
+LARGEST_ERROR = 1e-5  # of float32 logits
+MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+# What packs, interleaves, norms over all heads, adds biases or mixes experts: always tested.
+FIXED = ("qwen3", "olmo2", "phi3", "gpt_oss")
+EACH_TIME = 3  # further ones, others every day
+
+
+def served() -> list[str]:
+    """The architectures that the page of models lists as served."""
+    section = re.search(r"^## Served$(.*?)^## ", MODELS_PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    assert section is not None
+    return re.findall(r"^\| ([\w-]+) \| [\d.]+e", section[1], re.M)
+
+
+def of_today() -> list[str]:
+    """A sample of the served ones that wanders through all of them."""
+    names = [name for name in served() if name not in FIXED]
+    start = datetime.date.today().toordinal() * EACH_TIME
+    return [names[(start + index) % len(names)] for index in range(EACH_TIME)]
+
+
+def cut_model(name: str, num_ranks: int, **changes: Any) -> Cut:
+    gm, constants = canonical_graph(tiny_config(name, **changes))
+    return cut(gm, num_ranks, constants)
+
+
+def num_heads(gm: fx.GraphModule) -> list[int]:
+    return [node.args[0].meta["val"].shape[1] for node in gm.graph.nodes if is_attention(node)]  # type: ignore[union-attr]
+
+
+# Architectures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", FIXED)
+def test_ranks_compute_what_one_does_and_have_a_part_of_every_layer(name, num_ranks):
+    found = cut_model(name, num_ranks)
+    assert found.error < LARGEST_ERROR
+    assert set(num_heads(found.gm)) == {4 // num_ranks}  # and with four ranks each head of keys is held twice
+    matrices = {weight for weight, size in whole_weights(found.gm).items() if size > 64 * 64 // 2}
+    assert not matrices
+
+
+@pytest.mark.parametrize("name", of_today())
+def test_architectures_of_the_day_compute_the_same_over_two_ranks(name):
+    assert cut_model(name, 2).error < LARGEST_ERROR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", served())
+def test_every_served_architecture_computes_the_same(name, num_ranks):
+    assert cut_model(name, num_ranks).error < LARGEST_ERROR
+
+
+def test_weights_are_cut_as_transformers_plans_to():
+    for name in ("qwen3", "llama", "mixtral"):
+        config = tiny_config(name)
+        found = cut_model(name, 2)
+        planned = {f"model.{pattern}": kind for pattern, kind in config.base_model_tp_plan.items()}
+        weights = found.gm.graph.find_nodes(op="placeholder")
+        num_dims = {node.meta.get("weight_name"): node.meta["val"].dim() for node in weights}
+        checked = 0
+        for weight, cuts in found.cuts.items():
+            module = re.sub(r"\.\d+\.", ".*.", weight.removesuffix(".weight"))
+            dim = {"colwise": -2, "rowwise": -1}.get(planned.get(module, ""))
+            if dim is not None:
+                assert [one.dim - num_dims[weight] for one in cuts] == [dim], weight
+                checked += 1
+        wanted = sum(kind in ("colwise", "rowwise") for kind in planned.values())
+        assert checked == wanted * config.num_hidden_layers
+
+
+def test_a_sum_over_ranks_stands_behind_attention_and_behind_the_feed_forward_and_nowhere_else():
+    found = cut_model("qwen3", 2)
+    layers = tiny_config("qwen3").num_hidden_layers
+    assert found.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1, "own_rank": 1}  # one for the vocabulary
+
+
+def test_norms_over_all_heads_are_means_of_ranks_means():
+    found = cut_model("olmo2", 2)
+    layers = tiny_config("olmo2").num_hidden_layers
+    assert found.calls["all_reduce"] == 4 * layers + 1
+
+
+# Small graphs ---------------------------------------------------------------------------------------------------------
+
+
+def feed_forward(builder: GraphBuilder, x: fx.Node, name: str, width: int, bias: bool = False) -> fx.Node:
+    gate, up = (builder.linear(x, f"{name}.{part}", width, bias) for part in ("gate", "up"))
+    product = builder.call(operator.mul, builder.call(functional.silu, gate), up)
+    return builder.linear(product, f"{name}.down", HIDDEN, bias)
+
+
+def test_columns_and_rows_are_cut_and_a_bias_is_added_once():
+    builder = GraphBuilder()
+    x = builder.embed()
+    found = cut(
+        builder.canonical(builder.head(builder.call(operator.add, x, feed_forward(builder, x, "ff", 12, True)))), 2
+    )
+    assert found.error < LARGEST_ERROR
+    assert {name: [one.dim for one in cuts] for name, cuts in found.cuts.items()} == {
+        **{f"ff.{part}.{kind}": [0] for part in ("gate", "up") for kind in ("weight", "bias")},
+        "ff.down.weight": [1],
+    }
+    assert found.cuts["ff.down.weight"][0].ranges == (((0, 6),), ((6, 6),))
+    assert found.calls["all_reduce"] == 1
+
+
+def test_two_partial_sums_that_are_added_are_summed_over_ranks_once():
+    builder = GraphBuilder()
+    x = builder.embed()
+    both = builder.call(operator.add, *(feed_forward(builder, x, name, 12) for name in "ab"))
+    found = cut(builder.canonical(builder.head(builder.call(operator.add, x, both))), 2)
+    assert found.error < LARGEST_ERROR
+    assert found.calls["all_reduce"] == 1
+
+
+def test_what_does_not_divide_is_whole_and_the_rest_is_cut():
+    builder = GraphBuilder()
+    x = builder.layer(builder.embed(), 0)
+    found = cut(builder.canonical(builder.head(builder.call(operator.add, x, feed_forward(builder, x, "ff", 9)))), 2)
+    assert found.error < LARGEST_ERROR
+    assert {name.partition(".")[0] for name in found.cuts} == {"layers"}
+
+
+def test_what_has_no_rule_is_computed_by_every_rank():
+    builder = GraphBuilder()
+    x = builder.embed()
+    gate = builder.call(torch.cumsum, builder.linear(x, "ff.gate", 12), -1)
+    x = builder.call(operator.add, x, builder.linear(gate, "ff.down", HIDDEN))
+    found = cut(builder.canonical(builder.head(x)), 2)
+    assert (found.error, found.cuts) == (0.0, {})
+
+
+def test_a_weight_that_is_read_whole_elsewhere_is_not_cut():
+    builder = GraphBuilder()
+    x = builder.embed()
+    shared = builder.weight("shared.weight", 12, HIDDEN)
+    hidden = builder.call(functional.silu, builder.call(LINEAR, x, shared, None))
+    out = builder.linear(hidden, "down", HIDDEN)
+    norm = builder.call(torch.mean, shared)
+    x = builder.call(operator.mul, builder.call(operator.add, x, out), norm)
+    found = cut(builder.canonical(builder.head(x)), 2)
+    assert found.error < LARGEST_ERROR
+    assert "shared.weight" not in found.cuts
+
+
+def test_heads_that_do_not_divide_leave_attention_whole():
+    builder, logits = model_of_layers(1)  # 4 heads, 2 of keys, a vocabulary of 11
+    found = cut(builder.canonical(logits), 3)
+    assert (found.error, found.cuts) == (0.0, {})
+
+
+def test_heads_with_slopes_of_their_own_leave_attention_whole():
+    builder = GraphBuilder()
+    x = builder.embed()
+    x = builder.call(operator.add, x, feed_forward(builder, x, "ff", 12))
+    x = builder.layer(x, 0, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])
+    found = cut(builder.canonical(builder.head(x)), 2)
+    assert found.error < LARGEST_ERROR
+    assert {name.partition(".")[0] for name in found.cuts} == {"ff"}
+
+
+def test_the_pass_does_nothing_the_second_time_nor_for_one_rank():
+    builder, logits = model_of_layers(1)
+    gm = builder.canonical(logits)
+    before = text(gm)
+    assert Shard()(gm).matches == 0
+    assert text(gm) == before
+    gm.meta[RANKS] = 2
+    once = text(apply(Shard(), gm))
+    assert once != before
+    assert text(apply(Shard(), gm)) == once
+    assert gm.meta[WEIGHT_CUTS]
+
+
+def test_the_pass_is_there_for_several_ranks_alone():
+    target = PassTarget("cpu", True, False, False, "float32", "float32")
+    assert "tensor_parallel_size is 1" in passes_left_out(target)["shard"]
+    several = PassTarget("cpu", True, False, False, "float32", "float32", num_ranks=2)
+    assert "shard" not in passes_left_out(several)

@@ -1,0 +1,104 @@
+"""Steps as records: what a follower reads is what rank 0 wrote, in order, and no more than a ring's worth ahead."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from mllm_compile.runtime.ranks.records import most_record_bytes, read_step, write_step
+from mllm_compile.runtime.ranks.ring import RingReader, RingWriter
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+
+
+def batch(step_id: int = 3, prefill: tuple[int, ...] = (7, 8, 9), pages: int = 2) -> ScheduledBatch:
+    int32 = {"dtype": np.int32}
+    return ScheduledBatch(
+        step_id=step_id,
+        requests=[None, None],  # type: ignore[list-item]
+        rows=np.array([1, 4], **int32),
+        num_new=np.array([1, len(prefill)], **int32),
+        prefix_lens=np.array([5, 0], **int32),
+        num_decodes=1,
+        num_tokens=1 + len(prefill),
+        page_rows=np.full(pages, 4, **int32),
+        page_positions=np.arange(pages, **int32),
+        page_ids=np.arange(pages, **int32) + 11,
+        cleared_pages=np.array([11], **int32),
+        prefill_token_ids=np.array(prefill, dtype=np.int64),
+        sample_mask=np.array([True, False]),
+        prompt_logprob_rows=np.array([False, True]),
+        admitted=[],
+    )
+
+
+@pytest.mark.parametrize("scored", [None, np.array([1, 2], dtype=np.int64), np.empty(0, dtype=np.int64)])
+def test_a_step_is_read_as_it_was_written(scored):
+    memory = memoryview(bytearray(4096))
+    size = write_step(memory, batch(), scored)
+    found = read_step(memory[:size])
+    assert (found.batch.step_id, found.batch.num_decodes, found.batch.num_tokens) == (3, 1, 4)
+    assert found.batch.num_requests == 2
+    for name in ("rows", "num_new", "prefix_lens", "page_rows", "page_positions", "page_ids", "cleared_pages"):
+        ours, theirs = getattr(found.batch, name), getattr(batch(), name)
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(ours, theirs)
+    assert found.batch.prefill_token_ids.tolist() == [7, 8, 9]
+    assert found.batch.sample_mask.tolist() == [True, False]
+    assert not found.batch.prompt_logprob_rows.any()  # scores are rank 0's
+    assert (found.scored_indices is None) == (scored is None)
+    assert scored is None or np.array_equal(found.scored_indices, scored)
+
+
+def test_the_largest_step_fits_and_a_larger_one_is_an_error():
+    most = most_record_bytes(max_num_tokens=4, max_rows=2, pages_of_row=1)
+    memory = memoryview(bytearray(most))
+    assert write_step(memory, batch(), np.arange(4)) <= most
+    with pytest.raises(ValueError, match="buffer"):
+        write_step(memory, batch(prefill=tuple(range(1000))), None)
+
+
+def test_followers_read_every_step_in_order_and_the_writer_waits_for_the_slowest():
+    writer = RingWriter(num_followers=2, most_bytes=1024)
+    readers = [RingReader(writer.place(follower)) for follower in range(2)]
+    waited, may_read = threading.Event(), threading.Event()
+    steps: list[list[int]] = [[], []]
+
+    def read(follower: int) -> None:
+        if follower == 1:
+            may_read.wait()
+        while (record := readers[follower].next()) is not None:
+            steps[follower].append(record.batch.step_id)
+            readers[follower].done()
+
+    threads = [threading.Thread(target=read, args=(follower,)) for follower in range(2)]
+    for thread in threads:
+        thread.start()
+
+    def check() -> None:  # only called where there is no room
+        waited.set()
+        may_read.set()
+
+    for step_id in range(20):
+        writer.write(batch(step_id), None, check)
+    assert waited.is_set()
+    while (writer._read_counts < 20).any():  # the end is written where there is room
+        pass
+    writer.end()
+    for thread in threads:
+        thread.join()
+    writer.close()
+    assert steps == [list(range(20))] * 2
+
+
+def test_a_writer_that_waits_for_a_rank_that_is_gone_hears_of_it():
+    writer = RingWriter(num_followers=1, most_bytes=1024)
+
+    def check() -> None:
+        raise RuntimeError("rank 1 ended")
+
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        for step_id in range(20):
+            writer.write(batch(step_id), None, check)
+    writer.close()

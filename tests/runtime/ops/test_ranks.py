@@ -1,0 +1,67 @@
+"""Ops over ranks: what they give, what their fakes say, and that the kernel of small sums compiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
+from mllm_compile.runtime.collectives.lockstep import run_lockstep
+from mllm_compile.runtime.collectives.push_kernel import CHUNK_BYTES, PushKernel, most_bytes
+from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.ops import family, op
+
+
+def parts(num_ranks: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, 4, generator=generator) for _ in range(num_ranks)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_sum_is_the_same_on_all_ranks(num_ranks):
+    given = parts(num_ranks)
+    sums = run_lockstep(num_ranks, lambda rank: op("all_reduce")(given[rank]))
+    assert all(torch.equal(one, sums[0]) for one in sums)
+    torch.testing.assert_close(sums[0], torch.stack(given).sum(0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_gather_puts_ranks_one_behind_another(dim):
+    given = parts(3)
+    gathered = run_lockstep(3, lambda rank: op("all_gather")(given[rank], dim, 3))
+    assert all(torch.equal(one, torch.cat(given, dim)) for one in gathered)
+    with FakeTensorMode() as mode:
+        assert op("all_gather")(mode.from_tensor(given[0]), dim, 3).shape == gathered[0].shape
+
+
+def test_a_rank_knows_its_number():
+    like = torch.zeros(3, dtype=torch.int64)
+    assert [int(one) for one in run_lockstep(3, lambda rank: op("own_rank")(like))] == [0, 1, 2]
+
+
+def test_an_op_outside_of_ranks_says_so():
+    with pytest.raises(RuntimeError, match="outside of `with using"):
+        op("all_reduce")(torch.zeros(2))
+
+
+def test_the_first_error_of_a_rank_ends_all():
+    def run(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("no memory on rank 1")
+        op("all_reduce")(torch.zeros(2))
+
+    with pytest.raises(ValueError, match="no memory on rank 1"):
+        run_lockstep(3, run)
+
+
+def test_the_kernel_survives_json_and_its_largest_sum_is_of_whole_chunks():
+    kernel = PushKernel()
+    assert family("ranks").from_json(kernel.to_json()) == kernel
+    assert all(most_bytes(count) % CHUNK_BYTES == 0 for count in range(2, 9))
+    assert [kernel.num_blocks(chunks) for chunks in (1, 512, 513, 1 << 20)] == [1, 1, 2, 132]
+
+
+@pytest.mark.skipif(find_nvrtc() is None, reason="takes NVRTC")
+def test_the_kernel_compiles():
+    assert compile_cuda(kernel_source(PushKernel()), "push_sum", "sm_90a")

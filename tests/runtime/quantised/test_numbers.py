@@ -1,0 +1,97 @@
+"""Rounding to the nearest is within half a step of a scheme's numbers, whatever the sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as
+from mllm_compile.runtime.weights.formats.every import fill_quantised
+
+SCHEMES = {
+    "fp8 rows": WeightScheme("fp8", 200),
+    "fp8 groups": WeightScheme("fp8", 128),
+    "int4": WeightScheme("int4", 128, torch.bfloat16),
+    "int4 small groups": WeightScheme("int4", 16, torch.float16),
+    "int4 with zero points": WeightScheme("int4", 64, torch.float16, has_zeros=True),
+}
+
+
+def weight_of(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)) + 0.3
+
+
+def stands_for(tensors: dict[str, torch.Tensor], scheme: WeightScheme, columns: int) -> torch.Tensor:
+    return dequantised(tensors, scheme.kind, scheme.group, columns, torch.float32)
+
+
+def steps(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """[N, K]: the largest distance of neighbouring numbers in a weight's own group."""
+    found = torch.empty_like(weight)
+    for start in range(0, weight.shape[1], scheme.group):
+        group = weight[:, start : start + scheme.group]
+        low, high = group.amin(1).clamp(max=0), group.amax(1).clamp(min=0)
+        if scheme.kind == "fp8":
+            width = group.abs().amax(1) / 14  # 448 / 32, the distance of the largest
+        else:
+            width = (high - low) / 15 if scheme.has_zeros else group.abs().amax(1) / 7.5
+        found[:, start : start + scheme.group] = width[:, None]
+    return found
+
+
+@pytest.mark.parametrize("shape", [(24, 200), (7, 129), (3, 5)])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_quantised_weight_is_within_a_step_of_the_plain_one(name, shape):
+    scheme, weight = SCHEMES[name], weight_of(*shape)
+    tensors = quantised(weight, scheme)
+    for role, tensor in tensors.items():
+        assert (tensor.shape, tensor.dtype) == (scheme.shape(role, *shape), scheme.dtype(role))
+    assert sum(tensor.nbytes for tensor in tensors.values()) == scheme.num_bytes(*shape)
+    error = (stands_for(tensors, scheme, shape[1]) - weight).abs()
+    # Half a step for rounding; a whole one where the scale, or the zero point, is rounded as well.
+    assert (error <= steps(weight, scheme) * (0.51 if scheme.kind == "fp8" else 1.05)).all()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_of_zeros_stay_zeros(name):
+    scheme = SCHEMES[name]
+    assert not stands_for(quantised(torch.zeros(4, 200), scheme), scheme, 200).any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_no_number_shows_in_the_scales(name, value):
+    weight = weight_of(4, 200)
+    weight[2, 7] = value
+    assert not quantised(weight, SCHEMES[name])["scales"][2].isfinite().all()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_few_rows_at_a_time_are_the_same(name, monkeypatch):
+    from mllm_compile.runtime.quantised import numbers
+    from mllm_compile.runtime.weights.formats import every
+
+    scheme, weight = SCHEMES[name], weight_of(24, 200)
+    whole = quantised(weight, scheme)
+    monkeypatch.setattr(every, "_MOST_VALUES", 1000)
+    places = {role: torch.empty_like(tensor) for role, tensor in whole.items()}
+    fill_quantised(places, weight, scheme)
+    assert all(torch.equal(places[role].view(torch.uint8), whole[role].view(torch.uint8)) for role in whole)
+    expected = stands_for(whole, scheme, 200)
+    monkeypatch.setattr(numbers, "_MOST_VALUES", 1000)
+    assert torch.equal(stands_for(whole, scheme, 200), expected)
+
+
+def test_four_bits_are_stored_the_low_one_first():
+    scheme = WeightScheme("int4", 3, torch.float32)
+    tensors = {"values": torch.tensor([[0x18, 0x0F]], dtype=torch.uint8), "scales": torch.tensor([[0.5]])}
+    assert stands_for(tensors, scheme, 3).tolist() == [[0.0, -3.5, 3.5]]
+    zeros = torch.tensor([[1]], dtype=torch.uint8)
+    assert stands_for(tensors | {"zeros": zeros}, scheme, 3).tolist() == [[3.5, 0.0, 7.0]]
+
+
+def test_a_plain_weight_gets_a_scale_a_row_or_groups_of_128():
+    assert quantised_as("fp8", 200) == WeightScheme("fp8", 200)
+    assert quantised_as("int4", 200) == WeightScheme("int4", 128, torch.bfloat16)
+    assert quantised_as("int4", 96).group == 96
