@@ -21,6 +21,7 @@ SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantis
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
+STATE_LAYERS = "state_layers"  # list of StateLayer, in layer order
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
 IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of

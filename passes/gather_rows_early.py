@@ -12,12 +12,12 @@ from torch import fx
 from torch.nn import functional
 
 from mllm_compile.passes.base import HEAD_INPUT, GraphPass, PassResult
+from mllm_compile.passes.match.layer_kinds import is_layer
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
     drop_dead_nodes,
     input_node,
-    is_attention_with_output,
     is_call,
     is_op,
     is_symbolic,
@@ -26,7 +26,7 @@ from mllm_compile.passes.match.nodes import (
 
 
 class GatherRowsEarly(GraphPass):
-    """Moves the head's row gather up to the last attention.
+    """Moves the head's row gather up to the last attention (or another layer outside of pieces).
 
     Why: the last layer needs only keys and values of a prompt's tokens before the last one. So its output projection
         and feed-forward, most of a layer's products, work on S rows in place of T (figures in docs/performance.md).
@@ -50,7 +50,7 @@ class GatherRowsEarly(GraphPass):
         before = len(gm.graph.nodes)
         rows = input_node(gm, "logits_indices")
         gather = _gather_of(rows)
-        last = next((node for node in reversed(gm.graph.nodes) if is_attention_with_output(node)), None)
+        last = next((node for node in reversed(gm.graph.nodes) if is_layer(node)), None)
         region = None if gather is None or last is None else _Region.ahead_of(gather, last)
         if region is None or last is None or gather is None:
             return PassResult(gm, 0, before, before)

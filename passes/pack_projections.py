@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import PACKED_WEIGHTS, GraphPass, PackedPart, PassResult
+from mllm_compile.passes.match.layer_kinds import is_traced_layer
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     call,
     drop_dead_nodes,
     identifier,
-    is_attention,
     is_call,
     is_weight,
     linear_operands,
@@ -91,7 +91,7 @@ def _groups(gm: fx.GraphModule) -> list[list[_Packable]]:
     groups: dict[tuple[object, ...], list[_Packable]] = defaultdict(list)
     stretch = 0
     for node in gm.graph.nodes:
-        stretch += is_attention(node)
+        stretch += is_traced_layer(node)
         if (linear := _packable(node)) is not None:
             groups[stretch, *linear.kind].append(linear)
     return [linears for linears in groups.values() if len(linears) > 1]

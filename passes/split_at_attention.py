@@ -1,4 +1,5 @@
-"""Cuts the graph at every attention, at the row gather and before the head; a piece lies between two cuts."""
+"""Cuts the graph at every layer outside of pieces (attention, and those with a state), at the row gather and before the
+head; a piece lies between two cuts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, GraphPass, PassResult
-from mllm_compile.passes.match.nodes import input_node, is_attention_with_output, is_call, is_symbolic
+from mllm_compile.passes.match.layer_kinds import buffer_of, is_layer
+from mllm_compile.passes.match.nodes import input_node, is_call, is_symbolic
 
 PIECE_PREFIX = "piece_"
 
@@ -19,8 +21,9 @@ PIECE_PREFIX = "piece_"
 class SplitAtAttention(GraphPass):
     """Makes each stretch between attentions a submodule, called from a parent graph.
 
-    Why: attention reads the forward context and is planned per batch, so it stays outside of Inductor's pieces and (for
-        prefill) of CUDA graphs; the head works on S rows, not T tokens, so it is its own piece.
+    Why: attention, as other kinds of layers (passes/match/layer_kinds.py), reads the forward context and is planned per
+        batch, so it stays outside of Inductor's pieces and (for prefill) of CUDA graphs; the head works on S rows, not
+        T tokens, so it is its own piece.
 
     Before::
 
@@ -51,7 +54,7 @@ class SplitAtAttention(GraphPass):
 @dataclass
 class _Stage:
     nodes: list[fx.Node] = field(default_factory=list)
-    attention: fx.Node | None = None  # the attention that follows the stage's nodes
+    layer: fx.Node | None = None  # the attention or other layer that follows the stage's nodes
 
     def inputs(self) -> list[fx.Node]:
         """Tensors from outside in order of first use, so that equal layers read alike; the KV cache, which the
@@ -88,10 +91,10 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
     home: dict[fx.Node, _Stage] = {}
     starts = [_reads_rows(rows), _reads_gathered]  # of stages, each at the first node that is so
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output") or _is_size(node) or _is_attention_buffer(node):
+        if node.op in ("placeholder", "output") or _is_size(node) or _is_layer_buffer(node):
             continue
-        if is_attention_with_output(node):
-            stages[-1].attention = node
+        if is_layer(node):
+            stages[-1].layer = node
             stages.append(_Stage())
             continue
         for start in starts:
@@ -106,7 +109,7 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
                 stage = home[producer]
         stage.nodes.append(node)
         home[node] = stage
-    return [stage for stage in stages if stage.nodes or stage.attention is not None]
+    return [stage for stage in stages if stage.nodes or stage.layer is not None]
 
 
 def _reads_rows(rows: fx.Node) -> Callable[[fx.Node], bool]:
@@ -117,14 +120,12 @@ def _reads_gathered(node: fx.Node) -> bool:
     return any(HEAD_INPUT in arg.meta for arg in node.all_input_nodes)
 
 
-def _is_attention_buffer(node: fx.Node) -> bool:
-    return node.op == "call_function" and any(
-        is_attention_with_output(user) and user.args[3] is node for user in node.users
-    )
+def _is_layer_buffer(node: fx.Node) -> bool:
+    return node.op == "call_function" and any(is_layer(user) and buffer_of(user) is node for user in node.users)
 
 
 class _ParentBuilder:
-    """Builds the parent graph: placeholders, piece calls, attention buffers and attention ops, output."""
+    """Builds the parent graph: placeholders, piece calls, buffers and ops of layers, output."""
 
     def __init__(self, gm: fx.GraphModule, stages: list[_Stage]) -> None:
         self.source = gm
@@ -140,8 +141,8 @@ class _ParentBuilder:
         for index, stage in enumerate(self.stages):
             if stage.nodes:
                 self._call_piece(f"{PIECE_PREFIX}{index}", stage)
-            if stage.attention is not None:
-                self._attend(stage.attention)
+            if stage.layer is not None:
+                self._run_layer(stage.layer)
         output = next(node for node in self.source.graph.nodes if node.op == "output")
         self.graph.output(fx.map_arg(output.args[0], self.env.__getitem__))
         parent = fx.GraphModule(self.root, self.graph)
@@ -160,15 +161,16 @@ class _ParentBuilder:
         for index, node in enumerate(outputs):
             self._copy(node, self.graph.call_function(operator.getitem, (result, index)))
 
-    def _attend(self, attention: fx.Node) -> None:
-        q, k, v, buffer, *rest = attention.args
-        shape: list[Any] = list(buffer.args[1])  # type: ignore[union-attr, arg-type]
-        size = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[q], 0))  # type: ignore[index]
-        size.meta["val"] = buffer.meta["val"].shape[0]  # type: ignore[union-attr]
-        new_buffer = self.graph.call_function(torch.ops.aten.new_empty.default, (self.env[q], [size, *shape[1:]]))  # type: ignore[index]
-        self._copy(buffer, new_buffer)  # type: ignore[arg-type]
-        operands = fx.map_arg((q, k, v, buffer, *rest), self.env.__getitem__)
-        self._copy(attention, self.graph.call_function(attention.target, operands))  # type: ignore[arg-type]
+    def _run_layer(self, layer: fx.Node) -> None:
+        buffer = buffer_of(layer)
+        like: Any
+        sizes: Any
+        like, sizes = buffer.args
+        size = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[like], 0))
+        size.meta["val"] = buffer.meta["val"].shape[0]
+        operands = (self.env[like], [size, *sizes[1:]])
+        self._copy(buffer, self.graph.call_function(torch.ops.aten.new_empty.default, operands, dict(buffer.kwargs)))
+        self._copy(layer, self.graph.call_function(layer.target, fx.map_arg(layer.args, self.env.__getitem__)))  # type: ignore[arg-type]
 
 
 def _piece_module(

@@ -15,7 +15,8 @@ from torch._guards import detect_fake_mode
 
 from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.match.in_place import writes_in_place
-from mllm_compile.passes.match.nodes import is_attention, is_attention_with_output, is_symbolic
+from mllm_compile.passes.match.layer_kinds import is_layer, is_traced_layer, traced_name
+from mllm_compile.passes.match.nodes import is_symbolic
 from mllm_compile.passes.match.spelling import is_spelled
 
 Check = Callable[[fx.GraphModule], Iterator[str]]
@@ -104,21 +105,21 @@ def operations_have_one_spelling(gm: fx.GraphModule) -> Iterator[str]:
                 yield f"{prefix}{node.name} is not spelled as match/spelling.py has it: {node.format_node()}"
 
 
-def attention_is_lowered(gm: fx.GraphModule) -> Iterator[str]:
+def layers_are_lowered(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
-        if is_attention(node):
-            yield f"{node.name} is still a trace-time attention"
+        if is_traced_layer(node):
+            yield f"{node.name} is still a trace-time {traced_name(node)}"
 
 
-def only_pieces_and_attention(gm: fx.GraphModule) -> Iterator[str]:
-    """Checks that after the split the parent graph computes nothing but pieces and attention."""
+def only_pieces_and_layers(gm: fx.GraphModule) -> Iterator[str]:
+    """Checks that after the split the parent graph computes nothing but pieces and layers."""
     allowed = (torch.ops.aten.sym_size.int, torch.ops.aten.new_empty.default)
     for node in gm.graph.nodes:
         if node.op == "call_method" or (
             node.op == "call_function"
             and node.target not in allowed
             and getattr(node.target, "__name__", "") != "getitem"
-            and not is_attention_with_output(node)
+            and not is_layer(node)
         ):
             yield f"{node.name} ({node.target}) computes outside of a piece"
 
@@ -133,8 +134,8 @@ def pieces_are_functions_of_tensors(gm: fx.GraphModule) -> Iterator[str]:
                 yield f"{name}.{node.name} reads an attribute"
             if node.op == "placeholder" and is_symbolic(node.meta["val"]):
                 yield f"{name}.{node.name}: a size crosses a cut"
-            if is_attention(node) or is_attention_with_output(node):
-                yield f"{name}.{node.name}: attention inside a piece"
+            if is_traced_layer(node) or is_layer(node):
+                yield f"{name}.{node.name}: a layer inside a piece"
 
 
 def pieces_fit_their_calls(gm: fx.GraphModule) -> Iterator[str]:
@@ -191,9 +192,9 @@ ALWAYS: tuple[Check, ...] = (every_node_has_a_value,)
 # By pass: what it brings about, and all after it leave.
 FROM: dict[str, tuple[Check, ...]] = {
     "canonicalise": (inputs_are_named_tensors, nothing_writes_in_place, operations_have_one_spelling),
-    "lower_attention": (attention_is_lowered,),
+    "lower_attention": (layers_are_lowered,),
     "split_at_attention": (
-        only_pieces_and_attention,
+        only_pieces_and_layers,
         pieces_are_functions_of_tensors,
         pieces_fit_their_calls,
         forms_fit_their_pieces,

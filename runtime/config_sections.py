@@ -41,6 +41,7 @@ class RuntimeSection:
     attention_backend: BackendName
     page_size: int
     kv_cache_dtype: KVDtypeName
+    state_dtype: DtypeName
     mem_fraction_static: float
     max_model_len: int
     max_running_requests: int

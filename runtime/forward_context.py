@@ -20,8 +20,10 @@ import torch
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.attention.layer import AttentionLayer
-    from mllm_compile.runtime.attention.metadata import AttentionMetadata
+    # A layer between pieces, an AttentionLayer or a StateLayer, and the batch as its op reads it, an AttentionMetadata
+    # or a StateMetadata.
+    Layer = Any
+    LayerMetadata = Any
 
 __all__ = [
     "BatchDescriptor",
@@ -40,8 +42,8 @@ _KEPT_FORWARDS = 1000
 class ForwardContext:
     """One batch, as ops see it."""
 
-    no_compile_layers: Mapping[str, AttentionLayer]
-    attn_metadata: Mapping[str, AttentionMetadata]
+    no_compile_layers: Mapping[str, Layer]
+    attn_metadata: Mapping[str, LayerMetadata]
     slot_mapping: Mapping[str, torch.Tensor]  # layer name → [T] int64: the KV slot that each token is written to
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     batch_descriptor: BatchDescriptor | None = None
@@ -146,9 +148,9 @@ def override_forward_context(context: ForwardContext | None) -> Iterator[None]:
 
 @contextmanager
 def set_forward_context(
-    attn_metadata: Mapping[str, AttentionMetadata],
+    attn_metadata: Mapping[str, LayerMetadata],
     *,
-    no_compile_layers: Mapping[str, AttentionLayer],
+    no_compile_layers: Mapping[str, Layer],
     slot_mapping: Mapping[str, torch.Tensor],
     num_tokens: int,
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,

@@ -1,8 +1,8 @@
-"""The memory of KV: rows of slots per request, pages of keys and values per layer.
+"""The memory of requests: rows of slots, pages of keys and values per layer, and states of layers that carry one.
 
 A *KV slot* is the place of one token's keys and values: page * page_size + offset (`out_cache_loc`, `slot_mapping`). A
 *row* is a request's line in ReqToTokenPool's table (`req_pool_indices`, `Request.row`), and in the sampling state. Page
-0 and row 0 belong to no request: padding writes and reads there.
+0 and row 0 belong to no request: padding writes and reads there. A request's state is in the same row of GDNPool.
 The host assigns pages in page_allocator.py, and rows in scheduler.py.
 
 Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
@@ -18,7 +18,7 @@ import torch
 
 from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
 
-__all__ = ["KVPool", "ReqToTokenPool", "TokenToKVPoolAllocator"]
+__all__ = ["GDNPool", "KVPool", "ReqToTokenPool", "TokenToKVPoolAllocator"]
 
 
 class ReqToTokenPool:
@@ -105,6 +105,38 @@ class KVPool:
         """Make all that these pages ([N] int64) hold zero, in every layer."""
         for buffer in (*self._k, *self._v):
             buffer.view(torch.uint8).index_fill_(0, page_ids, 0)
+
+
+class GDNPool:
+    """States of layers that carry one from token to token: gated delta nets, and every other recurrence.
+
+    A row is a request's, the same as in ReqToTokenPool; rows behind those hold states of cached prefixes
+    (schedule/state_snapshots.py). No row is cleared for its next owner, who reads nothing before having written.
+
+    Args:
+        num_rows: rows, the dummy row 0 included.
+        layers: per layer, by state_id, the shape and type of one request's state.
+    """
+
+    def __init__(
+        self, num_rows: int, layers: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str
+    ) -> None:
+        self.num_rows = num_rows
+        self._states = [_zeros((num_rows, *shape), dtype, device) for shape, dtype in layers]
+
+    @staticmethod
+    def bytes_per_row(layers: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
+        """Bytes that one request's states take over all layers."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layers)
+
+    def get_state(self, state_id: int) -> torch.Tensor:
+        """[num_rows, *shape] of a layer."""
+        return self._states[state_id]
+
+    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows `sources` [N] int64 to rows `targets` [N] int64, which differ from each other, in every layer."""
+        for states in self._states:
+            states.index_copy_(0, targets, states.index_select(0, sources))
 
 
 def _saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

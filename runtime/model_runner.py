@@ -23,6 +23,7 @@ from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, Co
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
+    check_states_fit,
     check_table_fits,
     check_weights_fit,
     cpu_kv_budget,
@@ -30,15 +31,18 @@ from mllm_compile.runtime.device.memory import (
     give_back_unused,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
-from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError
+from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
-from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
+from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
+from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner
@@ -121,9 +125,11 @@ class ModelRunner:
         self.hidden_size = model.hidden_size
         self.vocab_size = model.vocab_size
         self.context_len = model.context_len
-        self.layers = {layer.name: layer for layer in model.layers}
+        self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
+        self.layers |= {layer.name: layer for layer in model.state_layers}
         spec = KVCacheSpec(model.layers, self.config.runtime.page_size)
         self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
+        self._state_metadata_builder = StateMetadataBuilder(model.state_layers, self.config)
         interval_s = self.config.forward_times_interval_s
         self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
         self.expert_counts: dict[str, torch.Tensor] | None = None
@@ -134,22 +140,38 @@ class ModelRunner:
             }
 
     def init_memory_pool(self) -> None:
-        """Allocate the table of slots and as many KV pages as fit; config.num_pages overrules the measurement."""
+        """Allocate the table of slots, a row of states for each request, and as many KV pages as fit; config.num_pages
+        overrules the measurement."""
         runtime, num_pages = self.config.runtime, self.config.num_pages
         max_context_len = -(-runtime.max_model_len // runtime.page_size) * runtime.page_size
         num_rows = runtime.max_running_requests + 1
         check_table_fits(num_rows * max_context_len * torch.int32.itemsize, runtime, self.device)
         self.req_to_token_pool = ReqToTokenPool(runtime.max_running_requests, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
+        num_states = num_rows + self.num_snapshots
+        check_states_fit(num_states * self.state_bytes_per_request, runtime, self.device)
+        self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
         num_pages = self._measure_num_pages() if num_pages is None else num_pages
         self.token_to_kv_pool = self._make_kv_pool(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
 
     def init_attention_backend(self) -> None:
         """Make the backend that batches are planned with."""
-        self.attn_backend: AttentionBackend = make_attention_backend(
-            self.config, self.model, self.req_to_token_pool, self.device
-        )
+        self.attn_backend: AttentionBackend = self._make_backend()
+
+    def _make_backend(self) -> AttentionBackend:
+        config, model = self.config, self.model
+        make_attention = partial(make_attention_backend, config, model, self.req_to_token_pool, self.device)
+        if not model.state_layers:
+            return make_attention()
+        is_deterministic = config.runtime.deterministic
+        if is_deterministic and self.device.type == "cuda":
+            raise UnsupportedModelError(
+                "runtime.deterministic makes every step one captured decode, which layers with a state cannot be: they "
+                "take a prompt's tokens one after another. Set runtime.deterministic: false."
+            )
+        states = TorchStateBackend(self.state_pool, is_deterministic)
+        return HybridAttnBackend(make_attention() if model.layers else None, states)
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
@@ -184,8 +206,8 @@ class ModelRunner:
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.device)
         # Whatever part of it is there: a failed initialize ends here too.
-        parts = ("model", "attn_backend", "req_to_token_pool", "row_state", "token_to_kv_pool", "layers")
-        for name in (*parts, "_metadata_builder"):
+        parts = ("model", "attn_backend", "req_to_token_pool", "row_state", "state_pool", "token_to_kv_pool", "layers")
+        for name in (*parts, "_metadata_builder", "_state_metadata_builder"):
             self.__dict__.pop(name, None)
         self.graph_runner = None
         gc.collect()
@@ -203,7 +225,7 @@ class ModelRunner:
     @property
     def sliding_window_size(self) -> int | None:
         """Tokens that a query of the windowed layers sees, itself included; None: no layer has a window."""
-        windows = {layer.params.window_left + 1 for layer in self.layers.values() if layer.params.window_left >= 0}
+        windows = {layer.window_left + 1 for layer in self.model.layers if layer.window_left >= 0}
         return max(windows, default=None)
 
     def experts_chosen(self) -> dict[str, list[int]]:
@@ -407,11 +429,12 @@ class ModelRunner:
     def _forward_context(
         self, batch: ForwardBatch, tokens: TokenInputs, mode: CUDAGraphMode, descriptor: BatchDescriptor | None
     ) -> AbstractContextManager[ForwardContext]:
-        metadata = self._metadata_builder.build(0, CommonAttentionMetadata.of(batch))
+        common = CommonAttentionMetadata.of(batch)
+        attention = self._metadata_builder.build(0, common)
         return set_forward_context(
-            metadata,
+            {**attention, **self._state_metadata_builder.build(common)},
             no_compile_layers=self.layers,
-            slot_mapping=dict.fromkeys(metadata, tokens.out_cache_loc),
+            slot_mapping=dict.fromkeys(attention, tokens.out_cache_loc),
             num_tokens=tokens.input_ids.shape[0],
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
@@ -453,6 +476,21 @@ class ModelRunner:
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
         return [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.model.layers]
 
+    def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        sums = self.config.runtime.state_dtype
+        return [(layer.state_shape, getattr(torch, layer.state_dtype(sums))) for layer in self.model.state_layers]
+
+    @property
+    def state_bytes_per_request(self) -> int:
+        """Bytes that a request's states take, whatever its length; 0 of a model that has attention alone."""
+        return GDNPool.bytes_per_row(self._state_shapes())
+
+    @property
+    def num_snapshots(self) -> int:
+        """States of prefixes that the prefix cache keeps, as many as there are requests; 0 where it needs none."""
+        runtime = self.config.runtime
+        return runtime.max_running_requests if runtime.enable_prefix_cache and self.model.state_layers else 0
+
     def _measure_num_pages(self) -> int:
         config = self.config
         if self.device.type == "cuda":
@@ -461,6 +499,8 @@ class ModelRunner:
                 budget = budget.without(self._estimate_graph_bytes(), "CUDA graphs (by a trial capture)")
         else:
             budget = cpu_kv_budget(1 if self.communicator is None else self.communicator.size)
+            # Pages of memory that were not written yet still count as free.
+            budget = budget.without(self.state_pool.num_rows * self.state_bytes_per_request, "states")
         bytes_per_page = KVPool.bytes_per_page(config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype)
         num_pages = budget.num_pages(bytes_per_page, config.runtime)
         if self.communicator is not None:
@@ -493,7 +533,7 @@ class ModelRunner:
         new_cpu[: num_tokens % num_requests] += 1
         new = new_cpu.to(device)
         self.token_to_kv_pool = self._make_kv_pool(1)
-        self.attn_backend = make_attention_backend(config, self.model, self.req_to_token_pool, device)
+        self.attn_backend = self._make_backend()
         batch = self.prepare_forward_batch_extend(
             input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
             req_pool_indices=torch.zeros(num_requests, dtype=torch.int64, device=device),

@@ -9,6 +9,7 @@ Inductor broke, gives other logits than Transformers gives each request alone. T
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
-from mllm_compile.runtime.memory_pool import KVPool
+from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.executor import ProgramExecutor
@@ -36,6 +37,8 @@ from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.state.metadata import Segment, StateMetadata
+from mllm_compile.runtime.state.torch_backend import StateInputs, TorchStateBackend
 from mllm_compile.store.artifact import CUBINS, PIECES
 
 if TYPE_CHECKING:
@@ -246,6 +249,7 @@ class _PackedRequests:
     lengths: tuple[int, ...]
     copies: int
     token_to_kv_pool: KVPool
+    states: TorchStateBackend
 
     @property
     def batch(self) -> _PackedRequests:
@@ -258,6 +262,22 @@ class _PackedRequests:
     @property
     def num_actual_tokens(self) -> int:
         return sum(self.lengths) * self.copies
+
+    def of_states(self, device: str) -> StateMetadata:
+        """The metadata of layers with a state, for which each copy is a request."""
+        ends = itertools.accumulate(self.lengths * self.copies)
+        starts = [0, *ends]
+        segments = [Segment(index, *span, has_state=False) for index, span in enumerate(itertools.pairwise(starts))]
+        return StateMetadata(
+            batch=self,  # type: ignore[arg-type]
+            rows=torch.arange(1, len(starts), device=device),
+            num_decodes=0,
+            segments=segments,
+            num_actual_tokens=starts[-1],
+        )
+
+    def forward_state(self, inputs: StateInputs) -> None:
+        self.states.forward(inputs)
 
     def rotates(self, layer: AttentionLayer) -> bool:
         return False
@@ -323,14 +343,19 @@ def _run_program(
     tokens = sum(lengths) * copies
     by_name = {layer.name: layer for layer in layers}
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers]
-    metadata: Any = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device))
+    state_layers = executor.program.state_layers
+    state_shapes = [(layer.state_shape, getattr(torch, layer.state_dtype("float32"))) for layer in state_layers]
+    states = TorchStateBackend(GDNPool(len(ids) + 1, state_shapes, device))
+    packed = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device), states)
+    metadata: dict[str, Any] = dict.fromkeys(by_name, packed)
+    metadata |= dict.fromkeys((layer.name for layer in state_layers), packed.of_states(device))
     every = torch.arange(tokens, device=device)
     slots = every + 1  # 0 is padding's
     with (
         torch.no_grad(),
         set_forward_context(
-            dict.fromkeys(by_name, metadata),
-            no_compile_layers=by_name,
+            metadata,
+            no_compile_layers={**by_name, **{layer.name: layer for layer in state_layers}},
             slot_mapping=dict.fromkeys(by_name, slots),
             num_tokens=tokens,
         ),

@@ -1,9 +1,9 @@
-"""Reads the parent graph that the passes leave (pieces and attention ops) into the runtime's Program."""
+"""Reads the parent graph that the passes leave (pieces and layers between them) into the runtime's Program."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
     SMALL_FORMS,
+    STATE_LAYERS,
     PackedPart,
     QuantisedTensor,
 )
-from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op, is_symbolic, is_weight
+from mllm_compile.passes.match.layer_kinds import AttentionKind, LayerKind, StateLayerKind, lowered_kind
+from mllm_compile.passes.match.nodes import is_call, is_op, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
@@ -30,6 +32,7 @@ from mllm_compile.runtime.program.spec import (
     Program,
     QuantisedWeight,
     SmallForm,
+    StateStep,
     Step,
     UnrotatedStep,
 )
@@ -39,7 +42,7 @@ _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L
 
 
 def build_program(graph: fx.GraphModule) -> Program:
-    """One step for each piece call and each attention, in order."""
+    """One step for each piece call, each attention and each layer with a state, in order."""
     steps: list[Step] = []
     for node in graph.graph.nodes:
         if node.op == "call_module":
@@ -55,8 +58,8 @@ def build_program(graph: fx.GraphModule) -> Program:
                     writes_kv_of=next((name for name in layers_of_cache if name), None),
                 )
             )
-        elif is_attention_with_output(node):
-            steps.append(_attention_step(node))
+        elif (kind := lowered_kind(node)) is not None:
+            steps.append(_STEP_MAKERS[type(kind)](node))
     layers: tuple[LayerSpec, ...] = tuple(graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     (logits,) = output.args[0]
@@ -71,6 +74,7 @@ def build_program(graph: fx.GraphModule) -> Program:
         _small_forms(graph),
         expert_weights=expert_weights,
         counted_experts=counted,
+        state_layers=tuple(graph.meta[STATE_LAYERS]),
         quantised_weights=_quantised(graph),
     )
 
@@ -155,6 +159,18 @@ def _attention_step(node: fx.Node) -> AttentionStep:
         values, eps = node.args[6:8]
         unrotated = UnrotatedStep(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
     return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, unrotated)
+
+
+def _state_step(node: fx.Node) -> StateStep:
+    operands: Any
+    operands, out, name = node.args
+    return StateStep(str(name), tuple(map(_value_name, operands)), _value_name(out))
+
+
+_STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
+    AttentionKind: _attention_step,
+    StateLayerKind: _state_step,
+}
 
 
 def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:

@@ -149,6 +149,10 @@ class RuntimeConfig(Section):
     kv_cache_dtype: Literal[Auto, DtypeName, "fp8_e4m3"] = "auto"
     """Type of the KV cache: the model's own (auto), or fp8_e4m3, which takes half of bfloat16's memory."""
 
+    state_dtype: DtypeName = "float32"
+    """Type of the sums that recurrent layers (gated delta nets, Mamba) keep of each request. float32 is what models are
+    trained with; bfloat16 takes half of the memory, and errors add up over a long request."""
+
     mem_fraction_static: float = Field(default=0.9, gt=0.0, lt=1.0)
     """The share of a GPU's memory for weights, KV cache and graphs together. (On a CPU the KV cache takes a quarter of
     what is free.)"""

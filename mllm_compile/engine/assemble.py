@@ -22,6 +22,7 @@ from mllm_compile.engine.loop import StepRunner as EngineSteps
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
+from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
@@ -87,9 +88,8 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         runner, plan, group = _start_runner(settings, compiled, timeline)
         try:
             tokenizer, defaults, default_params = loading.result()
-            limits = SchedulerConfig.of(
-                compiled.config.runtime, compiled.config.cudagraph, runner.token_to_kv_pool.num_pages
-            )
+            config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
+            limits = SchedulerConfig.of(config.runtime, config.cudagraph, num_pages, runner.num_snapshots)
             scheduler = Scheduler(limits)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
@@ -228,6 +228,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
         "memory": {
             "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
             "KV cache": pool.num_pages * page_bytes,
+            "states": runner.state_pool.num_rows * runner.state_bytes_per_request,
             "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
         },
         "plan": plan.to_json(),
@@ -262,7 +263,9 @@ def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeli
     device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
     num_ranks = compiled.config.runtime.tensor_parallel_size
     device = device if num_ranks == 1 else f"{num_ranks} ranks of {device}"
-    tokens = f"{runner.max_total_num_tokens:,} KV tokens"
+    tokens = f"{runner.max_total_num_tokens:,} {'KV ' if runner.model.layers else ''}tokens"
+    if runner.model.state_layers:
+        tokens += f" · states of {format_bytes(runner.state_bytes_per_request)} a request"
     timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
 
 

@@ -165,6 +165,8 @@ class EngineStats:
             beside running answers; None: no step was bounded.
         forward_times: times by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
         experts: the load of each layer of experts, in order; empty unless runtime.expert_stats.
+        snapshots_kept: prefixes whose state the prefix cache has, of a model whose layers carry one.
+        snapshots_total: how many it can have.
     """
 
     running: int
@@ -188,6 +190,8 @@ class EngineStats:
     step_bound_ms: float | None = None
     forward_times: tuple[ForwardTime, ...] = ()
     experts: tuple[ExpertLoad, ...] = ()
+    snapshots_kept: int = 0
+    snapshots_total: int = 0
 
     @property
     def kv_usage(self) -> float:
@@ -209,6 +213,8 @@ class EngineStats:
             f"prefix hits {self.prefix_hit_rate:.1%}",
             f"preemptions {self.preemptions}",
         ]
+        if self.snapshots_total:
+            parts.append(f"states of prefixes {self.snapshots_kept} of {self.snapshots_total}")
         if self.broken_logits:
             parts.append(f"requests with NaN or inf logits {self.broken_logits}")
         for name, histogram in (
@@ -294,6 +300,8 @@ class StatsRecorder:
             prefix_query_tokens=scheduler.prefix_queried_tokens,
             preemptions=scheduler.preemptions,
             recomputed_tokens=scheduler.recomputed_tokens,
+            snapshots_kept=scheduler.snapshots_kept,
+            snapshots_total=scheduler.snapshots_total,
             generated_tokens=self._num_generated,
             prompt_tokens=self._num_prompt,
             tokens_per_second=self._generated.rate(now),

@@ -48,18 +48,19 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
     device = torch.device(runtime.device)
     layers = program.layers
     sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
-    FlashInferAttnBackend(
-        [AttentionLayer.of(layer, sinks) for layer in layers],
-        kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
-        q_dtype=dtype,
-        max_context_len=runtime.page_size,
-        req_to_token=torch.zeros(1, runtime.page_size, dtype=torch.int32, device=device),
-        device=device,
-        max_req_pool_size=runtime.max_running_requests,
-        page_size=runtime.page_size,
-        deterministic=runtime.deterministic,
-        decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
-    )
+    if layers:  # a model of layers with a state alone attends nowhere
+        FlashInferAttnBackend(
+            [AttentionLayer.of(layer, sinks) for layer in layers],
+            kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
+            q_dtype=dtype,
+            max_context_len=runtime.page_size,
+            req_to_token=torch.zeros(1, runtime.page_size, dtype=torch.int32, device=device),
+            device=device,
+            max_req_pool_size=runtime.max_running_requests,
+            page_size=runtime.page_size,
+            deterministic=runtime.deterministic,
+            decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
+        )
     try:
         from flashinfer.page import get_page_module
         from flashinfer.sampling import get_sampling_module

@@ -58,10 +58,16 @@ class EagerSource:
         """Loads both.
 
         Raises:
+            UnsupportedModelError: the model has layers with a state, which Transformers would keep for itself.
             CheckpointError: Transformers cannot load the model's folder.
             UnsupportedModelError: the model's attention cannot be replaced by ours.
         """
         model = self._source.load(device)
+        if model.state_layers:
+            raise UnsupportedModelError(
+                "runtime.skip_compiled runs Transformers' own layers, whose states do not follow requests "
+                f"({model.state_layers[0].name} has one). Set runtime.skip_compiled: false."
+            )
         names = tuple(layer.name for layer in model.layers)
         return replace(model, eager=EagerModel(self._load_transformers_model(device), names))
 

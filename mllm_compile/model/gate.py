@@ -1,8 +1,8 @@
 """Decides whether a traced model will be served right; a model that will not is refused with the reason.
 
 Tracing proves nothing by itself: a model may bypass the attention interface, hide windows in a mask that was never
-built, carry state from token to token, or branch on sizes. check_trace reads the graph before any pass and asks
-Transformers what each attention call may see; check/program.py then runs the compiled program on small inputs.
+built, carry state past the hooks (state_hook.py), or branch on sizes. check_trace reads the graph before any pass and
+asks Transformers what each attention call may see; check/program.py then runs the compiled program on small inputs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mllm_compile.model.refusals import refusing
 from mllm_compile.model.small_weights import materialise
 from mllm_compile.model.trace import Trace
 from mllm_compile.passes.match.in_place import InPlaceError, writes_in_place, written_tensor
+from mllm_compile.passes.match.layer_kinds import is_traced_layer, refusals_of, traced_name
 from mllm_compile.passes.match.nodes import is_attention, is_symbolic
 
 _OP_NAMESPACES = ("aten", "prims", "mllm")  # torch's own, and ours
@@ -55,16 +56,17 @@ def _one_of_a_kind(reasons: Iterator[str]) -> list[str]:
 
 def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
     gm = trace.graph_module
-    attentions = [node for node in gm.graph.nodes if is_attention(node)]
+    layers = [node for node in gm.graph.nodes if is_traced_layer(node)]
+    attentions = [node for node in layers if is_attention(node)]
     found_in_graph = [
         *_direct_attention(gm),
         *_foreign_ops(gm),
-        *(reason for node in attentions for reason in _attention_reasons(node)),
+        *(reason for node in layers for reason in _layer_reasons(node)),
         *_state_reasons(gm),
         *_size_reasons(trace),
     ]
     yield from _output_reasons(gm)
-    if not attentions:
+    if not layers:
         yield "no attention goes through Transformers' attention interface"
     yield from _constant_reasons(gm, hf_model)
     for table in changed_tables(gm, hf_model.constants):
@@ -102,11 +104,10 @@ def _output_reasons(gm: fx.GraphModule) -> Iterator[str]:
         yield "it takes no tensor of rows as logits_to_keep"
 
 
-def _attention_reasons(node: fx.Node) -> Iterator[str]:
-    refusals = str(node.args[7])
-    if refusals:
-        yield f"its attention passes {refusals} ({_where(node)})"
-    sinks = node.args[3]
+def _layer_reasons(node: fx.Node) -> Iterator[str]:
+    if refusals := refusals_of(node):
+        yield f"its {traced_name(node)} passes {refusals} ({_where(node)})"
+    sinks = node.args[3] if is_attention(node) else None
     if isinstance(sinks, fx.Node) and "weight_name" not in sinks.meta:
         yield f"its attention sinks are computed, not a weight ({_where(node)})"
 

@@ -67,7 +67,8 @@ class HFModel:
         return self._size("max_position_embeddings", NO_LIMIT) - self.position_offset
 
     def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
-        """The sizes in the model's config; heads are the largest of `layers`, where they are given.
+        """The sizes in the model's config; heads are the largest of `layers`, where they are given; 0 of a model
+        without attention.
 
         Raises:
             UnsupportedModelError: the config does not say what every causal LM has.
@@ -76,9 +77,9 @@ class HFModel:
         heads = heads or self.heads_of_layers()
         return ModelSizes(
             num_hidden_layers=self._size("num_hidden_layers"),
-            num_attention_heads=max(one.num_heads for one in heads),
-            num_kv_heads=max(one.num_kv_heads for one in heads),
-            head_dim=max(one.head_dim for one in heads),
+            num_attention_heads=max((one.num_heads for one in heads), default=0),
+            num_kv_heads=max((one.num_kv_heads for one in heads), default=0),
+            head_dim=max((one.head_dim for one in heads), default=0),
             hidden_size=self._size("hidden_size"),
             vocab_size=self._size("vocab_size"),
             context_len=self.context_len,
@@ -86,7 +87,7 @@ class HFModel:
         )
 
     def heads_of_layers(self) -> list[Heads]:
-        """The heads of each layer, as the config says.
+        """The heads of each layer, as the config says; none where it names no heads, as of a model without attention.
 
         Raises:
             UnsupportedModelError: the config does not say what every causal LM has.
@@ -94,6 +95,8 @@ class HFModel:
         hidden_size = self._size("hidden_size")
         found = []
         for config in layer_configs(self.text_config, self._size("num_hidden_layers")):
+            if getattr(config, "num_attention_heads", None) is None:
+                continue
             num_heads = self._size("num_attention_heads", config=config)
             num_kv_heads = self._size("num_key_value_heads", num_heads, config)
             found.append(Heads(num_heads, num_kv_heads, self._size("head_dim", hidden_size // num_heads, config)))
@@ -246,6 +249,8 @@ def _initialised(
             module._buffers[name] = torch.full_like(meta, filler, device="cpu")  # type: ignore[arg-type]
         with torch.no_grad(), torch.device("cpu"):
             owner._init_weights(module)
+            if owner is not module:  # which may fill its layers' buffers itself
+                owner._init_weights(owner)
         return {name: module._buffers[name].detach().cpu().clone() for name in names}  # type: ignore[union-attr]
     except Exception:
         return {}  # a module that mixes these with parameters, which are on meta: the gate asks whether any is needed

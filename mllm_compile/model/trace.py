@@ -26,6 +26,7 @@ from mllm_compile.model.own_attention.find import find_attention
 from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
 from mllm_compile.model.positions_hook import as_positions, reading_positions, settle_positions
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.states.state_hook import states_as_ops
 
 INPUT_NAMES = ("input_ids", "positions", "logits_indices")
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
@@ -91,7 +92,8 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
         tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         weight_names = fake_copy(hf_model.model, mode, device)
         try:
-            with experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions):
+            hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
+            with hooks[0], hooks[1], states_as_ops(hf_model.model):
                 flat = _FlatTokens(hf_model.model, max_tokens, hf_model.position_offset)
                 inputs = (input_ids, positions, logits_indices)
                 captured = with_a_mask_if_needed(lambda: _capture(flat, inputs))
@@ -159,9 +161,11 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
 
 
 def _unserved_layers(config: Any) -> str:
-    """Names recurrent and sparse layers as a hint: they fail in many ways, and the config mostly names them."""
+    """Names recurrent and sparse layers as a hint: those that are not served fail in many ways."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    return f". Its config names layers of kind {', '.join(sorted(kinds))}, which are not served yet" if kinds else ""
+    return (
+        f". Its config names layers of kind {', '.join(sorted(kinds))}, some of which are not served" if kinds else ""
+    )
 
 
 def _reason(error: BaseException) -> str:

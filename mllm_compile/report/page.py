@@ -95,7 +95,7 @@ def _facts(subject: Subject) -> list[str]:
     artifact, config = subject.artifact, subject.config
     device = config.runtime.device if subject.device is None else subject.device.name
     return [
-        f"{len(artifact.program.layers)} layers",
+        f"{artifact.manifest.sizes.num_hidden_layers} layers",
         f"{format_bytes(_weight_bytes(artifact))} of weights",
         config.model.dtype,
         str(artifact.manifest.config["compile"]["backend"]),

@@ -3,9 +3,11 @@
     before layer 0 (embed_tokens, qkv)
     layers 0–26: after attention (o_proj, mlp, qkv)
     layer 27: after attention (o_proj, mlp)
+    layers 0–2: after causal_conv (dt_proj)
     logits (lm_head)
 
-Layers are counted by their attention; a piece after one holds the rest of that layer and the start of the next.
+Layers are counted as the model names them, else by their attention; a piece after one holds the rest of that layer and
+the start of the next.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import LayerStep, PieceStep, Program
 
 _ATTENTION = "attention"
 
@@ -47,15 +49,18 @@ def part_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[st
     shapes = {name: shape for name, shape in shapes.items() if name not in scales}
     places: dict[str, list[tuple[str, int]]] = {}
     first: dict[str, PieceStep] = {}
+    before, number = "before", 0
+    kinds = {layer.name: layer.kind.name for layer in program.state_layers}
     seen = 0
     last = next((step for step in reversed(program.steps) if isinstance(step, PieceStep)), None)
     for index, step in enumerate(program.steps):
-        if isinstance(step, AttentionStep):
+        if isinstance(step, LayerStep):
+            before, number = f"after {kinds.get(step.layer, _ATTENTION)}", _number(step.layer, seen)
             seen += 1
             continue
         follows = index > 0 and isinstance(program.steps[index - 1], PieceStep)
-        place = "logits" if follows and step is last else "between" if follows else "after" if seen else "before"
-        places.setdefault(step.piece, []).append((place, max(0, seen - 1)))
+        place = "logits" if follows and step is last else "between" if follows else before
+        places.setdefault(step.piece, []).append((place, number))
         first.setdefault(step.piece, step)
     attentions = tuple(layer.name + "." for layer in program.layers)
     return {
@@ -65,9 +70,11 @@ def part_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[st
 
 
 def attention_name(program: Program) -> PartName:
-    """The name of all the program's attentions together."""
-    count = sum(isinstance(step, AttentionStep) for step in program.steps)
-    return PartName(f"{_layers(range(count))}: {_ATTENTION}", "reads the KV cache", count)
+    """The name of all the program's attentions together, and of its layers with a state."""
+    count = sum(isinstance(step, LayerStep) for step in program.steps)
+    if not program.state_layers:
+        return PartName(f"{_layers(range(count))}: {_ATTENTION}", "reads the KV cache", count)
+    return PartName("attention and layers with a state", "reads the KV cache, reads and writes states", count)
 
 
 def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -103,8 +110,14 @@ def _where(places: Sequence[tuple[str, int]]) -> str:
     kind = places[0][0]
     if kind == "logits":
         return "logits"
-    layers = _layers([layer for _, layer in places])
-    return f"before {layers}" if kind == "before" else f"{layers}: {'after attention' if kind == 'after' else kind}"
+    layers = _layers(dict.fromkeys(layer for _, layer in places))
+    return f"before {layers}" if kind == "before" else f"{layers}: {kind}"
+
+
+def _number(layer: str, otherwise: int) -> int:
+    """`model.layers.3.self_attn` → 3."""
+    found = re.search(r"\.(\d+)\.", layer)
+    return int(found[1]) if found else otherwise
 
 
 def _layers(numbers: Iterable[int]) -> str:

@@ -18,8 +18,9 @@ from mllm_compile.errors import ArtifactError, CheckpointError
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.device.memory import most_kv_budget
-from mllm_compile.runtime.memory_pool import KVPool
+from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.program.spec import LayerSpec
+from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.server.engine_facts import syntax_of
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.measurements import device_key, read_measured, start_with
@@ -38,6 +39,7 @@ class _Known:
     config: ResolvedConfig
     origin: str
     layers: Sequence[LayerSpec]
+    state_layers: Sequence[StateLayer]
     weight_bytes: int
     tokenizer: Tokenizer | None
     start: Mapping[str, Any]
@@ -62,6 +64,7 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
         ("model", f"{config.model.source}  {config.model.dtype}  {runtime.device}"),
         ("runtime", known.origin),
         ("memory", f"weights {known.weight_bytes / 2**30:.2f} GiB, KV {_kv_bytes(known) / 2**10:.1f} KiB a token"),
+        *_states(known),
         ("", f"{tokens:,} KV tokens: {whole:,} requests of {runtime.max_model_len:,} ({how})"),
         ("limits", f"{runtime.max_running_requests} running, prompt and answer {runtime.max_model_len:,} tokens"),
         ("template", f"{text}; {syntax.described()}"),
@@ -75,6 +78,7 @@ def _of_runtime(folder: Path, reporter: Reporter, origin: str | None = None) -> 
         config,
         origin or f"compiled: {folder}",
         artifact.program.layers,
+        artifact.program.state_layers,
         sum(spec.num_bytes for spec in artifact.weights),
         load_tokenizer(folder / TOKENIZER, held_files(artifact.texts, TOKENIZER + "/")),
         start_with(read_measured(artifact.measured_folder, device_key(config.runtime.device)), config),
@@ -88,7 +92,9 @@ def _of_config(config: EngineConfig, reporter: Reporter) -> _Known:
     except (ArtifactError, CheckpointError):  # also where there is none
         return _of_target(target, reporter)
     # The runtime's own config is that of its compilation; what only serving needs may differ.
-    return _Known(target.config, known.origin, known.layers, known.weight_bytes, known.tokenizer, known.start)
+    return _Known(
+        target.config, known.origin, known.layers, known.state_layers, known.weight_bytes, known.tokenizer, known.start
+    )
 
 
 def _of_target(target: Target, reporter: Reporter) -> _Known:
@@ -110,6 +116,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
             target.config,
             "not compiled yet, which the server does first; nothing in its trace or its checkpoint is against it",
             lowered.program.layers,
+            lowered.program.state_layers,
             sum(spec.num_bytes for spec in weights[0]),
             load_tokenizer(tokenizer),
             {},
@@ -122,6 +129,27 @@ def _kv_bytes(known: _Known) -> int:
     return KVPool.bytes_per_page(1, shapes, getattr(torch, known.config.runtime.kv_cache_dtype))
 
 
+def _state_bytes(known: _Known) -> int:
+    """Bytes that the states of a request take."""
+    sums = known.config.runtime.state_dtype
+    shapes = [(layer.state_shape, getattr(torch, layer.state_dtype(sums))) for layer in known.state_layers]
+    return GDNPool.bytes_per_row(shapes)
+
+
+def _states(known: _Known) -> list[tuple[str, str]]:
+    """The line about states; none for a model without them."""
+    if not known.state_layers:
+        return []
+    each = _state_bytes(known)
+    return [("", f"states {each / 2**20:.2f} MiB a request, {_num_states(known) * each / 2**30:.2f} GiB for all")]
+
+
+def _num_states(known: _Known) -> int:
+    """Rows of states: of requests, of padding, and of cached prefixes."""
+    runtime = known.config.runtime
+    return runtime.max_running_requests * (1 + runtime.enable_prefix_cache) + 1
+
+
 def _kv_tokens(known: _Known) -> tuple[int, str]:
     """Tokens that the KV cache will hold, and how that is known.
 
@@ -132,5 +160,6 @@ def _kv_tokens(known: _Known) -> tuple[int, str]:
         return known.start["kv_tokens"], "measured by the last start with this config"
     runtime = known.config.runtime
     budget = most_kv_budget(known.weight_bytes, runtime, torch.device(runtime.device))
+    budget = budget.without(_num_states(known) * _state_bytes(known), "states")
     pages = budget.num_pages(runtime.page_size * _kv_bytes(known), runtime) - 1
     return pages * runtime.page_size, budget.explanation

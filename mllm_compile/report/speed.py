@@ -184,7 +184,8 @@ def parts_of(artifact: Artifact, config: ResolvedConfig, batch: int, context: in
     import torch
 
     kv_itemsize = getattr(torch, config.runtime.kv_cache_dtype).itemsize
-    return step_parts(artifact.program, weight_sizes(artifact), kv_itemsize, batch, context)
+    states = config.runtime.state_dtype
+    return step_parts(artifact.program, weight_sizes(artifact), kv_itemsize, batch, context, states)
 
 
 def _device(key: DeviceKey, values: Mapping[str, Any]) -> Device:

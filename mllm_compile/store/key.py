@@ -50,6 +50,7 @@ _SHAPING_ROOMS = (
     "runtime/program",
     "runtime/quantised",
     "runtime/sampling",
+    "runtime/state",
     "runtime/weights",
 )
 _SOURCE_SUFFIXES = (".py", ".cu", ".cuh")  # what Python and editors leave beside them is no source

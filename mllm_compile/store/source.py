@@ -67,6 +67,7 @@ class ArtifactSource:
         return LoadedModel(
             executor=executor,
             layers=layers,
+            state_layers=artifact.program.state_layers,
             decoders=linked.decoders,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,

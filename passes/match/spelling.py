@@ -131,7 +131,9 @@ def _by_place(node: fx.Node, operation: Operation) -> tuple[tuple[Any, ...], dic
     args, names = node.args, operation.names
     if operation.takes_many and len(args) > 1 and not _is_of_sizes(args[1]):
         sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
-        args = (args[0], tuple(sizes))
+        # `x.reshape(y.size())` is given all sizes as one value.
+        is_one = len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(sizes[0].meta.get("val"), torch.Size)
+        args = (args[0], sizes[0] if is_one else tuple(sizes))
     given = {_SYNONYMS.get(name, name): value for name, value in node.kwargs.items()}
     if names[-1] == "inplace":
         given.pop("inplace", None)

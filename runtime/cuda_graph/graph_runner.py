@@ -327,17 +327,19 @@ class GraphRunner:
         tokens, all_rows = self._tokens(descriptor.num_tokens), self._rows[: descriptor.num_tokens]
         return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
 
-    def _output_buffer(self, index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """Attention outputs. Eager steps and captured decodes get fresh memory, in a capture of the graph's pool;
-        graphs that serve any step get buffers that begin as zeros: attention never writes rows of padding, and what is
-        there goes on into keys and values, so it must be finite."""
+    def _output_buffer(
+        self, index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Outputs of layers between pieces. Eager steps and captured decodes get fresh memory, in a capture of the
+        graph's pool; graphs that serve any step get buffers that begin as zeros: no layer writes rows of padding, and
+        what is there goes on into keys and values, so it must be finite."""
         descriptor = get_forward_context().batch_descriptor
         if descriptor is None or descriptor.uniform:
-            return q.new_empty((q.shape[0], *shape))
-        key = (index, *shape, q.dtype)
+            return like.new_empty((like.shape[0], *shape), dtype=dtype)
+        key = (index, *shape, dtype)
         if key not in self._outputs:
-            self._outputs[key] = q.new_zeros((self._max_tokens, *shape))
-        return self._outputs[key][: q.shape[0]]
+            self._outputs[key] = like.new_zeros((self._max_tokens, *shape), dtype=dtype)
+        return self._outputs[key][: like.shape[0]]
 
 
 def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:

@@ -84,6 +84,21 @@ def check_table_fits(num_bytes: int, runtime: RuntimeSection, device: torch.devi
         )
 
 
+def check_states_fit(num_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:
+    """Like check_weights_fit, for the states of recurrent layers.
+
+    Raises:
+        DeviceMemoryError: they need more than the device has free.
+    """
+    free, _ = _memory_bytes(device.type, device.index or 0)
+    if num_bytes > free:
+        raise DeviceMemoryError(
+            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests, and as many of "
+            f"cached prefixes, need {_gib(num_bytes)}; {device} has {_gib(free)} free. Lower it, or set "
+            f"runtime.enable_prefix_cache: false or runtime.state_dtype: bfloat16 (now {runtime.state_dtype})."
+        )
+
+
 @dataclass(frozen=True)
 class KVBudget:
     """The bytes that pages may take, and why."""
@@ -93,6 +108,8 @@ class KVBudget:
 
     def without(self, num_bytes: int, what: str) -> KVBudget:
         """The budget when `what` takes `num_bytes` of it."""
+        if not num_bytes:
+            return self
         return KVBudget(self.kv_bytes - num_bytes, f"{self.explanation}, {what} {_gib(num_bytes)}")
 
     def num_pages(self, bytes_per_page: int, runtime: RuntimeSection) -> int:
@@ -103,7 +120,8 @@ class KVBudget:
         """
         pages_per_request = -(-runtime.max_model_len // runtime.page_size)
         useful = 1 + runtime.max_running_requests * pages_per_request
-        fitting = self.kv_bytes // bytes_per_page
+        # Without attention a page holds nothing: it is how the scheduler counts tokens.
+        fitting = self.kv_bytes // bytes_per_page if bytes_per_page else useful
         if fitting < 1 + pages_per_request:
             raise DeviceMemoryError(
                 f"the KV cache of one request of {runtime.max_model_len} tokens needs "

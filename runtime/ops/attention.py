@@ -105,7 +105,7 @@ def _attention_rotates(context: ForwardContext, batch: ForwardBatch, layer: Atte
 
 
 def _metadata_of(context: ForwardContext, layer_name: str) -> AttentionMetadata:
-    metadata = context.attn_metadata.get(layer_name)
+    metadata: AttentionMetadata | None = context.attn_metadata.get(layer_name)
     if metadata is None:
         raise RuntimeError(
             f"the forward context has no metadata for attention layer {layer_name!r}, only for "

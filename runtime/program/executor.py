@@ -13,12 +13,21 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops.attention import attention_with_output, cache_inputs
-from mllm_compile.runtime.program.spec import BATCH_INPUTS, ROW_INPUT, TOKEN_INPUTS, AttentionStep, PieceStep, Program
+from mllm_compile.runtime.ops.states.run import state_with_output
+from mllm_compile.runtime.program.spec import (
+    BATCH_INPUTS,
+    ROW_INPUT,
+    TOKEN_INPUTS,
+    AttentionStep,
+    LayerStep,
+    PieceStep,
+    Program,
+)
 
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-# (index of the buffer, q [T, H, D], (H, Dv)) → where attention writes its output [T, H, Dv]. Outputs that are alive at
-# the same time have different indices.
-OutputBuffers = Callable[[int, torch.Tensor, tuple[int, int]], torch.Tensor]
+# (index of the buffer, a tensor [T, …], a token's shape, type) → where a layer writes its output: attention [T, H, Dv].
+# Outputs that are alive at the same time have different indices.
+OutputBuffers = Callable[[int, torch.Tensor, tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class ProgramExecutor:
@@ -55,7 +64,7 @@ class ProgramExecutor:
         self._output_buffers: OutputBuffers = _new_output
 
     def set_output_buffers(self, buffers: OutputBuffers) -> None:
-        """Says where attentions write; CUDA graphs of pieces need fixed addresses there."""
+        """Says where layers between pieces write; CUDA graphs of pieces need fixed addresses there."""
         self._output_buffers = buffers
 
     def is_row_piece(self, index: int) -> bool:
@@ -119,7 +128,7 @@ class ProgramExecutor:
         self._run(self._steps[start:], values)
         return values[self._registers[self.program.output]]
 
-    def _run(self, steps: Sequence[_LinkedPiece | _LinkedAttention], values: list[Any]) -> None:
+    def _run(self, steps: Sequence[_LinkedStep], values: list[Any]) -> None:
         for step in steps:
             step.run(values, self._output_buffers)
             for register in step.dead:
@@ -143,14 +152,15 @@ class ProgramExecutor:
             raise ArtifactError(f"step {reader} of the program reads {len(names)} values of the one before, not 1")
         return self._register(names.pop())
 
-    def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedPiece | _LinkedAttention]:
+    def _link(self, pieces: Mapping[str, PieceFunction]) -> list[_LinkedStep]:
         """Turns names into registers; each step learns which values die after it."""
         layers = {layer.name: layer for layer in self.program.layers}
         attentions = [step for step in self.program.steps if isinstance(step, AttentionStep)]
         leaving = {step.layer for step in attentions if step.unrotated is not None}
         last_use = self._last_uses()
         buffer_index = self._buffer_indices(last_use)
-        linked: list[_LinkedPiece | _LinkedAttention] = []
+        states = {layer.name: layer for layer in self.program.state_layers}
+        linked: list[_LinkedStep] = []
         for index, step in enumerate(self.program.steps):
             dead = tuple(self._register(name) for name, last in last_use.items() if last == index)
             if isinstance(step, PieceStep):
@@ -161,7 +171,7 @@ class ProgramExecutor:
                 linked.append(
                     _LinkedPiece(step.piece, index, function, function, inputs, outputs, kv_of, may_leave, dead)
                 )
-            else:
+            elif isinstance(step, AttentionStep):
                 q, k, v, out = (self._register(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.v_head_dim)
@@ -172,6 +182,10 @@ class ProgramExecutor:
                 linked.append(
                     _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, unrotated, eps, dead)
                 )
+            else:
+                operands, state = tuple(map(self._register, step.operands)), states[step.layer]
+                buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
+                linked.append(_LinkedState(state.name, state.out_shape, dtype, buffer, operands, out, dead))
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
@@ -182,11 +196,11 @@ class ProgramExecutor:
         return _BySize(pieces[piece], small, forms[0].input, forms[0].dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
-        """Attention output → the lowest index whose last owner is dead; nearly always 0."""
+        """Output of a layer between pieces → the lowest index whose last owner is dead; nearly always 0."""
         free_after: list[int] = []
         indices = {}
         for index, step in enumerate(self.program.steps):
-            if isinstance(step, AttentionStep):
+            if isinstance(step, LayerStep):
                 free = next((i for i, last in enumerate(free_after) if last < index), len(free_after))
                 free_after[free : free + 1] = [last_use.get(step.out, len(self.program.steps))]
                 indices[step.out] = free
@@ -209,6 +223,7 @@ def _missing_names(
 ) -> list[str]:
     """The names that the program uses and neither the runtime nor an earlier step provides."""
     layers = {layer.name for layer in program.layers}
+    all_layers = layers | {layer.name for layer in program.state_layers}
     known = {*BATCH_INPUTS, *program.weights}
     missing = [name for name in program.weights if name not in weights]
     for layer in program.decode_attention:
@@ -217,7 +232,7 @@ def _missing_names(
     for step in program.steps:
         if isinstance(step, PieceStep):
             missing += [step.writes_kv_of] if step.writes_kv_of not in {None, *layers} else []  # type: ignore[list-item]
-        elif step.layer not in layers:
+        elif step.layer not in all_layers:
             missing.append(step.layer)
         missing += [name for name in step.reads if name not in known]
         known.update(step.writes)
@@ -226,8 +241,8 @@ def _missing_names(
     return list(dict.fromkeys(missing))
 
 
-def _new_output(index: int, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    return q.new_empty((q.shape[0], *shape))
+def _new_output(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return like.new_empty((like.shape[0], *shape), dtype=dtype)
 
 
 @dataclass(slots=True)
@@ -286,7 +301,27 @@ class _LinkedAttention:
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q = values[self.q]
-        out = output_buffers(self.buffer_index, q, self.out_shape)
+        out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
         unrotated = None if self.unrotated is None else [values[register] for register in self.unrotated]
         attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv, unrotated, self.eps)
         values[self.out] = out
+
+
+@dataclass(slots=True)
+class _LinkedState:
+    layer: str
+    out_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    buffer_index: int
+    operands: tuple[int, ...]
+    out: int
+    dead: tuple[int, ...]
+
+    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
+        operands = [values[register] for register in self.operands]
+        out = output_buffers(self.buffer_index, operands[0], self.out_shape, self.out_dtype)
+        state_with_output(operands, out, self.layer)
+        values[self.out] = out
+
+
+_LinkedStep = _LinkedPiece | _LinkedAttention | _LinkedState

@@ -11,6 +11,7 @@ import torch
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
+from mllm_compile.runtime.state.layer import StateLayer
 
 
 class Executor(Protocol):
@@ -46,6 +47,7 @@ class LoadedModel:
     executor: Executor
     eager: Executor | None = None  # the model as it was before it was compiled, where config.skip_compiled asks for it
     layers: tuple[AttentionLayer, ...]  # by layer_id
+    state_layers: tuple[StateLayer, ...] = ()  # by state_id
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode

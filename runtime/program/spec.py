@@ -1,7 +1,8 @@
 """The compiled program: a list of steps over named values, as it is stored; free of torch. executor.py runs it.
 
-A step is a piece (a compiled function of tensors) or an attention (the op that reads the forward context). Values are
-the batch's inputs, weights by name, and outputs of pieces. Stored as JSON; pieces.py makes pieces callable.
+A step is a piece (a compiled function of tensors) or a layer between pieces, whose op reads the forward context: an
+attention, or a layer with a state. Values are the batch's inputs, weights by name, and outputs of steps. Stored as
+JSON; pieces.py makes pieces callable.
 
 Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vocabulary.
 """
@@ -20,6 +21,7 @@ from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.state.layer import StateLayer
 
 TOKEN_INPUTS = ("input_ids", "positions", "slots")
 ROW_INPUT = "logits_indices"
@@ -82,7 +84,29 @@ class AttentionStep:
         return (self.out,)
 
 
-Step = PieceStep | AttentionStep
+@dataclass(frozen=True)
+class StateStep:
+    """out [T, …] = `layer` over its operands (StateLayer.operands), of which those of tokens are [T, …], and the states
+    of the batch's requests, which it takes on."""
+
+    layer: str
+    operands: tuple[str, ...]
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.operands
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
+
+LayerStep = AttentionStep | StateStep
+Step = PieceStep | LayerStep
+# Kinds of steps by the names that they are stored under.
+_STEPS: dict[str, type[Step]] = {"piece": PieceStep, "attention": AttentionStep, "state": StateStep}
+_STEP_NAMES = {kind: name for name, kind in _STEPS.items()}
 
 
 @dataclass(frozen=True)
@@ -189,7 +213,8 @@ class QuantisedWeight:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in order, the attention layers, the weights' names, and the value that is the logits [S, V]."""
+    """Steps in order, the layers that attend and those with a state, the weights' names, and the value that is the
+    logits [S, V]."""
 
     steps: tuple[Step, ...]
     layers: tuple[LayerSpec, ...]
@@ -203,6 +228,7 @@ class Program:
     expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
     quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
+    state_layers: tuple[StateLayer, ...] = ()
 
     def piece_ids(self) -> list[str]:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
@@ -230,9 +256,7 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "steps": [
-                {"op": "piece" if isinstance(step, PieceStep) else "attention", **asdict(step)} for step in self.steps
-            ],
+            "steps": [{"op": _STEP_NAMES[type(step)], **asdict(step)} for step in self.steps],
             "layers": [asdict(layer) for layer in self.layers],
             "weights": list(self.weights),
             "output": self.output,
@@ -246,6 +270,7 @@ class Program:
             "expert_weights": {name: asdict(weight) for name, weight in self.expert_weights.items()},
             "counted_experts": list(self.counted_experts),
             "quantised_weights": {name: asdict(weight) for name, weight in self.quantised_weights.items()},
+            "state_layers": [layer.to_json() for layer in self.state_layers],
         }
 
     @classmethod
@@ -270,6 +295,7 @@ class Program:
                 expert_weights=from_json(dict[str, ExpertWeight], data["expert_weights"]),
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
                 quantised_weights=from_json(dict[str, QuantisedWeight], data["quantised_weights"]),
+                state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
@@ -278,7 +304,7 @@ class Program:
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:
-    kind = {"piece": PieceStep, "attention": AttentionStep}.get(data["op"])
+    kind = _STEPS.get(data["op"])
     if kind is None:
         raise ArtifactError(f"unknown step {data['op']!r} in the program; compile the model again")
     return from_json(kind, {name: value for name, value in data.items() if name != "op"})

@@ -14,6 +14,8 @@ from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 NO_TOKENS = np.empty(0, dtype=np.int64)
 NO_TOKENS.setflags(write=False)
+NO_COPIES = np.empty((0, 2), dtype=np.int64)
+NO_COPIES.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +61,8 @@ def build_batch(
     page_writes: tuple[np.ndarray, np.ndarray, np.ndarray],
     cleared_pages: np.ndarray,
     admitted: list[Request],
+    state_restores: np.ndarray = NO_COPIES,
+    state_saves: np.ndarray = NO_COPIES,
 ) -> ScheduledBatch:
     """The batch of one step; without chunks it shares all that is constant with the steps around it."""
     requests, rows, num_new, prefix_lens = decodes.requests, decodes.rows, decodes.num_new, decode_prefix_lens
@@ -89,6 +93,8 @@ def build_batch(
         sample_mask=sample_mask,
         prompt_logprob_rows=prompt_logprob_rows,
         admitted=admitted,
+        state_restores=state_restores,
+        state_saves=state_saves,
     )
 
 

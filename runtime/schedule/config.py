@@ -32,17 +32,22 @@ class SchedulerConfig:
     """Most time of a step with decodes and prompts; pace.py."""
     step_sizes: tuple[int, ...] = ()
     """Token counts of a step with prompts for which CUDA graphs are captured, ascending."""
+    num_snapshots: int = 0
+    """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
 
     @classmethod
-    def of(cls, runtime: RuntimeSection, cudagraph: CudaGraphSection, num_pages: int) -> SchedulerConfig:
+    def of(
+        cls, runtime: RuntimeSection, cudagraph: CudaGraphSection, num_pages: int, num_snapshots: int = 0
+    ) -> SchedulerConfig:
         """The limits that a config names, with `num_pages`, the dummy page included."""
-        names = {field.name for field in fields(cls)} - {"num_pages", "step_sizes"}
+        names = {field.name for field in fields(cls)} - {"num_pages", "step_sizes", "num_snapshots"}
         sizes = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
-        return cls(num_pages=num_pages, step_sizes=sizes, **{name: getattr(runtime, name) for name in names})
+        of_runtime = {name: getattr(runtime, name) for name in names}
+        return cls(num_pages=num_pages, step_sizes=sizes, num_snapshots=num_snapshots, **of_runtime)
 
     def __post_init__(self) -> None:
         least = {"max_running_requests": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "page_size": 1}
-        for name, minimum in {**least, "num_pages": 2}.items():
+        for name, minimum in {**least, "num_pages": 2, "num_snapshots": 0}.items():
             value = getattr(self, name)
             if value < minimum:
                 raise ConfigError(f"{name} is {value}; expected at least {minimum}")
@@ -101,4 +106,6 @@ class SchedulerStats:
     prefix_hit_tokens: int  # those of them that came out of it
     preemptions: int
     recomputed_tokens: int  # tokens whose KV was lost to preemptions and not found in the prefix cache again
+    snapshots_kept: int = 0  # prefixes whose state the prefix cache has
+    snapshots_total: int = 0  # rows for such states
     step_bound_ms: float | None = None  # of the last step with decodes and prompts; None: there was none

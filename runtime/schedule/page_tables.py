@@ -12,23 +12,42 @@ owner's writes come later. Shape legend: P pages of a row, N page writes. Free o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
 from mllm_compile.runtime.schedule.prefix_cache import PageNode, RadixCache, Salt
+from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
 
 _NONE = np.empty(0, dtype=np.int32)
 _NONE.setflags(write=False)
 
 
+class StatePrefix(NamedTuple):
+    """The cached prefix of a request whose model carries states.
+
+    Attributes:
+        num_pages: pages whose tokens need not be computed.
+        num_matched: pages that are cached, those behind the last state included.
+        state_row: row of GDNPool that holds the state after `num_pages`; None: there is none.
+    """
+
+    num_pages: int
+    num_matched: int
+    state_row: int | None
+
+
 class PageTables:
     """Page tables of `num_rows` rows; the writes made since the last take_writes are what the device lacks."""
 
-    def __init__(self, num_rows: int, max_pages_per_row: int, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_rows: int, max_pages_per_row: int, num_pages: int, page_size: int, num_snapshots: int = 0
+    ) -> None:
+        """Args: num_snapshots: states of prefixes that are kept, in rows of GDNPool behind `num_rows`."""
         self.page_size = page_size
         self.allocator = TokenToKVPoolAllocator(num_pages, page_size)
-        self.cache = RadixCache(page_size)
+        self.cache = RadixCache(page_size, StateSnapshots(num_rows, num_snapshots))
         self.table = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
         self.num_pages = np.zeros(num_rows, dtype=np.int32)
         self.capacity = np.zeros(num_rows, dtype=np.int32)  # num_pages * page_size, tokens
@@ -59,13 +78,30 @@ class PageTables:
 
         Undo it with release. The device's page table hears of it with write_prefix.
         """
-        node, pages = self.cache.match_prefix(token_ids, salt)
+        return self._attach(row, *self.cache.match_prefix(token_ids, salt))
+
+    def attach_state_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> StatePrefix:
+        """Like attach_prefix, with the longest cached prefix whose state is kept."""
+        node, pages, num_matched = self.cache.match_state(token_ids, salt)
+        state_row = None if node is None else self.cache.states.use(node)
+        return StatePrefix(self._attach(row, node, pages), num_matched, state_row)
+
+    def _attach(self, row: int, node: PageNode | None, pages: np.ndarray) -> int:
         self.cache.lock(node)
         self._paths[row] = node
         self._path_pages[row] = pages.size
         self.table[row, : pages.size] = pages
         self._set_num_pages(row, pages.size)
         return pages.size
+
+    def keep_state(self, token_ids: np.ndarray, salt: Salt, state_row: int) -> None:
+        """Keep a reserved row as the state after these tokens [n * page_size], whose pages are published; give it back
+        where they are not, or have a state."""
+        states, node = self.cache.states, self.cache.node_of(token_ids, salt)
+        if node is None or node in states:
+            states.release(state_row)
+        else:
+            states.keep(node, state_row)
 
     def write_prefix(self, row: int) -> None:
         """Note the row's present pages as writes."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
+
 Salt = tuple[Hashable, ...]
 
 
@@ -37,8 +39,10 @@ class RadixCache:
     parents (unlocking walks from the leaf to the root), so its first entry is always a leaf and eviction is O(1).
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, states: StateSnapshots | None = None) -> None:
+        """Args: states: of nodes, for models whose layers carry one."""
         self.page_size = page_size
+        self.states = states or StateSnapshots()
         self._roots: dict[Salt, PageNode] = {}
         self._unlocked: OrderedDict[PageNode, None] = OrderedDict()
         self._num_pages = 0
@@ -69,6 +73,20 @@ class RadixCache:
             node = child
             pages.append(node.page)
         return (node if pages else None), np.array(pages, dtype=np.int32)
+
+    def match_state(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageNode | None, np.ndarray, int]:
+        """The longest cached prefix that has a state: its last node (None: no hit), its pages, and the number of pages
+        that are cached without regard to states."""
+        node, pages = self.match_prefix(token_ids, salt)
+        matched = depth = pages.size
+        while depth and node is not None and node not in self.states:
+            node, depth = node.parent, depth - 1
+        return (node if depth else None), pages[:depth], matched
+
+    def node_of(self, token_ids: np.ndarray, salt: Salt = ()) -> PageNode | None:
+        """The node at whose end the tokens [n * page_size] end; None: they are not all cached."""
+        node, pages = self.match_prefix(token_ids, salt)
+        return node if pages.size * self.page_size == token_ids.size else None
 
     def lock(self, node: PageNode | None) -> None:
         """Keep the path to `node` from eviction until it is unlocked as often."""
@@ -174,6 +192,7 @@ class RadixCache:
         if parent is None or node.children:
             raise RuntimeError(f"internal error: the prefix cache evicts page {node.page}, which is not a leaf")
         del parent.children[node.key]
+        self.states.drop(node)
         # An emptied root goes too, or a salt per request would leak; after a flush it is not the salt's root any more.
         salt: Any = parent.key  # of a root
         if parent.parent is None and not parent.children and self._roots.get(salt) is parent:

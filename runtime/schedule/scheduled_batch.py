@@ -47,6 +47,10 @@ class ScheduledBatch:
     # Requests that got their row in this step, new and resumed ones: (re)make the row's sampling state from
     # prompt_token_ids and output_token_ids before sampling.
     admitted: list[Request]
+    # Copies between rows of GDNPool, [N, 2] int64 each (from, to): of cached states, before the model runs, and of
+    # states that are to be cached, right after.
+    state_restores: np.ndarray
+    state_saves: np.ndarray
 
     @property
     def num_requests(self) -> int:

@@ -22,19 +22,29 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.batch_builder import NO_TOKENS, Chunk, DecodeRows, build_batch
+from mllm_compile.runtime.schedule.batch_builder import NO_COPIES, NO_TOKENS, Chunk, DecodeRows, build_batch
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
-from mllm_compile.runtime.schedule.page_tables import PageTables
+from mllm_compile.runtime.schedule.page_tables import PageTables, StatePrefix
+from mllm_compile.runtime.schedule.prefix_cache import Salt
 from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
 
 _URGENCY = attrgetter("urgency")
 # How far behind the first in line a shorter prompt is looked for: it bounds the host's work of a step.
 _LOOKED_AT = 256
+
+
+class _Save(NamedTuple):
+    """A copy of a request's state after `num_tokens`, made by a step in flight."""
+
+    request: Request
+    num_tokens: int
+    state_row: int
 
 
 class Scheduler:
@@ -44,7 +54,7 @@ class Scheduler:
         self.config = config
         num_rows = config.max_running_requests + 1
         max_pages = -(-config.max_tokens_per_request // config.page_size)
-        self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size)
+        self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
         self._pace = Pace(config.max_step_ms, config.step_sizes)
 
         self._requests: set[Request] = set()  # all that are not finished
@@ -62,6 +72,11 @@ class Scheduler:
         self._computed = np.zeros(num_rows, dtype=np.int32)
         self._last_computed = np.zeros(num_rows, dtype=np.int32)
         self._in_flight = np.zeros(num_rows, dtype=np.int32)
+        # States of prefixes: where to cut each row's prompt for one, and the copies of the step that is being planned.
+        self._cuts: list[tuple[int, ...]] = [()] * num_rows
+        self._restores: list[tuple[int, int]] = []
+        self._saves: list[_Save] = []
+        self._saves_in_flight: dict[int, list[_Save]] = {}  # by step
 
         self._next_sequence = 0
         self._next_step = 0
@@ -124,6 +139,8 @@ class Scheduler:
             prefix_hit_tokens=self._prefix_hit_tokens,
             preemptions=self._preemptions,
             recomputed_tokens=self._recomputed_tokens,
+            snapshots_kept=self.pages.cache.states.num_kept,
+            snapshots_total=self.config.num_snapshots,
             step_bound_ms=self._pace.last_bound_ms,
         )
 
@@ -146,13 +163,25 @@ class Scheduler:
             self._check_not_stuck()
             return None
         self._computed[decodes.rows] += 1
-        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *self._page_changes(), admitted)
+        changes = (*self._page_changes(), admitted, *self._take_state_copies())
+        batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes)
         self._next_step += 1
         self._in_flight[batch.rows] += 1
         return batch
 
     def _page_changes(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
         return self.pages.take_writes(), self.pages.take_cleared()
+
+    def _take_state_copies(self) -> tuple[np.ndarray, np.ndarray]:
+        """The copies of states before and after the step."""
+        if not (self._restores or self._saves):
+            return NO_COPIES, NO_COPIES
+        if self._saves:
+            self._saves_in_flight[self._next_step] = self._saves
+        pairs = self._restores, [(save.request.row, save.state_row) for save in self._saves]
+        self._restores, self._saves = [], []
+        restores, saves = (np.array(one, dtype=np.int64).reshape(-1, 2) for one in pairs)
+        return restores, saves
 
     def _plan_decodes(self) -> DecodeRows:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
@@ -272,6 +301,8 @@ class Scheduler:
 
         After a cut the budget is used up.
         """
+        if self._was_cut(chunks, request):
+            return
         rest, longest = self._rest(request), self._first_chunk(request, budget)
         if longest < rest:
             self._serve_shorter(chunks, admitted, request, budget)
@@ -319,6 +350,8 @@ class Scheduler:
         for request in sorted(self._shorter_than(first), key=self._rest):
             if share.tokens < 1:
                 return
+            if self._was_cut(chunks, request):
+                continue
             if request.status is RequestStatus.WAITING:
                 if not self._try_admit_before(request):  # the others are longer
                     return
@@ -366,14 +399,51 @@ class Scheduler:
         """Plan the next `length` tokens of a prompt, for which there are pages."""
         row = request.row
         start, target = int(self._computed[row]), self._prefill_ids[row].size
+        length = self._cut_for_state(row, start, target, length)
         self.pages.grow(row, self.pages.pages_for(start + length) - int(self.pages.num_pages[row]))
         self._computed[row] = start + length
         chunks.append(Chunk(request, start, self._prefill_ids[row][start : start + length], start + length == target))
         budget.take(length, start)
+        self._save_state(request, start + length)
         if start + length == target:
             self._prefilling.remove(request)
             self._decoding = [*self._decoding, request]
             self._decode_rows = None
+
+    def _was_cut(self, chunks: list[Chunk], request: Request) -> bool:
+        """True if the step has a chunk of the request, which ended for the sake of a state."""
+        return self.config.num_snapshots > 0 and any(chunk.request is request for chunk in chunks)
+
+    def _cut_for_state(self, row: int, start: int, target: int, length: int) -> int:
+        """The length of a chunk that ends where a state is worth keeping: at a cut of its prompt, or else, if it is not
+        the last one, with a page."""
+        if not self.config.num_snapshots:
+            return length
+        end, page_size = start + length, self.config.page_size
+        end = next((cut for cut in self._cuts[row] if start < cut < end), end)
+        whole = end // page_size * page_size
+        return (whole if start < whole and end < target else end) - start
+
+    def _save_state(self, request: Request, num_tokens: int) -> None:
+        """Plan to keep the request's state after `num_tokens`, the end of a chunk, if that is the end of a page.
+
+        Never after a decode: a finished request may have run one too many.
+        """
+        if not self.config.num_snapshots or num_tokens % self.config.page_size:
+            return
+        state_row = self.pages.cache.states.reserve()
+        if state_row is not None:
+            self._saves.append(_Save(request, num_tokens, state_row))
+
+    def _keep_states(self, batch: ScheduledBatch) -> None:
+        """Keep the states that a step has copied, of requests that go on; others are not trusted."""
+        for save in self._saves_in_flight.pop(batch.step_id, ()):
+            request = save.request
+            if request.status is RequestStatus.RUNNING:
+                tokens = self._prefill_ids[request.row][: save.num_tokens]
+                self.pages.keep_state(tokens, request.cache_salt, save.state_row)
+            else:
+                self.pages.cache.states.release(save.state_row)
 
     def _try_admit(self, request: Request, set_aside: int = 0) -> bool:
         """Move a waiting request into a row with its cached prefix; False: too few pages for all of its prompt.
@@ -383,13 +453,13 @@ class Scheduler:
         """
         row = self._free_rows[-1]
         token_ids = np.array(request.all_token_ids, dtype=np.int64)
-        prefix_pages = 0
+        prefix = StatePrefix(0, 0, None)
         if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
             # Never all of it: the logits of the last token are what the request waits for.
-            prefix_pages = self.pages.attach_prefix(row, token_ids[:-1], request.cache_salt)
-        # Without set_aside: a prompt that is not over has used up the step's budget, or the pages.
+            prefix = self._attach_prefix(row, token_ids[:-1], request.cache_salt)
+        # Without set_aside: a prompt that is not over has used up the step's budget, or the pages, or has a page left.
         set_aside += len(self._prefilling) + len(self._decoding)
-        if self.pages.pages_for(token_ids.size) - prefix_pages + set_aside > self.pages.available_pages:
+        if self.pages.pages_for(token_ids.size) - prefix.num_pages + set_aside > self.pages.available_pages:
             self.pages.release(row)
             return False
 
@@ -397,16 +467,28 @@ class Scheduler:
         self._free_rows.pop()
         self._owners[row] = request
         self._prefill_ids[row] = token_ids
-        cached = prefix_pages * self.config.page_size
+        cached = prefix.num_pages * self.config.page_size
         self._computed[row] = cached
         self._last_computed[row] = len(request.prompt_token_ids) + request.max_new_tokens - 1
         self.pages.write_prefix(row)
+        if self.config.num_snapshots:
+            # At the last page that a prompt of the same beginning can reuse, and where more pages than states are.
+            whole = (token_ids.size - 1) // self.config.page_size
+            self._cuts[row] = tuple(sorted(pages * self.config.page_size for pages in {prefix.num_matched, whole}))
+        if prefix.state_row is not None:
+            self._restores.append((prefix.state_row, row))
         self._note_admission(request, cached)
         request.row = row
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = cached
         insort(self._prefilling, request, key=_URGENCY)
         return True
+
+    def _attach_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> StatePrefix:
+        if self.config.num_snapshots:
+            return self.pages.attach_state_prefix(row, token_ids, salt)
+        num_pages = self.pages.attach_prefix(row, token_ids, salt)
+        return StatePrefix(num_pages, num_pages, None)
 
     def _note_admission(self, request: Request, cached: int) -> None:
         if request.num_preemptions:
@@ -476,6 +558,7 @@ class Scheduler:
         for request in batch.requests[batch.num_decodes :]:
             if request.status is RequestStatus.RUNNING:
                 self._publish(request)
+        self._keep_states(batch)
         self._release_idle()
         return UpdateResult(accepted=accepted, finished=finished, broken=broken)
 
@@ -496,6 +579,8 @@ class Scheduler:
         ]
         for request in ended:
             self._end(request, "abort", None)
+        for save in self._saves_in_flight.pop(batch.step_id, ()):
+            self.pages.cache.states.release(save.state_row)
         self._release_idle()
         return ended
 

@@ -142,7 +142,9 @@ class StepRunner:
         plan = self._plan(batch)
         if self._announce is not None:
             self._announce(batch, plan.fields.scored_indices)
+        self._copy_states(batch.state_restores)
         results = self._decode(batch, plan) or self._run(batch, plan)
+        self._copy_states(batch.state_saves)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
         return handle
@@ -153,6 +155,12 @@ class StepRunner:
             self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
         if batch.cleared_pages.size:
             self._runner.token_to_kv_pool.clear_pages(upload(batch.cleared_pages.astype(np.int64), self._runner.device))
+
+    def _copy_states(self, copies: np.ndarray) -> None:
+        """Copies rows of states: [N, 2], from and to."""
+        if copies.size:
+            sources, targets = upload(copies.T.copy(), self._runner.device)
+            self._runner.state_pool.copy_rows(sources, targets)
 
     def _decode(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
         """Runs the step in one launch; None: it has more than decodes, or these are not captured so.

@@ -195,6 +195,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "expert_stats": True,
         "tensor_parallel_size": 2,
         "skip_compiled": True,
+        "state_dtype": "bfloat16",
         "seed": 7,
         "max_step_ms": 25.0,
     }

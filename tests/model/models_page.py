@@ -65,8 +65,8 @@ For every architecture:
   (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`, and `dynamic` up to `max_position_embeddings`.
   Beyond these a long request would change the frequencies of all others, so `max_model_len` ends there.
 - A quantised checkpoint is served where its [format](quantised.md) is one that is read.
-- An architecture that mixes attention with other layers is refused for the others: where a config has none of them, it
-  may be served ([below](#served-where-every-layer-is-full-attention)).
+- Layers with a [state](state.md) are served where they call known functions; an architecture with others is refused for
+  them: where a config has none, it may be served ([below](#served-where-every-layer-is-full-attention)).
 - Of models with images or sound that are served (gemma3, phi4_multimodal) it is the text part.
 - Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
   `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
@@ -86,8 +86,8 @@ _GROUPS = (
     (
         r"Its config names layers of kind",
         "Layers that are not plain attention",
-        "Recurrent layers, convolutions and sparse attention keep state from token to token, or choose what they read. "
-        "Below, the kinds of layers that the config names, and where the trace ended; `u0` is the number of tokens.",
+        "Sparse attention, which chooses what it reads, and recurrent layers of their own code. Below, the kinds of "
+        "layers that the config names, and where the trace ended; `u0` is the number of tokens.",
     ),
     (
         r"no attention goes through|directly, past the attention",
@@ -189,7 +189,7 @@ def _refused(refused: list[Outcome]) -> Iterator[str]:
 
 
 def _errors(served: list[Outcome]) -> Iterator[str]:
-    yield from ("| architecture | max error | its attention |", "|---|---|---|")
+    yield from ("| architecture | max error | its attention; layers with a state |", "|---|---|---|")
     yield from (f"| {o.architecture} | {o.error:.1e} | {o.remark} |" for o in served)
     yield ""
 
@@ -228,7 +228,7 @@ def _reason(remark: str) -> str:
     text = re.sub(r"requires the \w+ library but .*", "requires a library that is no dependency here", text)
     text = re.sub(r" \(its source: .*", "", text)
     text = re.sub(r"piece piece_\w+ ", "a piece ", text)
-    text = re.sub(r"^(.*)\. Its config names layers of kind (.*), which are not served yet", r"\2: \1", text)
+    text = re.sub(r"^(.*)\. Its config names layers of kind (.*), some of which are not served", r"\2: \1", text)
     text = text.replace("|", "\\|").replace("<", "&lt;").removesuffix(".")
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON].rsplit(" ", 1)[0] + " …"
 

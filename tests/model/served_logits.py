@@ -10,6 +10,7 @@ import torch
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.state.layer import StateLayer
 from tests.model.logits_server import MAX_MODEL_LEN, PAGE_SIZE, LogitsServer
 
 # On log-probabilities, in float32. Transformers' own eager forward is up to 1e-4 from its forward in float64 (Gemma 4,
@@ -27,11 +28,13 @@ class Comparison:
             largest, in bfloat16 that of a token in the middle.
         limit: what it may be.
         layers: the program's attention layers.
+        states: its layers with a state.
     """
 
     error: float
     limit: float
     layers: tuple[LayerSpec, ...]
+    states: tuple[StateLayer, ...]
 
 
 def compare_served_logits(
@@ -54,9 +57,9 @@ def compare_served_logits(
     exact = _transformers(folder, texts, torch.float32)
     if dtype == "float32":
         worst = max((a - b).abs().max().item() for a, b in zip(ours, exact, strict=True))
-        return Comparison(worst, TOLERANCE, program.layers)
+        return Comparison(worst, TOLERANCE, program.layers, program.state_layers)
     own = _of_a_token(_transformers(folder, texts, getattr(torch, dtype)), exact)
-    return Comparison(_of_a_token(ours, exact), BFLOAT16_FACTOR * own, program.layers)
+    return Comparison(_of_a_token(ours, exact), BFLOAT16_FACTOR * own, program.layers, program.state_layers)
 
 
 def _of_a_token(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

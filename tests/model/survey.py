@@ -40,7 +40,8 @@ class Outcome:
         status: served | bfloat16 (served in that, while float32 fails) | refused | wrong (served, and not what
             Transformers gives: a bug of ours) | not tried (no tiny model of it could be made) | failed (an error that
             is no refusal: a bug of ours).
-        remark: for a served one what its attention has, else the reason, with bfloat16 that against float32.
+        remark: for a served one what its attention has, and its kinds of layers with a state, else the reason, with
+            bfloat16 that against float32.
         error: of log-probabilities, where it ran; in float32 the largest, in bfloat16 that of a token in the middle.
         attention_alone: the same as text, of a refused one whose layers are of several kinds, with full attention in
             all of them; None where that is not served either.
@@ -139,7 +140,7 @@ class Trier:
         except Exception as error:
             return Outcome(architecture, "failed", f"{type(error).__name__}: {first_line(error)}", backend=backend)
         status = "served" if found.error <= found.limit else "wrong"
-        return Outcome(architecture, status, _describe(found.layers), found.error, backend=backend)
+        return Outcome(architecture, status, _describe(found.layers, found.states), found.error, backend=backend)
 
 
 def _kinds_of_layers(architecture: str) -> set[str]:
@@ -179,9 +180,17 @@ def _death(worker: subprocess.Popen[str]) -> str:
     return f"the process ended with {worker.returncode}"
 
 
-def _describe(layers: Iterable) -> str:
-    """`window 8 on 2 of 4, soft cap 50, sinks`, or `full`."""
+def _describe(layers: Iterable, states: Iterable) -> str:
+    """`window 8 on 2 of 4, soft cap 50, sinks`, or `full`; and the kinds of its layers with a state."""
     layers = list(layers)
+    with_state = " + ".join(sorted({layer.kind.name for layer in states}))
+    if not layers:
+        return f"none; {with_state}"
+    attention = _describe_attention(layers)
+    return f"{attention}; {with_state}" if with_state else attention
+
+
+def _describe_attention(layers: list) -> str:
     parts = []
     windowed = [layer.window_left + 1 for layer in layers if layer.window_left >= 0]
     if windowed:

@@ -106,6 +106,7 @@ _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 _BERT = {"is_decoder": True}
 # What an architecture needs besides small sizes: a check of its config, or its most telling kind of layer.
 _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "bert": _BERT,
     "bert-generation": _BERT,
     "big_bird": _BERT | {"attention_type": "original_full"},
@@ -127,6 +128,8 @@ _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True},
     "gemma3n_text": {"num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},

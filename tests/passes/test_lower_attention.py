@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.passes.base import ATTENTION_LAYERS
+from mllm_compile.passes.base import ATTENTION_LAYERS, STATE_LAYERS
 from mllm_compile.passes.lower_attention import LowerAttention
+from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.verify import verify_graph
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, StateLayer
 from tests.passes.support.graph_builder import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
     GraphBuilder,
     apply,
+    done,
     run,
     targets,
     text,
@@ -88,3 +92,33 @@ def test_numbers_are_those_of_the_trace_time_op(said):
     gm = builder.canonical(builder.head(x))
     before = run(gm)
     torch.testing.assert_close(run(apply(LowerAttention(), gm)), before, rtol=0, atol=0)
+
+
+def test_a_layer_with_a_state_is_lowered_beside_attention_and_cut_out_of_the_pieces():
+    builder = GraphBuilder()
+    x = builder.linear(builder.embed(), "in", HIDDEN)
+    bias = builder.weight("bias", HIDDEN)
+    x = builder.call(torch.ops.mllm.causal_conv.default, x, builder.weight("conv", HIDDEN, 4), bias, "silu", "")
+    heads = builder.method("view", x, builder.size_inputs["T"], HEADS, HEAD_DIM)
+    gates = builder.linear(x, "gates", HEADS)
+    op = torch.ops.mllm.gated_delta.default
+    for _ in range(2):
+        heads = builder.call(op, heads, heads, heads, gates, gates, True, "")
+    gm = builder.lowered(builder.head(builder.layer(builder.method("flatten", heads, 1), 0)))
+    float32 = {"out_dtype": "float32", "dtype": "float32"}
+    conv = StateLayer(
+        "causal_conv.0", 0, CausalConv("silu"), ("x", "weight", "bias"), (3, HIDDEN), (HIDDEN,), **float32
+    )
+    delta = StateLayer(
+        "gated_delta.1",
+        *(1, GatedDelta(qk_l2norm=True), ("q", "k", "v", "g", "beta")),
+        *((HEADS, HEAD_DIM, HEAD_DIM), (HEADS, HEAD_DIM)),
+        **float32,
+    )
+    layers = gm.meta[STATE_LAYERS]
+    assert layers[:2] == [conv, delta] and layers[2].name == "gated_delta.2"
+    assert [layer.layer_id for layer in layers_of(gm)] == [0]
+    gm = apply(SplitAtAttention(), gm)
+    verify_graph(gm, done("split_at_attention"))
+    called = [name.partition("_")[0] for name in targets(gm) if name.startswith(("piece", "state", "attention"))]
+    assert called == ["piece", "state", "piece", "state", "state", "piece", "attention", "piece", "piece"]

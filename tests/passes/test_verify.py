@@ -134,7 +134,7 @@ def with_a_form(change: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
         (computing_parent, "split_at_attention", "relu .* computes outside of a piece"),
         (lambda: piece_with(add_size_input), "split_at_attention", r"piece_1\.tokens: a size crosses a cut"),
         (lambda: piece_with(add_attribute), "deduplicate_pieces", r"piece_1\.table reads an attribute"),
-        (lambda: piece_with(add_attention), "deduplicate_pieces", "attention inside a piece"),
+        (lambda: piece_with(add_attention), "deduplicate_pieces", "a layer inside a piece"),
         (lambda: piece_with(write_in_place), "deduplicate_pieces", r"piece_1\.mul_ .* writes into a tensor"),
         (lambda: piece_with(spell_otherwise), "fuse_silu_mul", r"piece_1\.mul.* is not spelled as"),
         (lambda: piece_with(use_before_definition), "fuse_silu_mul", "after fuse_silu_mul: .*used before it has been"),

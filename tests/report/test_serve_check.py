@@ -58,11 +58,11 @@ def test_a_model_that_is_not_compiled_is_traced_and_nothing_is_left(eager_cache,
 def test_what_would_not_be_served_is_refused_with_its_reason(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(
         json.dumps(
-            {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2}
+            {"model_type": "xlm", "architectures": ["XLMWithLMHeadModel"], "emb_dim": 32, "n_layers": 2, "n_heads": 4}
         )
     )
     model = {"path": str(tmp_path), "load_format": "dummy", "dtype": "float32"}
-    with pytest.raises(UnsupportedModelError, match="mamba"):
+    with pytest.raises(UnsupportedModelError, match="xlm"):
         told(tiny_config(tmp_path / "cache", model=model))
     config = tiny_config(tmp_path / "cache", **EAGER)
     monkeypatch.setattr(memory, "_host_memory_bytes", lambda: (1 << 20, 1 << 30))

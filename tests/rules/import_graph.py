@@ -53,6 +53,7 @@ FLOORS = (
     "runtime/program",
     "runtime/ops",
     "runtime/forward_context",
+    "runtime/state",
     "runtime/attention",
     "runtime/forward_batch",
     "runtime/graph_mode",

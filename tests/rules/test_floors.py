@@ -25,9 +25,9 @@ WITHOUT = {
     "mllm_compile/server": ("torch", "transformers"),
     "mllm_compile/text/calls": ("torch", "transformers", "jinja2"),
 }
-# What passes know of the runtime: the ops, what an attention is, which shapes its kernels take, and what a quantised
-# weight is.
-OPS = re.compile(r"runtime/(ops/.*|attention/(layer|hopper/shapes)|quantised/scheme)")
+# What passes know of the runtime: the ops, what the layers between pieces are, which shapes attention kernels take, and
+# what a quantised weight is.
+OPS = re.compile(r"runtime/(ops/.*|attention/(layer|hopper/shapes)|state/layer|quantised/scheme)")
 # Folders with more than MOST_MODULES modules, and why.
 LARGER = {"passes": "one pass a file, whose public name is mllm_compile.passes.<pass>"}
 RUNTIME = [path for name, path in modules().items() if name.startswith("runtime/")]

@@ -105,6 +105,7 @@ DEFAULTS = RuntimeSection(
     attention_backend="torch",
     page_size=4,
     kv_cache_dtype="float32",
+    state_dtype="float32",
     mem_fraction_static=0.9,
     max_model_len=CONTEXT,
     max_running_requests=8,

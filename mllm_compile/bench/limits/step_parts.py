@@ -1,7 +1,8 @@
 """Computes what each part of a decode step reads and multiplies, from a runtime's program alone: no device, no model.
 
-A part is a step of the program: a piece, or an attention. The parts' bytes add up to those of limits.ModelFigures, and
-like there activations and the rows that token ids look up are left out (under 1 %).
+A part is a step of the program: a piece, an attention, or a layer with a state. The parts' bytes add up to those of
+limits.ModelFigures, but for states, and like there activations and the rows that token ids look up are left out (under
+1 %).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from mllm_compile.bench.limits.active_experts import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, StateStep
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +25,10 @@ class StepPart:
 
     Attributes:
         index: its place in program.steps.
-        piece: the piece's id; None for an attention.
-        layer: how many attentions come before it.
+        piece: the piece's id; None for an attention, and for a layer with a state.
+        layer: how many of these come before it.
         weight_bytes: bytes of the weights that it reads, whole.
-        kv_bytes: bytes of the KV cache that it reads.
+        kv_bytes: bytes of the KV cache that it reads, or of states that it reads and writes.
         flops: operations of its matrix products.
     """
 
@@ -58,13 +61,19 @@ class WeightSize:
 
 
 def step_parts(
-    program: Program, weights: Mapping[str, WeightSize], kv_itemsize: int, batch: int, context: int
+    program: Program,
+    weights: Mapping[str, WeightSize],
+    kv_itemsize: int,
+    batch: int,
+    context: int,
+    state_dtype: str = "float32",
 ) -> list[StepPart]:
     """The parts of a decode step of `batch` requests with `context` tokens each, in the program's order.
 
     Of experts those count that so many tokens are expected to choose.
     """
     layers = {layer.name: layer for layer in program.layers}
+    states = {layer.name: layer for layer in program.state_layers}
     quantised = program.quantised_weights
     scales = {name for one in quantised.values() for name in (one.scales, one.zeros)}
     parts, seen = [], 0
@@ -73,6 +82,11 @@ def step_parts(
             kv_bytes = batch * _seen_tokens(layers[step.layer], context) * _kv_values(layers[step.layer]) * kv_itemsize
             parts.append(StepPart(index, None, seen, 0, kv_bytes, 0))
             seen += 1
+        elif isinstance(step, StateStep):
+            layer = states[step.layer]
+            itemsize = _ITEMSIZES[layer.state_dtype(state_dtype)]
+            # Read and written once by each request, however long that is.
+            parts.append(StepPart(index, None, seen, 0, 2 * batch * math.prod(layer.state_shape) * itemsize, 0))
         else:
             num_bytes, flops = 0.0, 0
             for name in read_weights(step, weights):

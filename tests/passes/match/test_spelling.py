@@ -133,3 +133,16 @@ def test_no_pass_asks_for_another_spelling():
             for targets in asked:
                 assert not functions & set(re.findall(r"torch\.\w+", targets)), f"{path.name}: {line.strip()}"
                 assert not methods & set(re.findall(r'"(\w+)"', targets)), f"{path.name}: {line.strip()}"
+
+
+def test_a_reshape_to_the_sizes_of_another_tensor_keeps_them_as_one_value():
+    builder = GraphBuilder()
+    x = builder.embed()
+    sizes = builder.method("size", x)
+    node = builder.method("reshape", builder.method("flatten", x, 0), sizes)
+    gm = builder.finish(builder.call(torch.sum, node, -1, True))
+    before = run(gm)
+    spell(gm)
+    gm.recompile()
+    assert any(one.target is torch.reshape and one.args[1].target == "size" for one in gm.graph.nodes)
+    torch.testing.assert_close(run(gm), before, rtol=0, atol=0)

@@ -92,6 +92,9 @@ class FakeDevice:
         self.page_table = np.zeros((num_rows, config.max_tokens_per_request // config.page_size + 1), dtype=np.int64)
         self.kv = [[-1] * config.page_size for _ in range(config.num_pages)]
         self.last_tokens = [-1] * num_rows
+        # The state after a row's last token, which is what the KV of that token is; rows of snapshots behind.
+        self.has_states = config.num_snapshots > 0
+        self.states = [-2] * (num_rows + config.num_snapshots)
 
     def run(self, batch: ScheduledBatch) -> np.ndarray:
         """The sampled tokens; rows that are not sampled hold -1, so that taking one in is noticed."""
@@ -99,6 +102,7 @@ class FakeDevice:
         if batch.num_decodes == batch.num_requests:
             self._check_new_pages(batch)
         self.page_table[batch.page_rows, batch.page_positions] = batch.page_ids
+        self._copy_states(batch.state_restores)
         sampled = np.full(batch.num_requests, -1, dtype=np.int64)
         taken = 0
         for i, (request, row, prefix_len, num_new) in enumerate(
@@ -113,7 +117,16 @@ class FakeDevice:
             if batch.sample_mask[i]:
                 sampled[i] = self.last_tokens[row] = _next_token(kv_sum)
         assert taken == batch.prefill_token_ids.size, "prefill tokens are those of the prefill rows"
+        assert set(batch.state_saves[:, 0].tolist()) <= set(batch.rows[batch.num_decodes :].tolist()), (
+            "of prompts alone"
+        )
+        self._copy_states(batch.state_saves)
         return sampled
+
+    def _copy_states(self, copies: np.ndarray) -> None:
+        assert len(set(copies[:, 1].tolist())) == len(copies), "two copies to one row"
+        for source, target in copies.tolist():
+            self.states[target] = self.states[source]
 
     def _check_new_pages(self, batch: ScheduledBatch) -> None:
         """Decodes alone get no page but what begins with their new token: captured ones hear of no other."""
@@ -127,12 +140,15 @@ class FakeDevice:
         for position in range(prefix_len):
             kv = self.kv[pages[position // self.page_size]][position % self.page_size]
             kv_sum += kv
+        if self.has_states and prefix_len:
+            assert self.states[row] == kv, "the row's state is that of its prefix"
         for position, token in enumerate(tokens, start=prefix_len):
             page = pages[position // self.page_size]
             assert page > 0, "nobody writes to the dummy page"
             kv = _kv(kv, token)
             self.kv[page][position % self.page_size] = kv
             kv_sum += kv
+        self.states[row] = kv
         return kv_sum
 
 
@@ -231,6 +247,8 @@ class Simulation:
         check_pages(self.scheduler.pages)
         self.scheduler.flush_prefix_cache()
         assert self.scheduler.pages.allocator.available_pages == self.config.usable_pages
+        states = self.scheduler.pages.cache.states
+        assert (states.num_free, states.num_kept) == (self.config.num_snapshots, 0), "a row of states is nobody's"
 
 
 def check_batch(batch: ScheduledBatch, config: SchedulerConfig) -> None:
@@ -269,3 +287,7 @@ def check_pages(pages: PageTables) -> None:
     assert len(set(owned)) == len(owned), "a page has two owners"
     assert sorted(owned) == np.flatnonzero(pages.allocator._taken).tolist(), "a page is owned by nobody"
     assert len(owned) + pages.allocator.available_pages == pages.allocator.usable_pages
+    states = pages.cache.states
+    kept = list(states._rows.values())
+    assert set(states._rows) <= nodes, "a state of a page that is gone"
+    assert len({*kept, *states._free}) == len(kept) + states.num_free <= states.count, "a row of states has two owners"

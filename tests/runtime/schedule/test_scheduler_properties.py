@@ -60,6 +60,8 @@ def histories(draw: st.DrawFn) -> History:
         "max_step_ms": draw(st.sampled_from(["none", "tenfold", 0.01, 3.5, 4.0])),
         "step_sizes": draw(st.sampled_from([(), (2, 4, 8, 16)])),
     }
+    if limits["enable_prefix_cache"]:
+        limits["num_snapshots"] = draw(st.sampled_from([0, 0, 1, 2, 5, 20]))
     events = draw(st.lists(_EVENT, min_size=20, max_size=80))
     return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)))
 

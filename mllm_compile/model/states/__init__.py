@@ -1,0 +1,1 @@
+"""How recurrent layers of Transformers become ops."""

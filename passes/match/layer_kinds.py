@@ -1,0 +1,180 @@
+"""The kinds of layers that lie between pieces: each reads what requests have left behind, so it is planned per batch.
+
+KINDS is their list. A trace holds a layer as one op, a compiled program as another, which writes into a buffer and
+reads the forward context by the layer's name. Lowering, splitting and checking know layers by this alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import ATTENTION_LAYERS, STATE_LAYERS
+from mllm_compile.passes.match.nodes import is_op
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.ops.states.trace import call_of
+from mllm_compile.runtime.state.layer import KINDS as STATE_KINDS
+from mllm_compile.runtime.state.layer import StateLayer
+
+Spec = LayerSpec | StateLayer
+
+
+class LayerKind(ABC):
+    """One kind.
+
+    Attributes:
+        traced: the ops that stand for it in a trace.
+        refusals: the place of the argument by which these name for the gate what they cannot express.
+        lowered: the op of the program.
+        buffer: the place of the output's buffer among that op's arguments.
+        layers: the key of gm.meta that lists its layers.
+    """
+
+    traced: ClassVar[tuple[str, ...]]
+    refusals: ClassVar[int]
+    lowered: ClassVar[str]
+    buffer: ClassVar[int]
+    layers: ClassVar[str]
+
+    @abstractmethod
+    def name_of(self, node: fx.Node, path: str, index: int) -> str:
+        """The layer's name, given the module's path in the model, which may be empty."""
+
+    @abstractmethod
+    def spec(self, node: fx.Node, name: str, index: int) -> Any:
+        """The layer that a traced op is a call of.
+
+        Args:
+            index: its place among the layers of this kind.
+        """
+
+    @abstractmethod
+    def out_shape(self, spec: Any) -> tuple[int, ...]:
+        """The shape of one token's output."""
+
+    @abstractmethod
+    def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
+        """The lowered op's arguments for a traced one."""
+
+
+class AttentionKind(LayerKind):
+    """Attention over the pages of a KV cache."""
+
+    traced = ("attention",)
+    refusals = 7
+    lowered = "attention_with_output"
+    buffer = 3
+    layers = ATTENTION_LAYERS
+
+    def name_of(self, node: fx.Node, path: str, index: int) -> str:
+        return path or f"attention.{index}"
+
+    def spec(self, node: fx.Node, name: str, index: int) -> LayerSpec:
+        q, k, v, sinks, sm_scale, logits_soft_cap, window_left = node.args[:7]
+        slopes: Any = node.args[8] if len(node.args) > 8 else None
+        chunk: Any = node.args[9] if len(node.args) > 9 else 0
+        return LayerSpec(
+            name=name,
+            layer_id=index,
+            num_heads=q.meta["val"].shape[1],  # type: ignore[union-attr]
+            num_kv_heads=k.meta["val"].shape[1],  # type: ignore[union-attr]
+            head_dim=q.meta["val"].shape[2],  # type: ignore[union-attr]
+            v_head_dim=v.meta["val"].shape[2],  # type: ignore[union-attr]
+            sm_scale=float(sm_scale),  # type: ignore[arg-type]
+            logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
+            window_left=int(window_left),  # type: ignore[arg-type]
+            sinks=None if sinks is None else sinks.meta["weight_name"],  # type: ignore[union-attr]
+            alibi_slopes=tuple(slopes or ()),
+            chunk=int(chunk),
+        )
+
+    def out_shape(self, spec: LayerSpec) -> tuple[int, ...]:
+        return spec.num_heads, spec.v_head_dim
+
+    def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
+        return (*node.args[:3], buffer, name)
+
+
+class StateLayerKind(LayerKind):
+    """A recurrence or a convolution over a state of a fixed size."""
+
+    traced = tuple(STATE_KINDS)
+    refusals = -1
+    lowered = "state_with_output"
+    buffer = 1
+    layers = STATE_LAYERS
+
+    def name_of(self, node: fx.Node, path: str, index: int) -> str:
+        return f"{path}.{traced_name(node)}" if path else f"{traced_name(node)}.{index}"
+
+    def spec(self, node: fx.Node, name: str, index: int) -> StateLayer:
+        kind, operands = call_of(traced_name(node), node.args)
+        shapes = {key: value.meta["val"].shape for key, value in operands.items()}
+        first: Any = node.args[0]
+        return StateLayer(
+            name=name,
+            state_id=index,
+            kind=kind,
+            operands=tuple(operands),
+            state_shape=tuple(map(int, kind.state_shape(shapes))),
+            out_shape=tuple(map(int, kind.out_shape(shapes))),
+            out_dtype=_dtype_name(node.meta["val"]),
+            dtype=_dtype_name(first.meta["val"]),
+        )
+
+    def out_shape(self, spec: StateLayer) -> tuple[int, ...]:
+        return spec.out_shape
+
+    def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
+        _, operands = call_of(traced_name(node), node.args)
+        return list(operands.values()), buffer, name
+
+
+KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind())
+_TRACED = {name: kind for kind in KINDS for name in kind.traced}
+_LOWERED = {kind.lowered: kind for kind in KINDS}
+
+
+def traced_name(node: fx.Node) -> str:
+    """The name of the op that a traced layer calls."""
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    return str(packet._qualified_op_name).partition("::")[2]
+
+
+def traced_kind(node: object) -> LayerKind | None:
+    """The kind of layer that a node of a trace is; None for any other node."""
+    return _TRACED[traced_name(node)] if is_op(node, *_TRACED) else None
+
+
+def lowered_kind(node: object) -> LayerKind | None:
+    """The kind of layer that a node of a program is; None for any other node."""
+    return _LOWERED[traced_name(node)] if is_op(node, *_LOWERED) else None
+
+
+def is_traced_layer(node: object) -> bool:
+    return traced_kind(node) is not None
+
+
+def is_layer(node: object) -> bool:
+    """True for a layer as a program has it."""
+    return lowered_kind(node) is not None
+
+
+def buffer_of(layer: fx.Node) -> fx.Node:
+    """The buffer that a lowered layer writes its output to."""
+    kind = lowered_kind(layer)
+    if kind is None:
+        raise ValueError(f"{layer.name} is no layer")
+    return layer.args[kind.buffer]  # type: ignore[return-value]
+
+
+def refusals_of(node: fx.Node) -> str:
+    """Names of what a traced layer was asked for and cannot do; "" for nothing."""
+    return str(node.args[_TRACED[traced_name(node)].refusals])
+
+
+def _dtype_name(val: torch.Tensor) -> str:
+    return str(val.dtype).removeprefix("torch.")

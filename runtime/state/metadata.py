@@ -1,0 +1,109 @@
+"""A batch as layers with a state see it: whose tokens are where, and whose state begins.
+
+Decodes come first: one token each, all of them one step. The other requests are segments of several tokens, or of one
+that is the first of its prompt. Shape legend: T tokens, R requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.forward_batch import ForwardBatch
+    from mllm_compile.runtime.runner_config import RunnerConfig
+    from mllm_compile.runtime.state.layer import StateLayer
+
+
+class Segment(NamedTuple):
+    """The new tokens of one request: [start, end) of T."""
+
+    request: int  # index into `rows`
+    start: int
+    end: int
+    has_state: bool  # else these are its first tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMetadata:
+    """`attn_metadata[layer]` of a layer with a state.
+
+    Attributes:
+        batch: the batch; its `attn_backend` computes the layer.
+        rows: [R] int64, on the device: each request's row of GDNPool. Row 0 is padding's and never has a state.
+        num_decodes: the first of R, one token each.
+        segments: the others, as the host knows them.
+        num_actual_tokens: T without padding.
+    """
+
+    batch: ForwardBatch
+    rows: torch.Tensor
+    num_decodes: int
+    segments: Sequence[Segment]
+    num_actual_tokens: int
+
+    @cached_property
+    def has_state(self) -> torch.Tensor:
+        """[R] bool, on the device: the request has computed tokens before these."""
+        batch = self.batch
+        earlier = batch.seq_lens - 1 if batch.extend_prefix_lens is None else batch.extend_prefix_lens
+        return (earlier > 0) & (self.rows > 0)
+
+    @cached_property
+    def query_start_loc(self) -> torch.Tensor:
+        """[R + 1] int32, on the device: tokens of request i are [i] … [i + 1]."""
+        batch, rows = self.batch, self.rows
+        if batch.extend_seq_lens is None:
+            return torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
+        starts = torch.zeros(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
+        torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32, out=starts[1:])
+        return starts
+
+
+class StateMetadataBuilder:
+    """Makes the metadata of a batch for all layers with a state."""
+
+    def __init__(self, layers: Sequence[StateLayer], config: RunnerConfig) -> None:
+        self._names = [layer.name for layer in layers]
+        self._is_deterministic = config.runtime.deterministic
+
+    def build(self, common: CommonAttentionMetadata) -> dict[str, StateMetadata]:
+        """Layer name → metadata, the same object for every layer; {} for a model without such layers."""
+        if not self._names:
+            return {}
+        num_decodes = 0 if self._is_deterministic else split_decodes_and_prefills(common)[0]
+        segments = _segments_of_rows(common) if self._is_deterministic else _segments(common, num_decodes)
+        metadata = StateMetadata(
+            batch=common.batch,
+            rows=common.batch.req_pool_indices,
+            num_decodes=num_decodes,
+            segments=segments,
+            num_actual_tokens=common.num_actual_tokens,
+        )
+        return dict.fromkeys(self._names, metadata)
+
+
+def _segments(common: CommonAttentionMetadata, num_decodes: int) -> list[Segment]:
+    starts, computed = common.query_start_loc_cpu.tolist(), common.num_computed_tokens_cpu.tolist()
+    requests = range(num_decodes, common.num_reqs)
+    return [Segment(index, starts[index], starts[index + 1], computed[index] > 0) for index in requests]
+
+
+def _segments_of_rows(common: CommonAttentionMetadata) -> list[Segment]:
+    """Segments of a step that the deterministic mode has made decodes of: tokens of one request follow each other, a
+    row each (step/plan.py). On a CPU alone, where looking at rows waits for nobody; rows of padding are left out."""
+    rows, starts = common.batch.req_pool_indices.numpy(), common.query_start_loc_cpu.tolist()
+    firsts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
+    computed = common.num_computed_tokens_cpu.tolist()
+    return [
+        Segment(first, starts[first], starts[end], computed[first] > 0)
+        for first, end in zip(firsts, [*firsts[1:], len(rows)], strict=True)
+        if rows[first]
+    ]

@@ -1,0 +1,168 @@
+"""The layers with a state in plain torch, in float32: the CPU's way, and what kernels are compared with.
+
+A decode and a prompt are the same arithmetic: `prepare` works on many tokens at once, each by itself, `advance` takes
+the states of R requests one token on, and `finish` works on tokens again. So a prompt in any pieces and the same tokens
+one by one end in the same state. Nothing here waits for the device: a step of decodes can be captured.
+
+Shape legend as in layer.py; R requests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
+
+Operands = Mapping[str, torch.Tensor]  # by name; tokens are the first dimension of all but constants
+Kind = TypeVar("Kind", bound=StateKind)
+
+_NORM_EPS = 1e-6  # of Transformers' and FLA's l2norm
+
+
+class StateMath(ABC, Generic[Kind]):
+    """Computes one kind of layer."""
+
+    @abstractmethod
+    def step(self, kind: Kind, operands: Operands, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of each of R requests, whose states are [R, …]: outputs [R, …] and new states."""
+
+    @abstractmethod
+    def scan(self, kind: Kind, operands: Operands, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """T tokens of one request, whose state is [1, …]: outputs [T, …] and the new state."""
+
+
+class _Recurrence(StateMath[Kind]):
+    """A sum that decays: a token at a time."""
+
+    def step(self, kind: Kind, operands: Operands, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, states = self.advance(self.prepare(kind, operands), states.float())
+        return self.finish(kind, operands, out), states
+
+    def scan(self, kind: Kind, operands: Operands, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        prepared, state, outs = self.prepare(kind, operands), state.float(), []
+        for token in zip(*(values.split(1) for values in prepared), strict=True):
+            out, state = self.advance(token, state)
+            outs.append(out)
+        return self.finish(kind, operands, torch.cat(outs)), state
+
+    @abstractmethod
+    def prepare(self, kind: Kind, operands: Operands) -> tuple[torch.Tensor, ...]:
+        """Tensors of which `advance` reads a row for each token."""
+
+    @abstractmethod
+    def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and states of R requests after one token each."""
+
+    def finish(self, kind: Kind, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        """The layer's output, of what `advance` gave for each token."""
+        return out
+
+
+class ConvMath(StateMath[CausalConv]):
+    def step(self, kind: CausalConv, operands: Operands, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = torch.cat((states, operands["x"][:, None]), dim=1)  # [R, K, C]
+        columns = [seen[:, column] for column in range(seen.shape[1])]
+        return self._weighted(kind, operands, columns), seen[:, 1:]
+
+    def scan(self, kind: CausalConv, operands: Operands, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens, width = operands["x"].shape[0], operands["weight"].shape[1]
+        seen = torch.cat((state[0], operands["x"]))  # [K - 1 + T, C]
+        columns = [seen[column : column + num_tokens] for column in range(width)]
+        return self._weighted(kind, operands, columns), seen[None, num_tokens:]
+
+    def _weighted(self, kind: CausalConv, operands: Operands, columns: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of K inputs of each token, [tokens, C] each, in the same order for any number of tokens."""
+        weight, bias = operands["weight"], operands.get("bias")
+        out = torch.zeros_like(columns[0], dtype=torch.float32)
+        for column, values in enumerate(columns):
+            out = out + values.float() * weight[:, column].float()
+        if bias is not None:
+            out = out + bias.float()
+        out = out.to(weight.dtype)
+        return F.silu(out) if kind.activation else out
+
+
+class GatedDeltaMath(_Recurrence[GatedDelta]):
+    def prepare(self, kind: GatedDelta, operands: Operands) -> tuple[torch.Tensor, ...]:
+        q, k, v, g, beta = (operands[name].float() for name in GatedDelta.operands)
+        if kind.qk_l2norm:
+            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS) for x in (q, k))
+        repeats = v.shape[1] // q.shape[1]
+        q, k = (x.repeat_interleave(repeats, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+        decay = g.exp() if g.dim() == 3 else g.exp()[..., None]
+        return q, k, v, decay, beta
+
+    def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, decay, beta = prepared
+        states = states * decay[:, :, None]
+        known = (states * k[:, :, None]).sum(-1)  # [R, Hv, Dv]
+        states = states + ((v - known) * beta[..., None])[..., None] * k[:, :, None]
+        return (states * q[:, :, None]).sum(-1), states
+
+    def finish(self, kind: GatedDelta, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        return out.to(operands["q"].dtype)
+
+
+class SsdMath(_Recurrence[Ssd]):
+    def prepare(self, kind: Ssd, operands: Operands) -> tuple[torch.Tensor, ...]:
+        x = operands["x"].float()
+        dt = _step_sizes(operands, kind.dt_softplus).clamp(kind.dt_min, kind.dt_max).float()
+        repeats = x.shape[1] // operands["B"].shape[1]
+        b, c = (operands[name].float().repeat_interleave(repeats, dim=1) for name in ("B", "C"))
+        return x * dt[..., None], torch.exp(operands["A"].float() * dt), b, c
+
+    def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, decay, b, c = prepared
+        states = states * decay[..., None, None] + x[..., None] * b[:, :, None]
+        return (states * c[:, :, None]).sum(-1), states
+
+    def finish(self, kind: Ssd, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        if "D" in operands:
+            out = out + operands["D"].float()[..., None] * operands["x"].float()
+        return out
+
+
+class SelectiveScanMath(_Recurrence[SelectiveScan]):
+    def prepare(self, kind: SelectiveScan, operands: Operands) -> tuple[torch.Tensor, ...]:
+        dt = _step_sizes(operands, kind.dt_softplus).float()
+        b, c = operands["B"].float(), operands["C"].float()
+        return dt * operands["x"].float(), torch.exp(operands["A"].float() * dt[..., None]), b, c
+
+    def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, decay, b, c = prepared
+        states = states * decay + x[..., None] * b[:, None]
+        return (states * c[:, None]).sum(-1), states
+
+    def finish(self, kind: SelectiveScan, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        x = operands["x"]
+        if "D" in operands:
+            out = out + x.float() * operands["D"].float()
+        if "z" in operands:
+            out = out * F.silu(operands["z"].float())
+        return out.to(x.dtype)
+
+
+def _step_sizes(operands: Operands, is_softplus: bool) -> torch.Tensor:
+    """dt with its bias, made positive."""
+    dt = operands["dt"]
+    if "dt_bias" in operands:
+        dt = dt + operands["dt_bias"].to(dt.dtype)
+    return F.softplus(dt) if is_softplus else dt
+
+
+_MATH: dict[type[StateKind], StateMath[Any]] = {
+    CausalConv: ConvMath(),
+    GatedDelta: GatedDeltaMath(),
+    Ssd: SsdMath(),
+    SelectiveScan: SelectiveScanMath(),
+}
+
+
+def math_of(kind: StateKind) -> StateMath[Any]:
+    """The arithmetic of this kind of layer."""
+    return _MATH[type(kind)]

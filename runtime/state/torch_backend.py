@@ -1,0 +1,78 @@
+"""Layers with a state in plain torch over GDNPool: all decodes of a batch at once, prompts one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mllm_compile.runtime.memory_pool import GDNPool
+from mllm_compile.runtime.state.layer import StateLayer
+from mllm_compile.runtime.state.metadata import Segment, StateMetadata
+from mllm_compile.runtime.state.reference import Operands, math_of
+
+
+@dataclass(slots=True, eq=False)
+class StateInputs:
+    """One layer's work in a step.
+
+    Attributes:
+        operands: by the kind's names; those of tokens may have rows of padding behind the batch's.
+        out: [T, *out_shape], written; rows of padding keep what they hold.
+    """
+
+    operands: Operands
+    out: torch.Tensor
+    layer: StateLayer
+    metadata: StateMetadata
+
+
+class TorchStateBackend:
+    """Computes layers by reference.py, and keeps each request's state in its row of the pool.
+
+    Args:
+        deterministic: take every token by itself: sums over tensors of another shape may differ in their last bits.
+    """
+
+    def __init__(self, pool: GDNPool, deterministic: bool = False) -> None:
+        self._pool = pool
+        self._deterministic = deterministic
+
+    def forward(self, inputs: StateInputs) -> None:
+        """Computes the layer for every request of the batch. Steps of decodes alone can be captured."""
+        states = self._pool.get_state(inputs.layer.state_id)
+        if inputs.metadata.num_decodes:
+            self._decode(inputs, states)
+        for segment in inputs.metadata.segments:
+            self._prefill(inputs, segment, states)
+        if self._deterministic:  # its padding are tokens of the batch, and what they leave must be numbers
+            end = inputs.metadata.segments[-1].end if inputs.metadata.segments else 0
+            inputs.out[end:].zero_()
+
+    def _decode(self, inputs: StateInputs, states: torch.Tensor) -> None:
+        metadata, kind = inputs.metadata, inputs.layer.kind
+        span = slice(metadata.num_decodes)
+        rows, has_state = metadata.rows[span], metadata.has_state[span]
+        before = states.index_select(0, rows)
+        before = torch.where(has_state.view(-1, *[1] * (states.dim() - 1)), before, 0)
+        out, after = math_of(kind).step(kind, _tokens(inputs, span), before)
+        inputs.out[span].copy_(out)
+        states.index_copy_(0, rows, after.to(states.dtype))
+
+    def _prefill(self, inputs: StateInputs, segment: Segment, states: torch.Tensor) -> None:
+        kind, row = inputs.layer.kind, inputs.metadata.rows[segment.request : segment.request + 1]
+        state = states.index_select(0, row)
+        state = state if segment.has_state else torch.zeros_like(state)
+        length = 1 if self._deterministic else segment.end - segment.start
+        for start in range(segment.start, segment.end, length):
+            span = slice(start, start + length)
+            out, state = math_of(kind).scan(kind, _tokens(inputs, span), state)
+            inputs.out[span].copy_(out)
+            state = state.to(states.dtype)  # after every token in deterministic mode, wherever a prompt is cut
+        states.index_copy_(0, row, state)
+
+
+def _tokens(inputs: StateInputs, span: slice) -> Operands:
+    """The operands of some of the batch's tokens."""
+    constants = inputs.layer.kind.constants
+    return {name: value if name in constants else value[span] for name, value in inputs.operands.items()}

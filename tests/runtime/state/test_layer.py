@@ -1,0 +1,73 @@
+"""Layers with a state as a program stores them, and how long a row of states is whose."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.runtime.memory_pool import GDNPool
+from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
+from mllm_compile.runtime.state.layer import Ssd, StateLayer
+from tests.runtime.state.state_cases import KINDS, layer_of
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_comes_back_from_json_as_it_was(name):
+    layer = layer_of(name)
+    assert StateLayer.from_json(json.loads(json.dumps(layer.to_json()))) == layer
+
+
+def test_a_bound_that_there_is_not_is_stored_too():
+    layer = replace(layer_of("ssd"), kind=Ssd(dt_softplus=True, dt_min=0.0, dt_max=None))
+    assert StateLayer.from_json(json.loads(json.dumps(layer.to_json(), allow_nan=False))) == layer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "fourier"},
+        {"settings": {}},
+        {"settings": {"activation": 1}},
+        {"operands": ["x", "y"]},
+        {"state_shape": "3"},
+        {"more": 1},
+    ],
+)
+def test_a_layer_that_was_not_stored_so_is_refused(change):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        StateLayer.from_json(layer_of("conv").to_json() | change)
+
+
+def test_inputs_keep_the_model_s_type_and_sums_have_their_own():
+    assert layer_of("conv", torch.bfloat16).state_dtype("float32") == "bfloat16"
+    assert layer_of("delta", torch.bfloat16).state_dtype("float32") == "float32"
+
+
+def test_rows_are_copied_in_every_layer_and_counted_in_bytes():
+    layers = [((2, 3), torch.float32), ((4,), torch.bfloat16)]
+    pool = GDNPool(5, layers, "cpu")
+    assert GDNPool.bytes_per_row(layers) == 2 * 3 * 4 + 4 * 2
+    for index in range(2):
+        states = pool.get_state(index)
+        states.copy_(torch.arange(5).view(5, *[1] * (states.dim() - 1)).expand_as(states))
+    pool.copy_rows(torch.tensor([1, 4]), torch.tensor([4, 2]))
+    for index in range(2):
+        assert [int(row.unique()) for row in pool.get_state(index)] == [0, 1, 4, 3, 1]
+
+
+def test_the_least_recently_used_snapshot_makes_room_and_reserved_rows_do_not():
+    states = StateSnapshots(first_row=7, count=2)
+    first, second = states.reserve(), states.reserve()
+    assert {first, second} == {7, 8} and states.reserve() is None, "all are of steps in flight"
+    states.keep("a", first)
+    states.keep("b", second)
+    assert states.use("a") == first
+    assert states.reserve() == second, "b was used longer ago"
+    assert "b" not in states and "a" in states
+    states.release(second)
+    states.drop("a")
+    states.drop("never kept")
+    assert (states.num_free, states.num_kept) == (2, 0)
