@@ -54,8 +54,10 @@ def test_sizes_and_engines_are_handed_on(monkeypatch, capsys):
     monkeypatch.setattr(harness, "run_latency", lambda *args: asked.append(args) or RESULT)
     monkeypatch.setattr(harness, "serves_on_cpu", lambda source: False)
     assert command_line(["bench", "latency", "c.yaml", "--batch", "1,4", "--engine", "mllm,vllm,mllm"]) == 0
-    ((config, engines, work),) = asked
+    assert command_line(["bench", "latency", "c.yaml", "--tensor-parallel-size", "2"]) == 0
+    (config, engines, work, num_ranks), (*_, asked_ranks) = asked
     assert (config, engines, work.batches, work.input_len) == ("c.yaml", ["mllm", "vllm"], (1, 4), 512)
+    assert (num_ranks, asked_ranks) == (None, 2)
     assert "tpot b=1" in capsys.readouterr().out
 
 
@@ -73,7 +75,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(m
 def kind(monkeypatch):
     """Whether models would be served on a CPU, by where it is asked; what is measured comes back."""
     asked = []
-    monkeypatch.setattr(harness, "run_latency", lambda source, engines, work: asked.append(work) or RESULT)
+    monkeypatch.setattr(harness, "run_latency", lambda source, engines, work, *ranks: asked.append(work) or RESULT)
 
     def measure(is_cpu: bool, *options: str) -> LatencyWork:
         monkeypatch.setattr(harness, "serves_on_cpu", lambda source: is_cpu)
@@ -109,7 +111,7 @@ def test_a_picture_of_no_known_kind_is_refused_before_anything_is_measured(monke
 def test_long_and_gaps_take_small_sizes_on_a_cpu_unless_told_otherwise(monkeypatch, capsys):
     asked = []
     for name in ("run_long", "run_gaps"):
-        monkeypatch.setattr(harness, name, lambda source, engines, work: asked.append(work) or RESULT)
+        monkeypatch.setattr(harness, name, lambda source, engines, work, *ranks: asked.append(work) or RESULT)
     monkeypatch.setattr(harness, "serves_on_cpu", lambda source: True)
     assert command_line(["bench", "long", "c.yaml"]) == 0
     assert command_line(["bench", "long", "c.yaml", "--points", "1x20,4x10", "--output-len", "5"]) == 0
