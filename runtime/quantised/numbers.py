@@ -40,7 +40,8 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
 
 
 def _scales(sizes: torch.Tensor, largest: float, scheme: WeightScheme) -> torch.Tensor:
-    return (sizes / largest).clamp(min=_SMALLEST_SCALE).to(scheme.scale_dtype)
+    # A GPU divides by a number by multiplying with its reciprocal: so the scales are the same everywhere.
+    return (sizes * (1 / largest)).clamp(min=_SMALLEST_SCALE).to(scheme.scale_dtype)
 
 
 def paired(numbers: torch.Tensor) -> torch.Tensor:
