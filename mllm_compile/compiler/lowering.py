@@ -160,8 +160,9 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
 
     _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
     trace.graph_module.meta[SMALL_WEIGHTS] = built.small
+    target = pass_target(config)
     try:
-        left_out = passes_left_out(pass_target(config), config.compile.disable_passes)
+        left_out = passes_left_out(target, config.compile.disable_passes)
         graph, reports = run_passes(trace.graph_module, left_out, observer=observer)
     except PassFailedError as error:
         raise CompileError(str(error)) from error
@@ -171,7 +172,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
-    if can_compile_kernels(config.runtime.device):
+    if target.compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
     written = (*decode_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mllm_compile.runtime.schedule.batch_builder import NO_COPIES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 # Arrays of a record, in order; those of ScheduledBatch have its names.
@@ -90,6 +91,8 @@ def read_step(memory: memoryview) -> StepRecord:
         num_tokens=num_tokens,
         prompt_logprob_rows=np.zeros(arrays["rows"].size, dtype=bool),
         admitted=[],
+        state_restores=NO_COPIES,  # models with a state are not cut
+        state_saves=NO_COPIES,
         **arrays,
     )
     return StepRecord(batch, scored if is_scored else None)

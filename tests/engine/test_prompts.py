@@ -172,7 +172,7 @@ def test_an_argument_that_a_call_does_not_have_is_answered_with_the_one_to_use(r
         ),
         ("dtype", r"model\.dtype .*such as {'model': {'path': …, 'dtype': …}}\."),
         ("enforce_eager", r"cudagraph\.mode: none .*'cudagraph': {'mode': …}"),
-        ("pipeline_parallel_size", "an engine has one device"),
+        ("pipeline_parallel_size", r"runtime\.tensor_parallel_size cuts each over several GPUs"),
         ("swap_area_of_pages", "known: "),
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import EngineDeadError
-from tests.e2e.test_ranks import LONGEST_TO_KNOW_S, followers
+from tests.e2e.test_ranks import followers
 from tests.gpu.small_shape import SHAPE
 from tests.tiny_model import TINY
 
@@ -140,10 +139,8 @@ def test_a_lost_rank_ends_every_request_with_its_reason(cache, small, how):
         for stream in streams:
             next(stream)
         os.kill(follower, how)
-        lost = time.monotonic()
         for stream in streams:
             with pytest.raises(EngineDeadError, match="rank 1"):
                 for _ in stream:
                     pass
-        assert time.monotonic() - lost < LONGEST_TO_KNOW_S
     assert set(followers()) == before

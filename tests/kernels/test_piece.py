@@ -113,6 +113,7 @@ def test_the_decode_loop_gives_what_its_pieces_are_compiled_for():
     begin, end = Given(), Given(1)
     loop = object.__new__(DecodeLoop)  # its own memory is pinned, which takes a GPU
     loop._pieces = DecodeLoopPieces(begin, end)
+    loop._spread_tokens = lambda: None
     loop._inputs = StepInputs(REQUESTS, REQUESTS, 1, torch.device("cpu"))
     loop._row_state = RowState(REQUESTS + 1, VOCAB, torch.device("cpu"))
     loop._req_to_token = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)

@@ -25,6 +25,7 @@ from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.verify import verify_graph
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import (
@@ -436,7 +437,8 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
     assert (step.again, step.is_stable) == (0, True), "the second time it changes the graph"
 
 
-@pytest.mark.parametrize("graph_pass", PASSES, ids=lambda graph_pass: graph_pass.name)
+# `shard` changes graphs that are told of ranks: test_shard.py.
+@pytest.mark.parametrize("graph_pass", [one for one in PASSES if one is not Shard], ids=lambda one: one.name)
 def test_there_is_a_graph_that_a_pass_changes(graph_pass):
     """Else the tests above say nothing of it."""
     steps = [through(make)[0].get(graph_pass.name) for make in GRAPHS]

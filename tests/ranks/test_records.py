@@ -9,6 +9,7 @@ import pytest
 
 from mllm_compile.runtime.ranks.records import most_record_bytes, read_step, write_step
 from mllm_compile.runtime.ranks.ring import RingReader, RingWriter
+from mllm_compile.runtime.schedule.batch_builder import NO_COPIES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 
@@ -30,6 +31,8 @@ def batch(step_id: int = 3, prefill: tuple[int, ...] = (7, 8, 9), pages: int = 2
         sample_mask=np.array([True, False]),
         prompt_logprob_rows=np.array([False, True]),
         admitted=[],
+        state_restores=NO_COPIES,
+        state_saves=NO_COPIES,
     )
 
 

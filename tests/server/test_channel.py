@@ -11,8 +11,10 @@ import pytest
 
 from mllm_compile.server.wire import channel as channels
 from mllm_compile.server.wire.channel import Channel
+from tests.hang_guard import HANG_S
 
 LARGE = 3 << 20  # more than the kernel keeps
+SHORT_S = 0.01
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
 def read_all(channel: Channel, count: int) -> list[bytes]:
     frames: list[bytes] = []
     while len(frames) < count and not channel.is_over:
-        frames += channel.wait(60.0)
+        frames += channel.wait(HANG_S)
     return frames
 
 
@@ -66,10 +68,10 @@ def test_what_was_sent_before_the_end_is_read_and_then_it_is_over(pair):
     left, right = pair
     right.send(b"never read")
     left.send(b"news")
-    left.close(linger_s=60.0)
+    left.close(linger_s=HANG_S)
     assert read_all(right, 1) == [b"news"]
     while not right.is_over:
-        assert right.wait(60.0) == []
+        assert right.wait(HANG_S) == []
     right.send(b"to nobody")
 
 
@@ -77,7 +79,7 @@ def test_a_close_lets_what_is_kept_go_out(pair):
     left, right = pair
     left.send(bytes(LARGE))
     left.send(b"last")
-    closing = threading.Thread(target=left.close, args=(60.0,))
+    closing = threading.Thread(target=left.close, args=(HANG_S,))
     closing.start()
     assert read_all(right, 2) == [bytes(LARGE), b"last"]
     closing.join()
@@ -91,7 +93,7 @@ def test_a_close_ends_the_thread_that_waits_for_the_reader(pair):
 
 
 def test_a_wait_ends_without_a_frame(pair):
-    assert pair[0].wait(0.01) == []
+    assert pair[0].wait(SHORT_S) == []
     assert not pair[0].is_over
 
 
@@ -103,5 +105,5 @@ def test_frames_are_bounded(pair, monkeypatch):
     left.send(bytes(100))
     assert read_all(right, 1) == [bytes(100)]
     left._socket.sendall(struct.pack("=I", 101))
-    assert right.wait(60.0) == []
+    assert right.wait(HANG_S) == []
     assert right.is_over
