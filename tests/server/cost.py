@@ -14,7 +14,8 @@ import itertools
 import json
 import os
 import socket
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -66,6 +67,7 @@ async def read_streams(port: int, count: int, tokens: int, path: str, prompt: di
 
 
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]})
+READER = "import socket, sys\nend = socket.socket(fileno=int(sys.argv[1]))\nwhile end.recv(1 << 18):\n    pass"
 IDS = ("/v1/completions", {"prompt": list(range(512))})
 
 
@@ -130,9 +132,11 @@ def engine_cost(streams: int, tokens: int, is_served: bool) -> float:
     )
     runner = _Runner(streams)
     parts = EngineParts(scheduler=Scheduler(config), step_runner=runner, tokenizer=TOKENIZER, vocab_size=VOCAB)
-    out, into = (Channel(end) for end in socket.socketpair())
-    reader = threading.Thread(target=_read_all, args=(into,))
-    reader.start()
+    own_end, other_end = socket.socketpair()
+    out = Channel(own_end)
+    # A process, as the front is one: a thread here would take the interpreter's lock from the engine's.
+    reader = subprocess.Popen([sys.executable, "-c", READER, str(other_end.fileno())], pass_fds=[other_end.fileno()])
+    other_end.close()
     with Engine.from_parts(parts, log_interval_s=0) as engine:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         submissions = [engine.builder.build_one(f"{PROMPT} {i}", params) for i in range(streams)]
@@ -148,15 +152,9 @@ def engine_cost(streams: int, tokens: int, is_served: bool) -> float:
         engine.core.submit(submissions)
         ended.wait()
     out.close()
-    reader.join()
-    into.close()
+    reader.wait()
     steps = np.diff(np.array(runner.marks))[5:]
     return float(np.median(steps))
-
-
-def _read_all(channel: Channel) -> None:
-    while not channel.is_over:
-        channel.wait(1.0)
 
 
 class _Counted(StepNews):
