@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.check.kernels import check_written_pieces, relative_error
+from mllm_compile.check.kernels import check_written_pieces, relative_errors
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
@@ -54,6 +54,10 @@ SECOND_REQUEST_POSITION = 100
 # traced and through Inductor): right models are off by up to 7e-7 in float32 and 0.017 in bfloat16; of the wrong ones,
 # learned positions that were not ours are off by 0.16, convolutions by 0.35 and more, a state carried over by over 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+# In 16 bits rounding sends a token whose scores are nearly equal to another expert, in a right model too: by one of
+# three experts of two layers its logits were off by 0.19. So there the token in the middle counts, and of each no more
+# than this.
+MOST_REROUTED = 0.5
 
 
 def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
@@ -99,7 +103,8 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> to
                 f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
             ) from failure
         limit = TOLERANCE[ours.dtype]
-        error = relative_error(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
+        errors = relative_errors(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
+        error = _counted(errors, bool(program.expert_weights) and ours.dtype != torch.float32)
         if not error <= limit:
             raise UnsupportedModelError(
                 f"{model_type!r} would not be served right: with {_crowd(len(batch_ids))} its logits are off by "
@@ -107,6 +112,14 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> to
                 f"to token, or that read positions other than position_ids.{_hint(lowered, ' Or a pass')}"
             )
     return ours
+
+
+def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
+    """The error by which a program is judged, of those of its rows [S]."""
+    worst = errors.max().item()
+    if not may_be_rerouted or not worst <= MOST_REROUTED:
+        return worst
+    return errors.median().item() if len(errors) > 1 else 0.0  # of one token alone nothing can be told
 
 
 def _crowd(num_requests: int) -> str:
