@@ -13,8 +13,8 @@ from functools import cache, cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.ops.stream_fp8.linear import GROUP, Fp8Kind, Fp8Tiling
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
+from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, HEADERS, QuantisedKind, QuantisedTiling
 
 MAX_TOKENS = 64
 
@@ -30,7 +30,7 @@ _WARPS, _MOST_WARPS = 8, 12  # that multiply: as a rule, and at most
 
 
 @dataclass(frozen=True)
-class TileTiling(Fp8Tiling):
+class TileTiling(QuantisedTiling):
     """
     Attributes:
         rows: rows of the weight in a tile.
@@ -41,10 +41,9 @@ class TileTiling(Fp8Tiling):
         stages: stages of the ring.
     """
 
-    source: ClassVar[str] = "ops/stream_fp8/tiles.cu"
-    headers: ClassVar[tuple[str, ...]] = ("ops/stream_fp8/e4m3.cuh", "ops/stream_linear/boxes.cuh")
-    function: ClassVar[str] = "fp8_tiles"
-    reads_boxes_of_x: ClassVar[bool] = True
+    source: ClassVar[str] = "ops/stream_quantised/tiles.cu"
+    headers: ClassVar[tuple[str, ...]] = (*HEADERS, "ops/stream_linear/boxes.cuh")
+    function: ClassVar[str] = "quantised_tiles"
 
     rows: int
     split: int
@@ -119,7 +118,7 @@ class TileTiling(Fp8Tiling):
 
 
 def divide(
-    kind: Fp8Kind, tokens: int, rows: int, split: int, row_tiles: int, column_warps: int, panels: int, room: int
+    kind: QuantisedKind, tokens: int, rows: int, split: int, row_tiles: int, column_warps: int, panels: int, room: int
 ) -> TileTiling | None:
     """The tiling with as many stages as have room in so many bytes; None: it is none."""
     of_block, remainder = divmod(kind.columns, GROUP * split * panels)
@@ -133,7 +132,7 @@ def divide(
     return None
 
 
-def all_tilings(kind: Fp8Kind, tokens: int) -> Iterator[TileTiling]:
+def all_tilings(kind: QuantisedKind, tokens: int) -> Iterator[TileTiling]:
     """The possible tilings."""
     for split, row_tiles, column_warps, panels, room in itertools.product(
         _CLUSTERS, (1, 2), (1, 2, 4), (1, 2, 4), (_BESIDE_BYTES, _BLOCK_BYTES)
@@ -147,12 +146,12 @@ def all_tilings(kind: Fp8Kind, tokens: int) -> Iterator[TileTiling]:
 
 
 @cache
-def choose(kind: Fp8Kind, tokens: int) -> TileTiling:
+def choose(kind: QuantisedKind, tokens: int) -> TileTiling:
     """The tiling for a bucket of tokens: the one that should read the fastest."""
     return min(all_tilings(kind, tokens), key=_cost)
 
 
-def best_by_form(kind: Fp8Kind, tokens: int) -> Iterator[tuple[str, TileTiling]]:
+def best_by_form(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, TileTiling]]:
     """The best tiling of each number of rows and columns of a warp, panels of a stage, and room."""
     found: dict[str, TileTiling] = {}
     for tiling in sorted(all_tilings(kind, tokens), key=_cost):

@@ -141,9 +141,9 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(THREADS, RESIDENT) fp8_tiles(
-    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const float* scales, const float* squares,
-    const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+__launch_bounds__(THREADS, RESIDENT) quantised_tiles(
+    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const float* scales, const char*,
+    const float* squares, const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   const char* first_stage = memory + (ring - shared_address(memory));
