@@ -240,7 +240,7 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace) -
     layer_bytes = hidden * (heads + 3 * ffn + qkv) * (2 if scheme is None else 1 if scheme.kind == "fp8" else 0.5)
     chain = Chain(options.shape, form, 1, max(MOST_LAYERS, int(LEAST_BYTES // layer_bytes)))
     for tokens in map(int, options.tokens.split(",")):
-        if scheme is not None and tokens > MAX_TOKENS[scheme.kind]:
+        if scheme is not None and tokens > MAX_TOKENS:
             continue
         chain.set_tokens(tokens)
         for name, tilings in divisions(chain, tokens, options.sweep):

@@ -22,7 +22,6 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
     num_streamed_norm_blocks,
 )
 from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
-from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS
 from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_small_streamed
 
 
@@ -46,9 +45,9 @@ class StreamLinears(GraphPass):
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their form is for up to 208 tokens, with a head or an fp8 weight for up to 64, with one of four
-        bits for up to 8. The pass is left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to
-        pieces that have none here; the form of `fuse_single_token` is dropped where this one is faster.
+        large weight their form is for up to 208 tokens, with a head or a weight in few bits for up to 64. The pass is
+        left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
+        the form of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
 
@@ -69,7 +68,7 @@ class StreamLinears(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         matches = 0
-        for size in (*FORM_TOKENS, *sorted(set(MAX_TOKENS.values()) - set(FORM_TOKENS), reverse=True)):
+        for size in FORM_TOKENS:
             matches += add_forms(gm, size, "_streamed", partial(_form, tokens=size))
         _drop_slower_forms(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))

@@ -16,7 +16,7 @@ from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind, kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.ops import STREAMED
-from mllm_compile.runtime.ops.stream_quantised.shapes import buckets, choose_tiling, is_streamed
+from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS, choose_tiling, is_streamed
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
@@ -47,17 +47,13 @@ def load(kinds: list[QuantisedKind], folder, most_tokens: int = 64) -> None:
     tilings = [
         choose_tiling(kind, tokens)
         for kind in dict.fromkeys(kinds)
-        for tokens in buckets(kind.values)
+        for tokens in BUCKETS
         if tokens <= bucket_of(most_tokens)
     ]
     with KernelCompiler() as compiler:
         compiler.write(tilings, folder, NullReporter())
     binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
     STREAMED.load_kernels(tilings, binaries, torch.device("cuda:0"))
-
-
-def some_tokens(scheme: WeightScheme, counts: tuple[int, ...] = NUM_TOKENS) -> list[int]:
-    return [count for count in counts if count <= buckets(scheme.kind)[-1]]
 
 
 class Weight:
@@ -130,7 +126,7 @@ CASES = [(shape, name) for shape, name in CASES if name.startswith("fp8") or sha
 def test_a_layers_linears_are_as_near_to_float32_as_torchs(tmp_path, shape, name):
     layer = Layer(shape, SCHEMES[name])
     load(layer.kinds, tmp_path)
-    for num_tokens in some_tokens(SCHEMES[name]):
+    for num_tokens in NUM_TOKENS:
         inputs = layer.inputs(num_tokens)
         both = zip(
             layer.ours(*inputs),
@@ -146,7 +142,7 @@ def test_a_layers_linears_are_as_near_to_float32_as_torchs(tmp_path, shape, name
 def test_a_graph_replays_them_on_other_inputs(tmp_path, scheme):
     layer = Layer(MIDDLE, scheme)
     load(layer.kinds, tmp_path)
-    for num_tokens in some_tokens(scheme, (5, 12, 40)):
+    for num_tokens in (5, 12, 40):
         x, residual = layer.inputs(num_tokens)
         layer.ours(x, residual)
         graph = torch.cuda.CUDAGraph()
@@ -163,7 +159,7 @@ def test_a_graph_replays_them_on_other_inputs(tmp_path, scheme):
 def test_a_tokens_numbers_are_the_same_in_any_company_of_its_bucket(tmp_path, scheme):
     layer = Layer(SMALL, scheme)
     load(layer.kinds, tmp_path)
-    for tokens in buckets(scheme.kind):
+    for tokens in BUCKETS:
         x, residual = layer.inputs(tokens)
         together = layer.ours(x, residual)
         fewer = tokens // 2 + 1
@@ -186,9 +182,9 @@ def test_plain_ones_with_a_bias_and_with_a_residual_for_any_width(tmp_path, rows
     scheme = SCHEMES[name]
     weight = Weight(rows, columns, scheme)
     plain = weight.kind
-    assert is_streamed(plain, buckets(scheme.kind)[-1])
+    assert is_streamed(plain, MAX_TOKENS)
     load([plain, replace(plain, bias=True), replace(plain, residual=True), replace(plain, gated=True)], tmp_path)
-    for num_tokens in some_tokens(scheme, (1, 3, 8, 11, 16, 20, 50, 64)):
+    for num_tokens in (1, 3, 8, 11, 16, 20, 50, 64):
         x, residual = random(num_tokens, columns), random(num_tokens, rows, seed=2)
         product, torchs = linear(x.float(), weight.exact), linear(x, weight.exact.bfloat16())
         for bias in (None, residual[0].clone()):
@@ -206,7 +202,7 @@ def test_plain_ones_with_a_bias_and_with_a_residual_for_any_width(tmp_path, rows
         assert off_by(ours, true) <= MARGIN * off_by(silu(torch_gate) * torch_up, true), num_tokens
 
 
-@pytest.mark.parametrize("tokens", buckets("fp8"))
+@pytest.mark.parametrize("tokens", BUCKETS)
 def test_every_fp8_value_counts_as_what_it_is(tmp_path, tokens):
     """All 256 codes, one a column of a row: zeros of both signs and subnormal ones too; NaN counts as 480."""
     load([QuantisedKind(256, 256)], tmp_path, tokens)
@@ -218,7 +214,7 @@ def test_every_fp8_value_counts_as_what_it_is(tmp_path, tokens):
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("tokens", buckets("int4"))
+@pytest.mark.parametrize("tokens", BUCKETS)
 def test_every_four_bit_value_counts_as_what_it_is(tmp_path, tokens, zeros):
     """All 16 numbers at every place, and all zero points."""
     load([QuantisedKind(256, 512, values="int4", group=128, scales="bfloat16", zeros=zeros)], tmp_path, tokens)
@@ -250,7 +246,7 @@ def test_inputs_of_all_sizes_keep_theirs(tmp_path, scheme):
     if scheme.kind == "int4":
         values = torch.full((64, 256), 0x99 if zeros is None else 0x44, dtype=torch.uint8, device="cuda")
     tensors = values, torch.ones_like(weight.tensors[1]), zeros
-    for tokens in buckets(scheme.kind):
+    for tokens in BUCKETS:
         for exponent in (-60, -20, 0, 20, 60):
             x = torch.full((tokens, 512), 2.0**exponent, device="cuda", dtype=torch.bfloat16)
             ours = torch.ops.mllm.stream_quantised_linear(x, *tensors, None, 0.0, False)
@@ -262,7 +258,7 @@ def test_an_input_may_lie_anywhere(tmp_path, scheme):
     rows, columns = 256, 512
     weight = Weight(rows, columns, scheme)
     load([weight.kind], tmp_path)
-    for count in buckets(scheme.kind):
+    for count in BUCKETS:
         x = random(count, columns + 1)
         for odd in (x[:, 1:], x.flatten()[1 : 1 + (count - 1) * columns].view(count - 1, columns)):
             ours, clone = (
@@ -281,7 +277,7 @@ def test_what_the_kernel_ahead_writes_late_is_waited_for(tmp_path, shape, scheme
         "uint4* to, const uint4* from, int count",
         "for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];",
     )
-    for num_tokens in buckets(scheme.kind):
+    for num_tokens in BUCKETS:
         x, residual = layer.inputs(num_tokens)
         want = layer.ours(x, residual)
         for _ in range(3):

@@ -24,7 +24,7 @@ from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind
-from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS, buckets
+from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS
 from mllm_compile.runtime.program.spec import Program, SmallForm
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_weight
 from mllm_compile.runtime.quantised.scheme import WeightScheme
@@ -206,7 +206,7 @@ def small_decoder(quantised, scheme: WeightScheme) -> tuple[fx.GraphModule, list
 @by_scheme
 def test_weights_in_few_bits_have_ops_of_their_own_beside_plain_ones(quantised, scheme):
     piece, inputs = small_decoder(quantised, scheme)
-    form = few_token_form(piece, streamed(MAX_TOKENS[scheme.kind]))
+    form = few_token_form(piece, streamed(MAX_TOKENS))
     assert form is not None
     form.graph.lint()
     of_norm = "stream_quantised_linear_residual_norm"
@@ -220,7 +220,7 @@ def test_a_piece_with_such_a_weight_has_a_form_for_fewer_tokens_and_kernels_of_b
     gm = graph_of_one_piece(small_decoder(quantised, scheme)[0])
     gm.add_module("piece_a_one_token", torch.nn.Identity())
     gm.meta[SMALL_FORMS] = {"piece_a": {1: "piece_a_one_token"}}
-    most = MAX_TOKENS[scheme.kind]
+    most = MAX_TOKENS
     assert StreamLinears()(gm).matches == 1
     assert gm.meta[SMALL_FORMS] == {"piece_a": {most: "piece_a_streamed"}}
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, most),)}
@@ -228,12 +228,12 @@ def test_a_piece_with_such_a_weight_has_a_form_for_fewer_tokens_and_kernels_of_b
     blocks = WIDE // 16
     form = {"group": scheme.group, "values": scheme.kind, "zeros": scheme.has_zeros}
     form["scales"] = str(scheme.scale_dtype).removeprefix("torch.")
-    assert [tiling.kind for tiling in kernels["stream_quantised"][:: len(buckets(scheme.kind))]] == [
+    assert [tiling.kind for tiling in kernels["stream_quantised"][:: len(BUCKETS)]] == [
         QuantisedKind(WIDE, WIDE, residual=True, next_blocks=blocks, **form),
         QuantisedKind(WIDE, WIDE_FFN, residual=True, next_blocks=blocks, **form),
         QuantisedKind(2 * WIDE, WIDE, blocks, **form),
     ]
-    assert {tiling.tokens for tiling in kernels["stream_quantised"]} == set(buckets(scheme.kind))
+    assert {tiling.tokens for tiling in kernels["stream_quantised"]} == set(BUCKETS)
     assert {tiling.kind for tiling in kernels["stream_linear"]} == {LinearKind(2 * WIDE_FFN, WIDE, blocks, gated=True)}
 
 
@@ -244,7 +244,7 @@ def test_a_linear_in_few_bits_takes_its_bias_and_its_gate_along(quantised, schem
     biased = block.small("qkv", x, WIDE, block.input("bias", WIDE))
     residual = block.call(operator.add, x, block.small("o", x, WIDE))
     piece = block.module(biased, block.silu_mul(block.small("gate_up", x, 2 * WIDE_FFN)), residual)
-    form = few_token_form(piece, streamed(MAX_TOKENS[scheme.kind]))
+    form = few_token_form(piece, streamed(MAX_TOKENS))
     assert form is not None
     assert sorted(fused_ops(form)) == ["stream_quantised_linear"] * 2 + ["stream_quantised_linear_residual"]
     for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):

@@ -15,24 +15,22 @@ from mllm_compile.runtime.ops.stream_quantised.few import FewTiling
 from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, QuantisedKind, QuantisedTiling
 from mllm_compile.runtime.ops.stream_quantised.tiles import TileTiling
 
-MAX_TOKENS = {"fp8": by_tiles.MAX_TOKENS, "int4": by_few.MAX_TOKENS}
+MAX_TOKENS = by_tiles.MAX_TOKENS
+BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS)
 
 _ROWS_UNIT = 64  # what weights are multiples of
+_MOST_COLUMNS = 32768  # scales of a tile's rows lie in shared memory
 # Scales and zero points of a row are copied four bytes at a time.
 _COPY_BYTES = 4
 _TILINGS = {tiling.source: tiling for tiling in (FewTiling, TileTiling)}
-
-
-def buckets(values: str) -> tuple[int, ...]:
-    """The buckets of tokens that there are kernels for."""
-    return tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS[values])
 
 
 def is_streamed(kind: QuantisedKind, tokens: int) -> bool:
     """True if a weight divides into tiles, for up to `tokens` tokens. A head does not: its sums of so many rows have no
     room."""
     fits = kind.rows % _ROWS_UNIT == 0 and kind.columns % kind.panel == 0 and not is_head(kind.rows)
-    return fits and _has_known_scales(kind) and tokens <= MAX_TOKENS[kind.values] and kind.rows * tokens < 2**31
+    fits &= kind.columns <= _MOST_COLUMNS
+    return fits and _has_known_scales(kind) and tokens <= MAX_TOKENS and kind.rows * tokens < 2**31
 
 
 def _has_known_scales(kind: QuantisedKind) -> bool:

@@ -24,8 +24,8 @@ from mllm_compile.runtime.ops.stream_quantised import few, tiles
 from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, QuantisedKind, kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.ops import STREAMED
 from mllm_compile.runtime.ops.stream_quantised.shapes import (
+    BUCKETS,
     MAX_TOKENS,
-    buckets,
     choose_tiling,
     is_streamed,
     tiling_from_json,
@@ -41,10 +41,10 @@ FORMS = [FP8, FP8_GROUPS, INT4, INT4_ZEROS]
 
 
 def kinds(max_rows: int, columns: tuple[int, int]) -> st.SearchStrategy[QuantisedKind]:
-    """Of up to `max_rows` x 64 rows, and columns of that range x 128, or x 512 of four bits."""
+    """Of up to `max_rows` x 64 rows, and columns of that range x 128, of four bits multiples of 512."""
     return st.builds(
         lambda form, columns, **others: QuantisedKind(
-            columns=(512 if form in (INT4, INT4_ZEROS) else 128) * columns, **others, **form
+            columns=max(columns // 4, 1) * 512 if form in (INT4, INT4_ZEROS) else columns * 128, **others, **form
         ),
         form=st.sampled_from(FORMS),
         rows=st.integers(1, max_rows).map(lambda n: 64 * n),
@@ -57,7 +57,6 @@ def kinds(max_rows: int, columns: tuple[int, int]) -> st.SearchStrategy[Quantise
 
 
 KINDS = kinds(128, (1, 64)) | kinds(1023, (1, 224))
-FP8_KINDS = KINDS.filter(lambda kind: kind.values == "fp8")
 
 
 @given(KINDS)
@@ -74,13 +73,14 @@ def test_eight_tokens_divide_into_pieces_that_fit_beside_the_next_kernels(kind):
     assert tiling.input_registers <= 64
 
 
-@given(FP8_KINDS, st.sampled_from([tokens for tokens in buckets("fp8") if tokens > few.MAX_TOKENS]))
+@given(KINDS, st.sampled_from([tokens for tokens in BUCKETS if tokens > few.MAX_TOKENS]))
 def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
     tiling = tiles.choose(kind, tokens)
-    assert tiling.rows % (16 * tiling.row_tiles) == 0
+    assert tiling.rows % 16 == 0
     assert tiling.rows <= 256, "of a box"
-    assert kind.columns % (GROUP * tiling.split * tiling.panels) == 0
-    assert tiling.panels % tiling.column_warps == 0
+    assert kind.columns % (kind.panel * tiling.split * tiling.panels) == 0
+    assert tiling.panels % tiling.column_groups == 0
+    assert tiling.num_threads <= 512, "or 160 registers are more than there are"
     assert tiling.shared_bytes <= _SHARED_BYTES
     assert min(3, tiling.steps) <= tiling.stages <= tiling.steps
     assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
@@ -92,8 +92,8 @@ def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (24576, 4096), (1024, 3072), (64, 512)])
 def test_weights_of_whole_panels_are_streamed(rows, columns, form):
     kind = QuantisedKind(rows, columns, **form)
-    assert all(is_streamed(kind, tokens) for tokens in buckets(kind.values))
-    assert not is_streamed(kind, MAX_TOKENS[kind.values] + 1)
+    assert all(is_streamed(kind, tokens) for tokens in BUCKETS)
+    assert not is_streamed(kind, MAX_TOKENS + 1)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,7 @@ def test_weights_of_whole_panels_are_streamed(rows, columns, form):
         QuantisedKind(4100, 1024),
         QuantisedKind(1024, 192),
         QuantisedKind(151936, 4096),
+        QuantisedKind(4096, 65536),
         QuantisedKind(1024, 1024, group=64),
         QuantisedKind(1024, 1024, group=GROUP, scales="bfloat16"),
         QuantisedKind(1024, 896, **INT4),
@@ -140,13 +141,13 @@ def test_names_tell_kernels_apart():
         QuantisedKind(64, 256, bias=True),
     ]
     kinds = [QuantisedKind(**{**vars(kind), "columns": 512, **form}) for kind in kinds for form in FORMS]
-    tilings = [choose_tiling(kind, tokens) for kind in kinds for tokens in buckets(kind.values)]
+    tilings = [choose_tiling(kind, tokens) for kind in kinds for tokens in BUCKETS]
     assert len({tiling.name for tiling in tilings}) == len(tilings)
 
 
 @given(KINDS)
 def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
-    for tokens in buckets(kind.values):
+    for tokens in BUCKETS:
         tiling = choose_tiling(kind, tokens)
         assert tiling_from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
 
@@ -164,8 +165,17 @@ COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256, group=G
 COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256), tokens) for tokens in (8, 64)]
 COMPILED += [(QuantisedKind(896, 4864, residual=True, group=GROUP), tokens) for tokens in (8, 16)]
 COMPILED += [(QuantisedKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 16)]
-COMPILED += [(QuantisedKind(24576, 4096, 256, gated=True, **form), 8) for form in (INT4, INT4_ZEROS)]
-COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256, **form), 8) for form in (INT4, INT4_ZEROS)]
+COMPILED += [
+    (kind, tokens)
+    for form in (INT4, INT4_ZEROS)
+    for kind in (
+        QuantisedKind(24576, 4096, 256, gated=True, **form),
+        QuantisedKind(4096, 12288, residual=True, next_blocks=256, **form),
+    )
+    for tokens in (8, 64)
+]
+COMPILED += [(QuantisedKind(2560, 9728, residual=True, **INT4), 32)]
+COMPILED += [(QuantisedKind(24576, 4096, 256, gated=True, **FP8_GROUPS), 64)]
 COMPILED += [
     (QuantisedKind(2560, 9728, residual=True, **INT4), 8),
     (QuantisedKind(1152, 512, 56, bias=True, **INT4), 8),
@@ -181,6 +191,7 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     assert done.returncode == 0, done.stderr
     assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
     assert "warning" not in done.stderr
+    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +199,7 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     [
         (QuantisedKind(4096, 4096, residual=True), 5, [(tensor_maps.panels, 16, 8)]),
         (QuantisedKind(24576, 4096, gated=True), 1, [(tensor_maps.halves, 16, 8)]),
-        (QuantisedKind(24576, 4096, gated=True), 13, [(tensor_maps.halves, 192, 1), (tensor_maps.rows, 13)]),
+        (QuantisedKind(24576, 4096, gated=True), 13, [(tensor_maps.halves, 64, 2), (tensor_maps.rows, 13)]),
     ],
 )
 def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_tokens, boxes):
