@@ -40,7 +40,7 @@ SCHEMES = {
     "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
 }
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-ids = {"ids": lambda value: str(value).replace(" ", "")}
+ids = {"ids": lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(" ", "_")}
 
 
 def load(kinds: list[QuantisedKind], folder, most_tokens: int = 64) -> None:
