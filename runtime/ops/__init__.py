@@ -50,6 +50,7 @@ OPS = {
     "own_rank": "ranks.ops",
     "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
+    "scaled_linear": "quantised_linear.scaled",
     "selective_scan": "states.trace",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
@@ -113,6 +114,7 @@ def define_called() -> None:
         "experts.count",
         "experts.linear",
         "quantised_linear.ops",
+        "quantised_linear.scaled",
         *(f"{folder}.ops" for folder in FAMILIES),
     ):
         importlib.import_module(f"{__name__}.{module}")

@@ -65,7 +65,7 @@ class Weight:
         plain = torch.randn(rows, columns // scheme.group, scheme.group, generator=generator, device="cuda")
         plain *= torch.rand(*plain.shape[:2], 1, generator=generator, device="cuda") * 0.03 + 0.005
         if scheme.has_zeros:
-            plain += plain.abs().amax(-1, keepdim=True) * 0.3
+            plain += plain.abs().amax(-1, keepdim=True) * 0.3 * torch.randn_like(plain[..., :1])
         made = quantised(plain.view(rows, columns), scheme)
         self.tensors = made["values"], made["scales"], made.get("zeros")
         self.exact = dequantised(made, scheme.kind, scheme.group, columns, torch.float32)
