@@ -270,8 +270,11 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
               part[0] = -zero_of_upper * totals.x, part[1] = -zero_of_upper * totals.y;
               part[2] = -zero_of_lower * totals.x, part[3] = -zero_of_lower * totals.y;
             }
-            multiply(part, upper.x, lower.x, v, 0), multiply(part, upper.y, lower.y, v, 1);
-            multiply(part, upper.z, lower.z, v, 2), multiply(part, upper.w, lower.w, v, 3);
+            float other[4] = {};  // so that fewer products wait for each other
+            multiply(part, upper.x, lower.x, v, 0), multiply(other, upper.y, lower.y, v, 1);
+            multiply(part, upper.z, lower.z, v, 2), multiply(other, upper.w, lower.w, v, 3);
+#pragma unroll
+            for (int i = 0; i < 4; i++) part[i] += other[i];
             const float scale_of_upper = scale_at(scales_of_stage, of_upper), scale_of_lower = scale_at(scales_of_stage, of_lower);
             even[0] += part[0] * scale_of_upper, even[1] += part[1] * scale_of_upper;
             even[2] += part[2] * scale_of_lower, even[3] += part[3] * scale_of_lower;

@@ -5,6 +5,7 @@ Shape legend: as linear.py.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,6 +22,7 @@ _WARPS = 8  # of a block
 _INPUT_REGISTERS = 64  # of a thread, at most: where two blocks are on a multiprocessor it has twice as many
 _ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
 _MOST_STAGES = 16
+_COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
 _ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
 
 
@@ -134,8 +136,19 @@ def divide(
 
 @cache
 def choose(kind: QuantisedKind) -> FewTiling:
-    sizes = (1024, 512) if kind.values == "int4" else (1024,)
-    tilings = [tiling for size in sizes if (tiling := divide(kind, piece_bytes=size)) is not None]
-    if not tilings:
+    if kind.values == "fp8":
+        tilings = [divide(kind)]
+    else:
+        tilings = [divide(kind, size, split=split) for split, size in itertools.product((1, 2), (1024, 512))]
+    found = [tiling for tiling in tilings if tiling is not None]
+    if not found:
         raise ValueError(f"the linear {kind.name} does not divide")
-    return min(tilings, key=lambda one: (math.ceil(kind.columns / one.split / one.piece) * one.piece, one.passes))
+    return min(found, key=_cost)
+
+
+def _cost(tiling: FewTiling) -> int:
+    """Columns that a block reads, each of 16 rows, those past the last one too; a pass begins with the wait for x."""
+    kind = tiling.kind
+    turns = math.ceil(kind.rows / NORM_ROWS / tiling.clusters)
+    of_pass = math.ceil(kind.columns / tiling.split / tiling.piece / tiling.passes) * tiling.piece
+    return tiling.passes * (turns * of_pass + _COLUMNS_OF_WAIT)
