@@ -33,6 +33,7 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
+from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.shard import Shard
@@ -70,6 +71,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
+    QuantiseActivations,  # of linears with fp8 weights, for many tokens: products in fp8
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
 )
 

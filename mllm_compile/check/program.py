@@ -23,7 +23,8 @@ from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
-from mllm_compile.passes.base import QuantisedTensor, part_of_rank
+from mllm_compile.passes.base import SMALL_FORMS, QuantisedTensor, part_of_rank
+from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
@@ -58,6 +59,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 # three experts of two layers its logits were off by 0.19. So there the token in the middle counts, and of each no more
 # than this.
 MOST_REROUTED = 0.5
+# Where linears read fp8 (quantise_activations): right models of 4 to 36 layers are off by 0.05 to 0.10. All else is
+# held to the bound above, by the batches of few tokens, whose forms read bfloat16.
+FP8_TOLERANCE = 0.2
 
 
 def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
@@ -102,7 +106,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> to
             raise CompileError(
                 f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
             ) from failure
-        limit = TOLERANCE[ours.dtype]
+        limit = FP8_TOLERANCE if _reads_fp8(lowered, sum(map(len, batch_ids))) else TOLERANCE[ours.dtype]
         errors = relative_errors(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
         error = _counted(errors, bool(program.expert_weights) and ours.dtype != torch.float32)
         if not error <= limit:
@@ -120,6 +124,14 @@ def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
     if not may_be_rerouted or not worst <= MOST_REROUTED:
         return worst
     return errors.median().item() if len(errors) > 1 else 0.0  # of one token alone nothing can be told
+
+
+def _reads_fp8(lowered: Lowered, tokens: int) -> bool:
+    """True if linears of a step of so many tokens round what they read to fp8."""
+    forms = lowered.graph.meta.get(SMALL_FORMS, {})
+    names = [name for name in called_pieces(lowered.graph) if tokens > max(forms.get(name, {}), default=0)]
+    pieces: list[Any] = [lowered.graph.get_submodule(name) for name in names]
+    return any(is_op(node, "scaled_linear") for piece in pieces for node in piece.graph.nodes)
 
 
 def _crowd(num_requests: int) -> str:

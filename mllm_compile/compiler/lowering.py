@@ -244,6 +244,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         counts_experts=config.runtime.expert_stats,
         num_ranks=config.runtime.tensor_parallel_size,
         attention_backend=config.runtime.attention_backend,
+        deterministic=config.runtime.deterministic,
     )
 
 

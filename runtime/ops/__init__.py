@@ -50,6 +50,7 @@ OPS = {
     "own_rank": "ranks.ops",
     "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
+    "scaled_linear": "quantised_linear.scaled",
     "selective_scan": "states.trace",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
@@ -58,12 +59,12 @@ OPS = {
     "stream_expert_down": "stream_experts.ops",
     "stream_expert_down_norm": "stream_experts.ops",
     "stream_expert_up": "stream_experts.ops",
-    "stream_fp8_linear": "stream_fp8.ops",
-    "stream_fp8_linear_residual": "stream_fp8.ops",
-    "stream_fp8_linear_residual_norm": "stream_fp8.ops",
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
+    "stream_quantised_linear": "stream_quantised.ops",
+    "stream_quantised_linear_residual": "stream_quantised.ops",
+    "stream_quantised_linear_residual_norm": "stream_quantised.ops",
     "sum_experts": "experts.sum",
 }
 
@@ -73,8 +74,8 @@ FAMILIES = {
     "gated_linear": "gated_linear.family",
     "ranks": "ranks.family",
     "stream_experts": "stream_experts.family",
-    "stream_fp8": "stream_fp8.family",
     "stream_linear": "stream_linear.family",
+    "stream_quantised": "stream_quantised.family",
 }
 
 Kernels = Mapping[str, Sequence[CudaKernel]]  # by family
@@ -113,6 +114,7 @@ def define_called() -> None:
         "experts.count",
         "experts.linear",
         "quantised_linear.ops",
+        "quantised_linear.scaled",
         *(f"{folder}.ops" for folder in FAMILIES),
     ):
         importlib.import_module(f"{__name__}.{module}")
