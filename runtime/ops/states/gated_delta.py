@@ -1,0 +1,310 @@
+"""The gated delta rule over the states of requests: token by token in registers, or a chunk of tokens by products.
+
+Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into a package
+(mllm_compile/kernels/states.py). Only the piece compiler imports this module.
+
+Within a chunk the rule is a triangular system of equations ("WY form": Yang et al. 2024, arXiv 2406.06484; with gates
+arXiv 2412.06464). With G the sum of a chunk's logarithms of decays up to a token, and S the state before it,
+
+    u_i = beta_i (v_i - exp(G_i) S k_i - sum over j < i of exp(G_i - G_j) (k_i·k_j) u_j)
+    out_i = exp(G_i) S q_i + sum over j <= i of exp(G_i - G_j) (q_i·k_j) u_j
+    S <- exp(G_last) S + sum over j of exp(G_last - G_j) u_j k_jᵀ
+
+Shape legend: T tokens, B requests, Hk key heads, Hv value heads, D key width, Dv value width, R rows of the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, exact_products
+
+_STEP_VALUES = 32  # of a block: 16 KB of a state with keys of 128 in float32
+_CHUNK_VALUES = 64
+_CHUNK = 32  # tokens
+_LEAST_SIDE = 16  # of tl.dot
+_MOST_CHUNK_KEYS = 128  # wider keys' chunks do not stay in registers
+_NORM_EPS = 1e-6  # of Transformers' and FLA's l2norm
+
+
+@triton.jit
+def _step_gated_delta_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    states_ptr,
+    rows_ptr,
+    has_state_ptr,
+    starts_ptr,
+    ends_ptr,
+    out_ptr,
+    q_token_stride,
+    q_head_stride,
+    q_dim_stride,
+    k_token_stride,
+    k_head_stride,
+    k_dim_stride,
+    v_token_stride,
+    v_head_stride,
+    v_dim_stride,
+    g_token_stride,
+    g_head_stride,
+    g_dim_stride,
+    beta_token_stride,
+    beta_head_stride,
+    GROUP: tl.constexpr,
+    HV: tl.constexpr,
+    DV: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    SCALE: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    GATE_A_CHANNEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DECODES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (block of a value head's rows, value head, request): its part of the state stays in registers."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+    if DECODES:
+        start = request.to(tl.int64)
+        end = start + 1
+    else:
+        start = tl.load(starts_ptr + request).to(tl.int64)
+        end = tl.load(ends_ptr + request).to(tl.int64)
+    dims = tl.arange(0, PADDED_D)
+    is_dim = dims < D
+    is_value = values < DV
+    is_number = is_value[:, None] & is_dim[None, :]
+    places = states_ptr + ((row * HV + head) * DV + values[:, None]) * D + dims[None, :]
+    state = tl.load(places, mask=is_number & has_state, other=0.0).to(tl.float32)
+    key_head = head // GROUP
+    for token in range(start, end):
+        q = tl.load(q_ptr + token * q_token_stride + key_head * q_head_stride + dims * q_dim_stride, is_dim, 0.0)
+        k = tl.load(k_ptr + token * k_token_stride + key_head * k_head_stride + dims * k_dim_stride, is_dim, 0.0)
+        v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + values * v_dim_stride, is_value, 0.0)
+        gate = g_ptr + token * g_token_stride + head * g_head_stride
+        beta = tl.load(beta_ptr + token * beta_token_stride + head * beta_head_stride).to(tl.float32)
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+        if QK_NORM:
+            q *= tl.rsqrt(tl.sum(q * q, 0) + EPS)
+            k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+        if GATE_A_CHANNEL:
+            state *= tl.exp(tl.load(gate + dims * g_dim_stride, is_dim, 0.0).to(tl.float32))[None, :]
+        else:
+            state *= tl.exp(tl.load(gate).to(tl.float32))
+        known = tl.sum(state * k[None, :], 1)
+        state += ((v.to(tl.float32) - known) * beta)[:, None] * k[None, :]
+        out = tl.sum(state * (q * SCALE)[None, :], 1)
+        tl.store(out_ptr + (token * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_value)
+    tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
+
+
+@triton.jit
+def _inverse(below, SIDE: tl.constexpr, LEVELS: tl.constexpr, PRODUCTS: tl.constexpr):
+    """(1 + below)⁻¹ of what is zero on and above the diagonal: by blocks of 1, of 2, … of SIDE / 2, of which two that
+    follow each other become one, as forward substitution does. No power of `below` grows."""
+    row = tl.arange(0, SIDE)[:, None]
+    column = tl.arange(0, SIDE)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row == column + 1) & (row % 2 == 1), below, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        size = 1 << level
+        is_between = (row // size == column // size + 1) & ((row // size) % 2 == 1)
+        inner = tl.dot(inverse, tl.where(is_between, below, 0.0), input_precision=PRODUCTS)
+        inverse -= tl.dot(inner, inverse, input_precision=PRODUCTS)
+    return inverse
+
+
+@triton.jit
+def _chunk_gated_delta_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    states_ptr,
+    rows_ptr,
+    has_state_ptr,
+    starts_ptr,
+    ends_ptr,
+    out_ptr,
+    q_token_stride,
+    q_head_stride,
+    q_dim_stride,
+    k_token_stride,
+    k_head_stride,
+    k_dim_stride,
+    v_token_stride,
+    v_head_stride,
+    v_dim_stride,
+    g_token_stride,
+    g_head_stride,
+    beta_token_stride,
+    beta_head_stride,
+    GROUP: tl.constexpr,
+    HV: tl.constexpr,
+    DV: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    SCALE: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (block of a value head's rows, value head, request): its chunks, one after another."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+    start = tl.load(starts_ptr + request).to(tl.int64)
+    end = tl.load(ends_ptr + request).to(tl.int64)
+    dims = tl.arange(0, PADDED_D)
+    places_in_chunk = tl.arange(0, CHUNK)
+    is_dim = (dims < D)[None, :]
+    is_value = (values < DV)[None, :]
+    is_number = (dims < D)[:, None] & is_value
+    is_before = places_in_chunk[:, None] > places_in_chunk[None, :]
+    is_seen = places_in_chunk[:, None] >= places_in_chunk[None, :]
+    # [D, Dv]: as products take it.
+    places = states_ptr + ((row * HV + head) * DV + values[None, :]) * D + dims[:, None]
+    state = tl.load(places, mask=is_number & has_state, other=0.0).to(tl.float32)
+    key_head = head // GROUP
+    for first in range(start, end, CHUNK):
+        tokens = first + places_in_chunk
+        is_token = tokens < end
+        mask = is_token[:, None] & is_dim
+        of_q = q_ptr + tokens[:, None] * q_token_stride + key_head * q_head_stride + dims[None, :] * q_dim_stride
+        of_k = k_ptr + tokens[:, None] * k_token_stride + key_head * k_head_stride + dims[None, :] * k_dim_stride
+        of_v = v_ptr + tokens[:, None] * v_token_stride + head * v_head_stride + values[None, :] * v_dim_stride
+        q = tl.load(of_q, mask, 0.0).to(tl.float32)
+        k = tl.load(of_k, mask, 0.0).to(tl.float32)
+        v = tl.load(of_v, is_token[:, None] & is_value, 0.0).to(tl.float32)
+        g = tl.load(g_ptr + tokens * g_token_stride + head * g_head_stride, is_token, 0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + tokens * beta_token_stride + head * beta_head_stride, is_token, 0.0).to(tl.float32)
+        if QK_NORM:
+            q *= tl.rsqrt(tl.sum(q * q, 1) + EPS)[:, None]
+            k *= tl.rsqrt(tl.sum(k * k, 1) + EPS)[:, None]
+        q *= SCALE
+        g = tl.maximum(g, LEAST_LOG_DECAY)
+        decays = tl.cumsum(g, 0)
+        total = tl.sum(g, 0)
+        # Differences of tokens that are not seen are positive: their exponentials might be infinite.
+        between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0))
+        since = tl.exp(decays)[:, None]
+        keys = tl.trans(k)
+        below = tl.where(is_before, tl.dot(k, keys, input_precision=PRODUCTS) * between, 0.0) * beta[:, None]
+        inverse = _inverse(below, CHUNK, LEVELS, "tf32x3")
+        unknown = (v - since * tl.dot(k, state, input_precision=PRODUCTS)) * beta[:, None]
+        added = tl.dot(inverse, unknown, input_precision=PRODUCTS)
+        scores = tl.where(is_seen, tl.dot(q, keys, input_precision=PRODUCTS) * between, 0.0)
+        out = since * tl.dot(q, state, input_precision=PRODUCTS) + tl.dot(scores, added, input_precision=PRODUCTS)
+        of_out = out_ptr + (tokens[:, None] * HV + head) * DV + values[None, :]
+        tl.store(of_out, out.to(out_ptr.dtype.element_ty), is_token[:, None] & is_value)
+        left = keys * tl.exp(total - decays)[None, :]
+        state = state * tl.exp(total) + tl.dot(left, added, input_precision=PRODUCTS)
+    tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
+
+
+@triton_op("mllm::gated_delta_states", mutates_args={"states", "out"})
+def gated_delta_states(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    has_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+    qk_l2norm: bool,
+) -> None:
+    """runtime/state/layer.py's GatedDelta. Prompts with a gate a head go by chunks; a gate a channel cannot be taken
+    out of the products without leaving the range of float32, so these go token by token.
+
+    Args:
+        q, k: [T, Hk, D]; v: [T, Hv, Dv]; g: [T, Hv] or [T, Hv, D]; beta: [T, Hv]; of any strides.
+        states: [R, Hv, Dv, D], contiguous, read and written at `rows`.
+        rows: [B] int64; has_state: [B] bool.
+        starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
+        out: [T, Hv, Dv], contiguous, written for requests' tokens.
+        qk_l2norm: q and k are divided by their norms.
+    """
+    _, key_heads, width = q.shape
+    _, heads, value_width = v.shape
+    has_channel_gates = g.dim() == 3
+    is_decode = starts is None or ends is None
+    constants = {
+        "GROUP": heads // key_heads,
+        "HV": heads,
+        "DV": value_width,
+        "D": width,
+        "SCALE": width**-0.5,
+        "QK_NORM": qk_l2norm,
+        "EPS": _NORM_EPS,
+        "EARLY": starts_early(),
+    }
+    given = (
+        *(q, k, v, g, beta, states, rows, has_state),
+        rows if starts is None else starts,  # which are not read without
+        rows if ends is None else ends,
+        out,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+    )
+    if is_decode or has_channel_gates or width > _MOST_CHUNK_KEYS:
+        block = min(_STEP_VALUES, triton.next_power_of_2(value_width))
+        grid = (triton.cdiv(value_width, block), heads, rows.shape[0])
+        wrap_triton(_step_gated_delta_kernel)[grid](
+            *given,
+            *g.stride(),
+            *(() if has_channel_gates else (0,)),
+            *beta.stride(),
+            PADDED_D=triton.next_power_of_2(width),
+            GATE_A_CHANNEL=has_channel_gates,
+            BLOCK=block,
+            DECODES=is_decode,
+            num_warps=4,
+            **constants,
+        )
+        return
+    block = max(_LEAST_SIDE, min(_CHUNK_VALUES, triton.next_power_of_2(value_width)))
+    grid = (triton.cdiv(value_width, block), heads, rows.shape[0])
+    wrap_triton(_chunk_gated_delta_kernel)[grid](
+        *given,
+        *g.stride(),
+        *beta.stride(),
+        PADDED_D=max(_LEAST_SIDE, triton.next_power_of_2(width)),
+        BLOCK=block,
+        CHUNK=_CHUNK,
+        LEVELS=_CHUNK.bit_length() - 1,
+        PRODUCTS=exact_products(q.dtype),
+        num_warps=4,
+        num_stages=1,
+        **constants,
+    )
