@@ -32,6 +32,35 @@ _NORM_EPS = 1e-6  # of Transformers' and FLA's l2norm
 
 
 @triton.jit
+def _load_token(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    is_token,
+    dims,
+    is_dim,
+    values,
+    is_value,
+    q_dim_stride,
+    k_dim_stride,
+    v_dim_stride,
+    g_dim_stride,
+    GATE_A_CHANNEL: tl.constexpr,
+):
+    """q, k, v, g and beta of a token, whose heads the pointers point to."""
+    q = tl.load(q_ptr + dims * q_dim_stride, is_dim & is_token, 0.0)
+    k = tl.load(k_ptr + dims * k_dim_stride, is_dim & is_token, 0.0)
+    v = tl.load(v_ptr + values * v_dim_stride, is_value & is_token, 0.0)
+    if GATE_A_CHANNEL:
+        g = tl.load(g_ptr + dims * g_dim_stride, is_dim & is_token, 0.0)
+    else:
+        g = tl.load(g_ptr, is_token, 0.0)
+    return q, k, v, g, tl.load(beta_ptr, is_token, 0.0)
+
+
+@triton.jit
 def _step_gated_delta_kernel(
     q_ptr,
     k_ptr,
@@ -92,24 +121,45 @@ def _step_gated_delta_kernel(
     is_number = is_value[:, None] & is_dim[None, :]
     places = states_ptr + ((row * HV + head) * DV + values[:, None]) * D + dims[None, :]
     state = tl.load(places, mask=is_number & has_state, other=0.0).to(tl.float32)
-    key_head = head // GROUP
+    q_ptr += (head // GROUP) * q_head_stride
+    k_ptr += (head // GROUP) * k_head_stride
+    v_ptr += head * v_head_stride
+    g_ptr += head * g_head_stride
+    beta_ptr += head * beta_head_stride
+    next_q, next_k, next_v, next_g, next_beta = _load_token(
+        q_ptr + start * q_token_stride,
+        k_ptr + start * k_token_stride,
+        v_ptr + start * v_token_stride,
+        g_ptr + start * g_token_stride,
+        beta_ptr + start * beta_token_stride,
+        *(start < end, dims, is_dim, values, is_value),
+        *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
+    )
     for token in range(start, end):
-        q = tl.load(q_ptr + token * q_token_stride + key_head * q_head_stride + dims * q_dim_stride, is_dim, 0.0)
-        k = tl.load(k_ptr + token * k_token_stride + key_head * k_head_stride + dims * k_dim_stride, is_dim, 0.0)
-        v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + values * v_dim_stride, is_value, 0.0)
-        gate = g_ptr + token * g_token_stride + head * g_head_stride
-        beta = tl.load(beta_ptr + token * beta_token_stride + head * beta_head_stride).to(tl.float32)
-        q = q.to(tl.float32)
-        k = k.to(tl.float32)
+        q = next_q.to(tl.float32)
+        k = next_k.to(tl.float32)
+        v = next_v.to(tl.float32)
+        decay = tl.exp(next_g.to(tl.float32))
+        beta = next_beta.to(tl.float32)
+        following = token + 1  # on its way while this token is computed
+        next_q, next_k, next_v, next_g, next_beta = _load_token(
+            q_ptr + following * q_token_stride,
+            k_ptr + following * k_token_stride,
+            v_ptr + following * v_token_stride,
+            g_ptr + following * g_token_stride,
+            beta_ptr + following * beta_token_stride,
+            *(following < end, dims, is_dim, values, is_value),
+            *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
+        )
         if QK_NORM:
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS)
             k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
         if GATE_A_CHANNEL:
-            state *= tl.exp(tl.load(gate + dims * g_dim_stride, is_dim, 0.0).to(tl.float32))[None, :]
+            state *= decay[None, :]
         else:
-            state *= tl.exp(tl.load(gate).to(tl.float32))
+            state *= decay
         known = tl.sum(state * k[None, :], 1)
-        state += ((v.to(tl.float32) - known) * beta)[:, None] * k[None, :]
+        state += ((v - known) * beta)[:, None] * k[None, :]
         out = tl.sum(state * (q * SCALE)[None, :], 1)
         tl.store(out_ptr + (token * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_value)
     tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))

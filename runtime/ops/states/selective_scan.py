@@ -20,6 +20,44 @@ _NUMBERS = 1024  # of a block's state: 8 a thread
 
 
 @triton.jit
+def _load_token(
+    x_ptr,
+    dt_ptr,
+    b_ptr,
+    c_ptr,
+    z_ptr,
+    token,
+    is_token,
+    channels,
+    is_channel,
+    numbers,
+    is_number,
+    x_token_stride,
+    x_channel_stride,
+    dt_token_stride,
+    dt_channel_stride,
+    b_token_stride,
+    b_dim_stride,
+    c_token_stride,
+    c_dim_stride,
+    z_token_stride,
+    z_channel_stride,
+    HAS_Z: tl.constexpr,
+):
+    """x, dt, B, C and z of a token; without z x stands for it, and is not read as such."""
+    of_channels = is_channel & is_token
+    of_numbers = is_number & is_token
+    x = tl.load(x_ptr + token * x_token_stride + channels * x_channel_stride, of_channels, 0.0)
+    dt = tl.load(dt_ptr + token * dt_token_stride + channels * dt_channel_stride, of_channels, 0.0)
+    b = tl.load(b_ptr + token * b_token_stride + numbers * b_dim_stride, of_numbers, 0.0)
+    c = tl.load(c_ptr + token * c_token_stride + numbers * c_dim_stride, of_numbers, 0.0)
+    z = x
+    if HAS_Z:
+        z = tl.load(z_ptr + token * z_token_stride + channels * z_channel_stride, of_channels, 0.0)
+    return x, dt, b, c, z
+
+
+@triton.jit
 def _selective_scan_kernel(
     x_ptr,
     dt_ptr,
@@ -88,19 +126,29 @@ def _selective_scan_kernel(
     skip = tl.zeros((BLOCK,), tl.float32)
     if HAS_D:
         skip = tl.load(d_ptr + channels * d_channel_stride, is_channel, 0.0).to(tl.float32)
+    next_x, next_dt, next_b, next_c, next_z = _load_token(
+        *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, start, start < end, channels, is_channel, numbers, is_number),
+        *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),
+        *(c_token_stride, c_dim_stride, z_token_stride, z_channel_stride, HAS_Z),
+    )
     for token in range(start, end):
-        x = tl.load(x_ptr + token * x_token_stride + channels * x_channel_stride, is_channel, 0.0).to(tl.float32)
-        dt = tl.load(dt_ptr + token * dt_token_stride + channels * dt_channel_stride, is_channel, 0.0)
-        b = tl.load(b_ptr + token * b_token_stride + numbers * b_dim_stride, is_number, 0.0).to(tl.float32)
-        c = tl.load(c_ptr + token * c_token_stride + numbers * c_dim_stride, is_number, 0.0).to(tl.float32)
-        dt = dt.to(tl.float32) + bias
+        x = next_x.to(tl.float32)
+        dt = next_dt.to(tl.float32) + bias
+        b = next_b.to(tl.float32)
+        c = next_c.to(tl.float32)
+        z = next_z.to(tl.float32)
+        # On their way while this token is computed.
+        next_x, next_dt, next_b, next_c, next_z = _load_token(
+            *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, token + 1, token + 1 < end, channels, is_channel, numbers, is_number),
+            *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),
+            *(c_token_stride, c_dim_stride, z_token_stride, z_channel_stride, HAS_Z),
+        )
         if SOFTPLUS:
             dt = softplus(dt)
         state = state * tl.exp(rates * dt[:, None]) + (dt * x)[:, None] * b[None, :]
         out = tl.sum(state * c[None, :], 1) + skip * x
         if HAS_Z:
-            z = tl.load(z_ptr + token * z_token_stride + channels * z_channel_stride, is_channel, 0.0)
-            out *= silu(z.to(tl.float32))
+            out *= silu(z)
         tl.store(out_ptr + token * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), is_channel)
     tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
