@@ -43,8 +43,8 @@ BATCHES = {
     "mixed": ((5, 1, 6, 2, 4), (1, 1, 64, 3, 65), (9, 0, 7, 2, 0), 2),
     "padded decodes": ((3, 7, 0, 0), (1, 1, 1, 1), (9, 0, 1, 1), 4),
 }
-# ‖ours − the reference's‖ / ‖the reference's‖, both from the same numbers
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
+# ‖ours − the reference's‖ / ‖the reference's‖, both from the same numbers; chunks round a state to bfloat16, too.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2}
 
 
 def layer_of(kind: StateKind, operands: dict[str, torch.Tensor], dtype: torch.dtype) -> StateLayer:
@@ -61,6 +61,8 @@ def operands_of(name: str, num_tokens: int, dtype: torch.dtype) -> dict[str, tor
     for key, size in sizes.items():
         shape = size if key in kind.constants else (num_tokens, *size)
         value = torch.randn(shape, generator=generator, device="cuda")
+        if key in ("q", "k"):  # keys that are longer than 1 make states grow
+            value = value / value.norm(dim=-1, keepdim=True)
         if key in ("g", "A"):
             operands[key] = -value.exp() * 0.3
         elif key == "beta":

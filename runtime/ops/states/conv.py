@@ -14,12 +14,11 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.states.requests import num_blocks, silu
+from mllm_compile.runtime.ops.states.requests import SEARCHED, num_blocks, silu
 
 _DECODE_CHANNELS = 256  # of a block
 _PROMPT_CHANNELS = 128
 _PROMPT_TOKENS = 32
-_SEARCHED = 64  # requests that a block looks at together to find its own
 
 
 @triton.jit
@@ -101,7 +100,7 @@ def _prompt_conv_kernel(
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    # Blocks are counted over all requests: the first whose blocks end behind this one is the one.
+    # As find_block does; what it gave would be part of where this kernel stores.
     block = tl.program_id(0)
     request = num_requests
     index = 0
@@ -213,6 +212,6 @@ def causal_conv_states(
         rows.shape[0],
         TOKENS=tokens,
         BLOCK=block,
-        SEARCHED=_SEARCHED,
+        SEARCHED=SEARCHED,
         **constants,
     )

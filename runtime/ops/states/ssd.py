@@ -20,11 +20,13 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, exact_products, softplus
+from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, softplus
 
 _STEP_WIDTH = 32  # rows of a state in a block
 _CHUNK_WIDTH = 64
 _CHUNK = 64  # tokens
+# Products of 16 bits take B and C as they came, and round a state to 16 bits for them; float32 would take several each.
+_CHUNKED_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_SIDE = 16  # of tl.dot
 _MOST_CHUNK_STATE = 256  # larger states' chunks do not stay in registers
 
@@ -168,7 +170,6 @@ def _chunk_ssd_kernel(
     HAS_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of a head's rows, head, request): its chunks, one after another."""
@@ -205,25 +206,24 @@ def _chunk_ssd_kernel(
         of_x = x_ptr + tokens[:, None] * x_token_stride + head * x_head_stride + dims[None, :] * x_dim_stride
         of_b = b_ptr + tokens[:, None] * b_token_stride + group * b_group_stride + numbers[None, :] * b_dim_stride
         of_c = c_ptr + tokens[:, None] * c_token_stride + group * c_group_stride + numbers[None, :] * c_dim_stride
-        x = tl.load(of_x, is_token[:, None] & is_dim, 0.0).to(tl.float32)
-        b = tl.load(of_b, is_token[:, None] & is_number, 0.0).to(tl.float32)
-        c = tl.load(of_c, is_token[:, None] & is_number, 0.0).to(tl.float32)
+        x = tl.load(of_x, is_token[:, None] & is_dim, 0.0)
+        b = tl.load(of_b, is_token[:, None] & is_number, 0.0)
+        c = tl.load(of_c, is_token[:, None] & is_number, 0.0)
         dt = tl.load(dt_ptr + tokens * dt_token_stride + head * dt_head_stride, is_token, 0.0)
         dt = tl.where(is_token, _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST), 0.0)
         gates = tl.maximum(dt * rate, LEAST_LOG_DECAY)
         decays = tl.cumsum(gates, 0)
         total = tl.sum(gates, 0)
         # Differences of tokens that are not seen are positive: their exponentials might be infinite.
-        between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0))
-        scaled = x * dt[:, None]
+        between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0)) * dt[None, :]
         inputs = tl.trans(b)
-        scores = tl.where(is_seen, tl.dot(c, inputs, input_precision=PRODUCTS) * between, 0.0)
-        out = tl.dot(c, state, input_precision=PRODUCTS) * tl.exp(decays)[:, None]
-        out += tl.dot(scores, scaled, input_precision=PRODUCTS) + skip * x
+        scores = tl.where(is_seen, tl.dot(c, inputs) * between, 0.0).to(x.dtype)
+        out = tl.dot(c, state.to(c.dtype)) * tl.exp(decays)[:, None] + tl.dot(scores, x)
+        added = x.to(tl.float32) * (dt * tl.exp(total - decays))[:, None]
+        out += skip * x.to(tl.float32)
         of_out = out_ptr + (tokens[:, None] * H + head) * P + dims[None, :]
         tl.store(of_out, out.to(out_ptr.dtype.element_ty), is_token[:, None] & is_dim)
-        left = inputs * tl.exp(total - decays)[None, :]
-        state = state * tl.exp(total) + tl.dot(left, scaled, input_precision=PRODUCTS)
+        state = state * tl.exp(total) + tl.dot(inputs, added.to(x.dtype))
     tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
 
@@ -246,7 +246,7 @@ def ssd_states(
     dt_min: float,
     dt_max: float | None,
 ) -> None:
-    """runtime/state/layer.py's Ssd, prompts by chunks.
+    """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks.
 
     Args:
         x: [T, H, P]; dt: [T, H]; A, D, dt_bias: [H]; B, C: [T, G, N]; of any strides.
@@ -259,6 +259,7 @@ def ssd_states(
     _, heads, width = x.shape
     _, groups, size = B.shape
     is_decode = starts is None or ends is None
+    is_chunked = size <= _MOST_CHUNK_STATE and x.dtype in _CHUNKED_DTYPES and x.dtype == B.dtype == C.dtype
     given = (
         *(x, dt, A, B, C),
         A if D is None else D,  # which, as those below, are not read without
@@ -288,7 +289,7 @@ def ssd_states(
         "HAS_MOST": dt_max is not None,
         "EARLY": starts_early(),
     }
-    if is_decode or size > _MOST_CHUNK_STATE:
+    if is_decode or not is_chunked:
         block = min(_STEP_WIDTH, triton.next_power_of_2(width))
         grid = (triton.cdiv(width, block), heads, rows.shape[0])
         wrap_triton(_step_ssd_kernel)[grid](
@@ -307,7 +308,6 @@ def ssd_states(
         PADDED_N=max(_LEAST_SIDE, triton.next_power_of_2(size)),
         BLOCK=block,
         CHUNK=_CHUNK,
-        PRODUCTS=exact_products(x.dtype),
         num_warps=4,
         num_stages=1,
         **constants,
