@@ -40,8 +40,10 @@ from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSour
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
+from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
 if TYPE_CHECKING:
@@ -170,7 +172,9 @@ class ModelRunner:
                 "runtime.deterministic makes every step one captured decode, which layers with a state cannot be: they "
                 "take a prompt's tokens one after another. Set runtime.deterministic: false."
             )
-        states = TorchStateBackend(self.state_pool, is_deterministic)
+        states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
+        if model.state_pieces:
+            states = PieceStateBackend(self.state_pool, model.state_pieces, states)
         return HybridAttnBackend(make_attention() if model.layers else None, states)
 
     def init_cuda_graphs(self) -> None:

@@ -73,7 +73,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
     Raises:
         MllmError: the model cannot be compiled, or what was compiled computes something else, or disk or memory end.
     """
-    config, folder = target.config, target.folder
+    config, folder, runtime = target.config, target.folder, target.config.runtime
     if options.output is not None and not os.path.exists(folder / MANIFEST):
         reason = "there is no runtime in this folder yet"
     else:
@@ -85,7 +85,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
-            self_check(lowered, scratch, suffix, config.runtime.device, config.runtime.page_size)
+            self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, runtime.state_dtype)
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),
@@ -179,7 +179,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         return
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
-    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS}
+    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest}
     with (
         compiled_ahead(OF_A_COMPILE),
         using_compiler_cache(config.cache.dir) as folder,

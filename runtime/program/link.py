@@ -23,6 +23,7 @@ from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.program.spec import DecodeForm, Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
+from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class LinkedProgram:
     Attributes:
         pieces: piece id → compiled function, of all that the program names.
         decoders: layer → its own decode kernels, where it has some; layers that are alike share them.
+        state_pieces: layer with a state → its kernels, where it has some; layers that are alike share them.
         sampling: the kernels that choose tokens; None: torch chooses.
         decode_loop: the kernels around a captured decode, if the program has them.
     """
@@ -39,6 +41,7 @@ class LinkedProgram:
     program: Program
     pieces: Mapping[str, PieceFunction]
     decoders: Mapping[str, Decoders]
+    state_pieces: Mapping[str, StatePieces]
     sampling: SamplingPieces | None
     decode_loop: DecodeLoopPieces | None
 
@@ -72,6 +75,10 @@ def link(
         program,
         pieces,
         decoders,
+        {
+            name: StatePieces(*(pieces[piece] for piece in forms.piece_ids()))
+            for name, forms in program.state_forms.items()
+        },
         None
         if sampling is None
         else SamplingPieces(getattr(torch, sampling.dtype), *(pieces[piece] for piece in sampling.piece_ids())),

@@ -152,6 +152,17 @@ class DecodeForm:
 
 
 @dataclass(frozen=True)
+class StateForms:
+    """The pieces that compute a layer with a state: a batch's decodes, and its prompts (ops/states/)."""
+
+    decodes: str
+    prompts: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.decodes, self.prompts
+
+
+@dataclass(frozen=True)
 class SamplingForms:
     """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
     from float32 scores.
@@ -229,14 +240,17 @@ class Program:
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
     quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
     state_layers: tuple[StateLayer, ...] = ()
+    state_forms: Mapping[str, StateForms] = field(default_factory=dict)  # layer with a state → its pieces
 
     def piece_ids(self) -> list[str]:
-        """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
-        decode loop."""
+        """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, of layers with a
+        state, of sampling and of the decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
-        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling, *loop]
+        states = dict.fromkeys(piece for forms in self.state_forms.values() for piece in forms.piece_ids())
+        small = (form.piece for form in self.all_small_forms())
+        return [*self.step_pieces(), *small, *attention, *states, *sampling, *loop]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that the runtime holds compiled by NVRTC."""
@@ -271,6 +285,7 @@ class Program:
             "counted_experts": list(self.counted_experts),
             "quantised_weights": {name: asdict(weight) for name, weight in self.quantised_weights.items()},
             "state_layers": [layer.to_json() for layer in self.state_layers],
+            "state_forms": {layer: asdict(forms) for layer, forms in self.state_forms.items()},
         }
 
     @classmethod
@@ -296,6 +311,7 @@ class Program:
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
                 quantised_weights=from_json(dict[str, QuantisedWeight], data["quantised_weights"]),
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
+                state_forms=from_json(dict[str, StateForms], data["state_forms"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(

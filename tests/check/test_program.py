@@ -173,7 +173,7 @@ def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     tokens = sum(lengths) * copies
     q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     out = torch.full((tokens, heads, 6), torch.nan)
-    requests: Any = self_check._PackedRequests(lengths, copies, None, None)  # type: ignore[arg-type]
+    requests: Any = self_check._PackedRequests(lengths, copies, None, None, "cpu")  # type: ignore[arg-type]
     requests.forward(AttentionInputs(q, k, v, out, layer, requests))
     assert requests.num_actual_tokens == tokens
     alone = [
