@@ -474,7 +474,7 @@ class ModelRunner:
         return KVPool(num_pages, config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
 
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
-        return [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.model.layers]
+        return [layer.cache_shape for layer in self.model.layers]
 
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sums = self.config.runtime.state_dtype

@@ -69,6 +69,7 @@ class ArtifactSource:
             layers=layers,
             state_layers=artifact.program.state_layers,
             decoders=linked.decoders,
+            latents=linked.latents,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
             num_experts={

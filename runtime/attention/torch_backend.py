@@ -99,7 +99,10 @@ def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardB
         part = slice(start, start + step)
         # Gathered head by head, so that the products below find each head's keys side by side: 5 times as fast.
         keys = _take(k_rows, rows[part].flatten()).view(*rows[part].shape, -1)  # [R, Hk, L, D]
-        values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
+        if layer.is_latent:
+            values = keys[..., : layer.v_head_dim]
+        else:
+            values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
         mask = visible[part, None, None, :]
         bias = None
@@ -126,9 +129,9 @@ def _prefill(
         if layer.chunk:  # where a chunk begins, or _attend_block would cut them elsewhere
             first_key = (prefix_len + start) // layer.chunk * layer.chunk
         seen = slots[first_key:last_key]
-        out[start : start + QUERY_BLOCK] = _attend_block(
-            block, _take(k_buf, seen), _take(v_buf, seen), prefix_len + start - first_key, layer
-        )
+        keys = _take(k_buf, seen)
+        values = keys[..., : layer.v_head_dim] if layer.is_latent else _take(v_buf, seen)
+        out[start : start + QUERY_BLOCK] = _attend_block(block, keys, values, prefix_len + start - first_key, layer)
 
 
 def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

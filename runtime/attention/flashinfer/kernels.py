@@ -250,6 +250,8 @@ def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> N
 
 
 def _problem(layer: AttentionLayer) -> str | None:
+    if layer.is_latent:
+        return "it attends over latents beside layers that do not"
     if layer.head_dim != layer.v_head_dim:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
     if layer.head_dim not in KERNEL_HEAD_DIMS:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ LAYERS = {
         alibi_slopes=(0.5, 0.25, 0.125, 1.0), sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), window_left=4
     ),
     "narrow_values": make_layer(v_head_dim=8),
+    "latents": replace(make_layer(num_heads=6, num_kv_heads=1, head_dim=12, v_head_dim=8), is_latent=True),
     "narrow_values_and_soft_cap": make_layer(v_head_dim=8, soft_cap=3.0),
 }
 BATCHES = {
