@@ -430,7 +430,7 @@ class ModelRunner:
         self, batch: ForwardBatch, tokens: TokenInputs, mode: CUDAGraphMode, descriptor: BatchDescriptor | None
     ) -> AbstractContextManager[ForwardContext]:
         common = CommonAttentionMetadata.of(batch)
-        attention = self._metadata_builder.build(0, common)
+        attention = self._metadata_builder.build(batch.common_prefix_len, common)
         return set_forward_context(
             {**attention, **self._state_metadata_builder.build(common)},
             no_compile_layers=self.layers,
