@@ -1,6 +1,6 @@
 """Microseconds of one layer's attention over latents (MLA), inside a CUDA graph, and the rate at which it reads.
 
-    python examples/latent_attention_speed.py [--tiles] [--prefill] [--json FILE]
+    python examples/latent_attention_speed.py [--heads 16 32 128] [--tiles] [--prefill] [--json FILE]
 
 Needs an NVIDIA GPU and the `cuda` extra. Each graph runs several layers with latents of their own, more than the L2
 cache holds, over random page tables, and before each of them a kernel that does nearly nothing, as a model has one
@@ -26,7 +26,7 @@ from mllm_compile.runtime.attention.latent.tiles import Tile, num_prefill_tiles
 from mllm_compile.runtime.attention.split.splits import OF_LATENTS
 
 WIDTH, VALUE_WIDTH, PAGE_SIZE = 576, 512, 64
-HEADS = (16, 32, 128)
+HEADS = (16, 32, 64, 128)
 CASES = ((1, 4096), (8, 4096), (64, 4096), (256, 1024))  # requests, tokens of each
 TILES = (
     *(Tile(16, 64, 4, 2), Tile(16, 64, 4, 3), Tile(16, 64, 8, 3), Tile(16, 32, 4, 3)),
@@ -106,6 +106,7 @@ def microseconds(run: Callable[[], None], num_layers: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads")
     parser.add_argument("--tiles", action="store_true", help="time other tiles and splits, too")
     parser.add_argument("--prefill", action="store_true", help="time prompts, too")
     parser.add_argument("--json", type=Path)
@@ -131,17 +132,17 @@ def main() -> None:
     read = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").view(torch.int64)
     time = microseconds(lambda: read.sum(), 1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {read.nbytes / time / 1e6:.2f} TB/s")
-    for num_heads in HEADS:
+    for num_heads in arguments.heads:
         for num_requests, length in CASES:
             layers = Layers(num_heads, num_requests, length)
             flops = 2.0 * num_requests * length * num_heads * (WIDTH + VALUE_WIDTH)
             of_case = f"{num_heads:3} heads {num_requests:3} x {length}"
             splits = OF_LATENTS.of(num_requests * chosen.num_decode_tiles(num_heads))
             note(f"{of_case}, /{splits}", layers, decode(layers, splits), flops)
-            if arguments.tiles and num_requests in (1, 64):
+            if arguments.tiles and num_requests == 64:
                 kept = attend.decode_tile, attend.num_decode_tiles
                 for tile in TILES:
-                    if not num_heads / 4 <= tile.rows <= num_heads:
+                    if not num_heads / 2 <= tile.rows <= num_heads:
                         continue
                     attend.decode_tile = lambda heads, tile=tile: tile
                     attend.num_decode_tiles = lambda heads, tile=tile: -(-heads // tile.rows)
@@ -152,7 +153,7 @@ def main() -> None:
                         note(f"{of_case}, {shape}", layers, decode(layers, count), flops)
                 attend.decode_tile, attend.num_decode_tiles = kept
     if arguments.prefill:
-        for num_heads in (16, 128):
+        for num_heads in arguments.heads:
             for num_tokens, length in ((2048, 2048), (256, 8192)):
                 layers = Layers(num_heads, 1, length, num_tokens)
                 pairs = num_tokens * (length - num_tokens) + num_tokens * (num_tokens + 1) / 2

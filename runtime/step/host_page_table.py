@@ -39,7 +39,7 @@ class HostPageTable:
         return self._table[rows, pages].astype(np.int64) * self.page_size + offsets
 
     def common_pages(self, rows: np.ndarray, most: int) -> int:
-        """Of the first `most` pages of `rows` [R ≥ 1] int, those that are the same in all of them.
+        """Number of pages, of the first `most`, that all of `rows` [R ≥ 1] int begin with.
 
         Rows that share a page share those before it: a page is shared by the prefix cache alone.
         """

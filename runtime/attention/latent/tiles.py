@@ -22,7 +22,7 @@ class Tile:
     stages: int
 
 
-_TILES = (Tile(16, 64, 4, 3), Tile(32, 64, 8, 3), Tile(64, 32, 8, 3))
+_TILES = (Tile(16, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 8, 3))
 PREFILL_TILE = _TILES[-1]
 
 

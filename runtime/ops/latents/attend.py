@@ -23,7 +23,8 @@ from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, decode_til
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 
 _MIN_DOT_WIDTH = 16  # of tl.dot
-_SUMMED_COLUMNS = 64  # of a block that adds up
+_SUMMED_NUMBERS = 512  # of one split, that a block adds up to others
+_SUMMED_AT_ONCE = 8  # splits
 _LOG2_E = math.log2(math.e)
 
 
@@ -171,6 +172,7 @@ def _sum_kernel(
     H: tl.constexpr,
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -187,22 +189,26 @@ def _sum_kernel(
         is_head = members < H
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         is_stored = is_head[:, None] & (columns < C)[None, :]
+        num_active = tl.cdiv(num_keys, share)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for split in range(tl.cdiv(num_keys, share)):
-            parts = (row.to(tl.int64) * num_splits + split) * H + members
-            tops = tl.load(tops_ptr + parts, mask=is_head, other=0.0)
-            totals = tl.load(totals_ptr + parts, mask=is_head, other=1.0)
-            sums = tl.load(partial_ptr + parts[:, None] * C + columns[None, :], mask=is_stored, other=0.0)
-            new_top = tl.maximum(top, tops)
+        for first in range(0, num_active, AT_ONCE):
+            splits = first + tl.arange(0, AT_ONCE)
+            parts = (row.to(tl.int64) * num_splits + splits[:, None]) * H + members[None, :]
+            is_part = (splits < num_active)[:, None] & is_head[None, :]
+            tops = tl.load(tops_ptr + parts, mask=is_part, other=float("-inf"))
+            totals = tl.load(totals_ptr + parts, mask=is_part, other=0.0)
+            sums_ptr = partial_ptr + parts[:, :, None] * C + columns[None, None, :]
+            sums = tl.load(sums_ptr, mask=is_part[:, :, None] & is_stored[None, :, :], other=0.0)
+            new_top = tl.where(is_head, tl.maximum(top, tl.max(tops, 0)), 0.0)
             shrink = tl.exp2(top - new_top)
-            factors = tl.exp2(tops - new_top)
-            total = total * shrink + totals * factors
-            acc = acc * shrink[:, None] + sums * factors[:, None]
+            factors = tl.exp2(tops - new_top[None, :])
+            total = total * shrink + tl.sum(totals * factors, 0)
+            acc = acc * shrink[:, None] + tl.sum(sums * factors[:, :, None], 0)
             top = new_top
         heads = row.to(tl.int64) * H + members
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        out = (acc / tl.where(is_head, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + heads[:, None] * C + columns[None, :], out, mask=is_stored)
 
 
@@ -325,7 +331,8 @@ def latent_decode(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    wrap_triton(_sum_kernel)[(triton.cdiv(value_width, _SUMMED_COLUMNS), num_rows, num_tiles)](
+    columns = _SUMMED_NUMBERS // tile.rows
+    wrap_triton(_sum_kernel)[(triton.cdiv(value_width, columns), num_rows, num_tiles)](
         out,
         partial,
         tops,
@@ -334,7 +341,8 @@ def latent_decode(
         num_splits,
         H=num_heads,
         C=value_width,
-        COLUMNS=_SUMMED_COLUMNS,
+        COLUMNS=columns,
+        AT_ONCE=_SUMMED_AT_ONCE,
         ROWS=tile.rows,
         KEYS=tile.keys,
         EARLY=starts_early(),
