@@ -7,6 +7,8 @@ Shape legend: R requests, T new tokens, P pages.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mllm_compile.errors import CompileError
@@ -67,7 +69,7 @@ def _error(
 ) -> float:
     """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages lie in no order."""
     generator = torch.Generator().manual_seed(0)
-    alone = AttentionLayer.of(layer, {})
+    alone = AttentionLayer.of(replace(layer, layer_id=0), {})
     width = -(-max(lengths) // page_size)
     num_requests, num_pages = len(lengths), len(lengths) * width
     table = ReqToTokenPool(num_requests, width * page_size, device)
@@ -79,8 +81,8 @@ def _error(
     latents = torch.randn((num_pages + 1) * page_size, 1, layer.head_dim, generator=generator).to(dtype).to(device)
 
     def attended(backend: AttentionBackend, in_type: torch.dtype) -> torch.Tensor:
-        pool = KVPool(num_pages + 1, page_size, [layer.cache_shape] * (layer.layer_id + 1), in_type, device)
-        pool.get_kv_buffer(layer.layer_id)[0].copy_(latents)
+        pool = KVPool(num_pages + 1, page_size, [layer.cache_shape], in_type, device)
+        pool.get_kv_buffer(0)[0].copy_(latents)
         batch = _batch(lengths, new, rows, table, pool, backend)
         backend.init_forward_metadata(batch)
         out = torch.empty(*q.shape[:2], layer.v_head_dim, dtype=in_type, device=device)
