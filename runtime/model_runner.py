@@ -434,7 +434,7 @@ class ModelRunner:
         self, batch: ForwardBatch, tokens: TokenInputs, mode: CUDAGraphMode, descriptor: BatchDescriptor | None
     ) -> AbstractContextManager[ForwardContext]:
         common = CommonAttentionMetadata.of(batch)
-        attention = self._metadata_builder.build(0, common)
+        attention = self._metadata_builder.build(batch.common_prefix_len, common)
         return set_forward_context(
             {**attention, **self._state_metadata_builder.build(common)},
             no_compile_layers=self.layers,
@@ -478,7 +478,7 @@ class ModelRunner:
         return KVPool(num_pages, config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
 
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
-        return [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.model.layers]
+        return [layer.cache_shape for layer in self.model.layers]
 
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sums = self.config.runtime.state_dtype

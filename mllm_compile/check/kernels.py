@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from mllm_compile.check.decode_loop import check_decode_loop
+from mllm_compile.check.latents import check_latents
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
@@ -57,6 +58,7 @@ def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dty
             check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, linked.decoders[layer.name])
+    check_latents(linked, page_size, dtype, logits.device)
     if program.sampling is not None and linked.sampling is not None:
         _check_sampling(program.sampling, linked.sampling, logits)
     if linked.decode_loop is not None:

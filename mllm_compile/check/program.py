@@ -335,6 +335,7 @@ class _PackedRequests:
                 *(queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left),
                 alibi_slopes=layer.alibi_slopes * self.copies,
                 chunk=layer.chunk,
+                latent=layer.v_head_dim if layer.is_latent else 0,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))
             start += length
@@ -384,7 +385,7 @@ def _run_program(
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     tokens = sum(lengths) * copies
     by_name = {layer.name: layer for layer in layers}
-    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers]
+    shapes = [layer.cache_shape for layer in layers]
     state_layers = executor.program.state_layers
     backend = states.backend(state_layers, len(ids), device)
     packed = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device), backend, device)

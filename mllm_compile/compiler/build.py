@@ -39,7 +39,7 @@ from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.kernels.flashinfer import collect_kernels
 from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.runtime.attention.split.splits import OF_FEW
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS
 from mllm_compile.runtime.device.memory import give_back_unused
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
 from mllm_compile.store.artifact import (
@@ -65,6 +65,7 @@ from mllm_compile.text.generation_defaults import default_params, load_generatio
 from mllm_compile.text.tokenizer import export_tokenizer, load_tokenizer
 
 _MAX_SLOTS = 2**31 - 1  # of a KV cache; known when it is allocated
+_MOST_SPLITS = max(OF_FEW.most, OF_LATENTS.most)
 
 
 def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
@@ -178,7 +179,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         yield None
         return
     largest = max_traced_tokens(config)
-    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
+    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": _MOST_SPLITS}
     sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest}
     with (
         compiled_ahead(OF_A_COMPILE),

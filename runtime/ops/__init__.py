@@ -44,6 +44,8 @@ OPS = {
     "gather_expert_rows": "expert_tiles.gather",
     "greedy_tokens": "greedy",
     "grouped_linear": "experts.grouped",
+    "latent_decode": "latents.attend",
+    "latent_prefill": "latents.attend",
     "linear_residual": "single_token",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",

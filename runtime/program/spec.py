@@ -163,6 +163,17 @@ class StateForms:
 
 
 @dataclass(frozen=True)
+class LatentForms:
+    """The pieces that attend over a layer's latents (ops/latents/): for decodes, and for prompts."""
+
+    decode: str
+    prefill: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.decode, self.prefill
+
+
+@dataclass(frozen=True)
 class SamplingForms:
     """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
     from float32 scores.
@@ -233,6 +244,7 @@ class Program:
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
+    latent_attention: Mapping[str, LatentForms] = field(default_factory=dict)  # by layer; all layers, or none
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
@@ -246,6 +258,7 @@ class Program:
         """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, of layers with a
         state, of sampling and of the decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
+        attention |= dict.fromkeys(piece for forms in self.latent_attention.values() for piece in forms.piece_ids())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
         states = dict.fromkeys(piece for forms in self.state_forms.values() for piece in forms.piece_ids())
@@ -278,6 +291,7 @@ class Program:
             "decode_attention": {
                 layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
             },
+            "latent_attention": {layer: asdict(forms) for layer, forms in self.latent_attention.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
@@ -301,6 +315,7 @@ class Program:
                 decode_attention={
                     layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
+                latent_attention=from_json(dict[str, LatentForms], data["latent_attention"]),
                 sampling=from_json(SamplingForms | None, data["sampling"]),
                 decode_loop=from_json(DecodeLoopForms | None, data["decode_loop"]),
                 kernels={
