@@ -63,22 +63,34 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def vision_config(model_type: str) -> Any:
+# Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as the large models have.
+_WIDE_TEXT = {"hidden_size": 256, "head_dim": 64}
+_WIDE_TOWERS = {
+    "qwen2_vl": {"embed_dim": 160, "hidden_size": 256},
+    "qwen2_5_vl": {"hidden_size": 160, "out_hidden_size": 256},
+    "qwen3_vl": {"hidden_size": 144, "out_hidden_size": 256},
+}
+
+
+def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
     text, tower = VISION_MODELS[model_type]
+    if wide:
+        rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
+        text, tower = {**_WIDE_TEXT, "rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
     return AutoConfig.for_model(
         model_type, text_config={**_TEXT, **text}, vision_config={**_PATCHES, **tower}, **_TOKENS
     )
 
 
-def save_vision_model(model_type: str, folder: Path) -> Any:
+def save_vision_model(model_type: str, folder: Path, wide: bool = False) -> Any:
     """Writes a tiny model in float32, whose attention is far from uniform; returns it."""
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(vision_config(model_type), dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_config(vision_config(model_type, wide), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -120,6 +132,22 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid]) -> MediaPrompt
         items.append(MediaItem("image", len(ids), count, hashlib.sha256(pixels.tobytes()).digest(), tensors))
         ids += [IMAGE_TOKEN] * count
     return MediaPrompt(ids, tuple(items), np.array(ids) == IMAGE_TOKEN)
+
+
+@torch.no_grad()
+def transformers_logprobs(model: Any, prompt: MediaPrompt | list[int], answer: Sequence[int] = ()) -> torch.Tensor:
+    """[n - 1] log-probability of each token of prompt and answer but the first, by Transformers' forward."""
+    ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
+    tokens = torch.tensor([ids + list(answer)], device=model.device)
+    said: dict[str, Any] = {}
+    if isinstance(prompt, MediaPrompt):
+        for name in ("pixel_values", "image_grid_thw"):
+            array = np.concatenate([item.tensors[name] for item in prompt.items])
+            said[name] = torch.from_numpy(array).to(model.device)
+        said["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
+    logits = model(input_ids=tokens, use_cache=False, **said).logits[0]
+    scores = torch.log_softmax(logits.double(), -1)[:-1]
+    return scores.gather(1, tokens[0, 1:, None])[:, 0].cpu()
 
 
 @torch.no_grad()

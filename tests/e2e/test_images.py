@@ -27,6 +27,7 @@ from tests.tiny_vision import (
     media_prompt,
     save_vision_model,
     transformers_greedy,
+    transformers_logprobs,
     vision_engine_config,
 )
 
@@ -115,15 +116,9 @@ def test_an_aborted_prompt_leaves_nothing(served: Served) -> None:
 
 
 def test_log_probabilities_of_a_prompt_with_images_are_those_of_transformers(served: Served) -> None:
-    import torch
-
     with served.engine() as engine:
         (output,) = engine.generate([ONE], replace(GREEDY, prompt_logprobs=0, max_tokens=1))
-    ids = torch.tensor([ONE.prompt_token_ids])
-    said = {name: torch.from_numpy(value) for name, value in ONE.items[0].tensors.items()}
-    with torch.no_grad():
-        logits = served.model(input_ids=ids, mm_token_type_ids=(ids == 90).long(), use_cache=False, **said).logits[0]
-    expected = torch.log_softmax(logits.double(), -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    expected = transformers_logprobs(served.model, ONE)
     ours = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
     assert np.abs(np.array(ours) - expected.numpy()).max() < 3e-4
 
