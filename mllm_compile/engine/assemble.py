@@ -27,6 +27,7 @@ from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -117,7 +118,21 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         tokenizer_files=_tokenizer_files(compiled),
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
+        tower=_tower(runner),
     )
+
+
+def _tower(runner: ModelRunner) -> GridTower | str:
+    """The tower that prompts with images are checked with, or why they are refused."""
+    runtime, media = runner.config.runtime, runner.model.media
+    if runtime.tensor_parallel_size > 1:
+        return f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size}: images are served by one rank"
+    if media is None:
+        return "the model takes text alone, or images by a protocol that is not served (docs/images.md)"
+    for key in ("deterministic", "skip_compiled"):
+        if getattr(runtime, key):
+            return f"runtime.{key} is set, under which text alone is served"
+    return media.facts
 
 
 def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:

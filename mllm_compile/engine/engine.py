@@ -123,6 +123,7 @@ class Engine:
             eos_token_ids=parts.eos_token_ids,
             default_params=parts.default_params,
             grammars=parts.grammars,
+            tower=parts.tower,
         )
         self.core = EngineCore(
             parts.scheduler,
@@ -162,7 +163,7 @@ class Engine:
 
         Args:
             prompts: a text, a list of token ids, vLLM's dict of either (`{"prompt": …}`, `{"prompt_token_ids": …}`,
-                `"cache_salt"` beside: prompts share cached KV within one salt only), or a list of such.
+                `"cache_salt"` beside: prompts share cached KV within one salt only), a MediaPrompt, or a list of such.
             sampling_params: for all prompts, or one for each; None takes the model's own defaults.
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.

@@ -10,6 +10,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
 from mllm_compile.engine.requests import GrammarSource, PromptTokenizer
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
@@ -33,6 +34,7 @@ class EngineParts:
         tokenizer_files: the files that the tokenizer was read from, by name; for a process that needs another one.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         experts_chosen: gives each layer's counts by expert, likewise.
+        tower: what prompts with images are checked with; a text: why none are served.
     """
 
     scheduler: Scheduler
@@ -50,3 +52,4 @@ class EngineParts:
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     forward_times: ForwardTimesSource = tuple
     experts_chosen: ExpertsSource = dict
+    tower: GridTower | str = "the model takes text alone"

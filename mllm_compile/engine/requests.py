@@ -19,6 +19,9 @@ from typing import Any, Protocol
 
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.errors import MllmError, RequestError
+from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
@@ -27,7 +30,7 @@ from mllm_compile.text.chat_template import as_conversations
 from mllm_compile.text.detokenizer import Decoder
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
 
-Prompt = str | Seq[int] | Mapping[str, Any]
+Prompt = str | Seq[int] | Mapping[str, Any] | MediaPrompt
 Prompts = Prompt | Seq[Prompt]
 Message = Mapping[str, Any]
 Phrases = tuple[tuple[int, ...], ...]
@@ -67,6 +70,7 @@ class _Prepared:
     token_ids: list[int] | None = None
     error: RequestError | None = None
     cache_salt: str | None = None
+    media: RequestMedia | None = None
 
 
 class RequestBuilder:
@@ -78,6 +82,7 @@ class RequestBuilder:
         eos_token_ids: ids that end a completion.
         default_params: for callers that pass none.
         grammars: compiles structured_outputs; None: they are refused.
+        tower: what prompts with images are checked with; a text: why they are refused.
     """
 
     def __init__(
@@ -88,9 +93,11 @@ class RequestBuilder:
         eos_token_ids: frozenset[int],
         default_params: SamplingParams,
         grammars: GrammarSource | None = None,
+        tower: GridTower | str = "the model takes text alone",
     ) -> None:
         self._tokenizer = tokenizer
         self.grammars = grammars
+        self._tower = tower
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
@@ -215,6 +222,7 @@ class RequestBuilder:
                 bad_phrases=phrases,
                 cache_salt=prepared.cache_salt,
                 grammar=grammar,
+                media=prepared.media,
             )
 
         phrases, error = self._refusal(prepared, params)
@@ -299,6 +307,8 @@ class RequestBuilder:
             p.error = self._vocab_fault(token_ids)
 
     def _prepare_one(self, item: Any) -> _Prepared:
+        if isinstance(item, MediaPrompt):
+            return self._prepare_media(item)
         if isinstance(item, Mapping):
             return self._prepare_dict(item)
         return self._prepare_text(item) if isinstance(item, str) else self._prepare_ids(item)
@@ -321,6 +331,20 @@ class RequestBuilder:
             prepared.text, prepared.cache_salt = text, salt
             return prepared
         return _Prepared(error=RequestError(fault))
+
+    def _prepare_media(self, prompt: MediaPrompt) -> _Prepared:
+        prepared = self._prepare_ids(prompt.prompt_token_ids)
+        if prepared.error is not None:
+            return prepared
+        if isinstance(self._tower, str):
+            fault = f"the prompt has {len(prompt.items)} images, and {self._tower}. Send text, or serve another model."
+            return _Prepared(error=RequestError(fault))
+        items = [(item.start, item.length, item.digest, item.tensors) for item in prompt.items]
+        try:
+            prepared.media = RequestMedia.of(self._tower, prepared.token_ids or [], prompt.is_feature, items)
+        except RequestError as error:
+            prepared.error = error
+        return prepared
 
     def _prepare_text(self, text: str) -> _Prepared:
         if self._tokenizer is None:
@@ -421,8 +445,8 @@ def as_request_ids(request_id: Any) -> list[str]:
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """One text, one list of token ids, or one dict of either."""
-    if isinstance(prompts, (str, Mapping)):
+    """One text, one list of token ids, one dict of either, or one prompt with images."""
+    if isinstance(prompts, (str, Mapping, MediaPrompt)):
         return True
     return isinstance(prompts, Seq) and bool(prompts) and isinstance(prompts[0], numbers.Integral)
 

@@ -73,6 +73,7 @@ class ArtifactSource:
             latents=linked.latents,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
+            media=linked.bind_media(weights),
             num_experts={
                 name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts
                 for name in artifact.program.counted_experts

@@ -30,6 +30,7 @@ FLOORS = (
     "mllm_compile/engine",
     "mllm_compile/ranks",
     "mllm_compile/structured",
+    "mllm_compile/media",
     "mllm_compile/compiler",
     "mllm_compile/check",
     "mllm_compile/compiler/lowered",
@@ -65,6 +66,7 @@ FLOORS = (
     "runtime/device",
     "runtime/collectives",
     "runtime/cuda",
+    "runtime/media",
     "runtime",
 )
 
