@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0: this one")
     parser.add_argument("--batch", type=int, default=32, help="pictures a step")
-    parser.add_argument("--pictures", type=int, default=200, help="held-out pictures that measure it")
+    parser.add_argument("--pictures", type=int, default=200, help="held-out pictures that measure it, with Pillow")
     return parser.parse_args()
 
 
@@ -298,6 +298,8 @@ def write_json(path: Path, settings: dict[str, Any]) -> None:
 
 def count_right(folder: Path, count: int) -> tuple[int, list[str]]:
     """Held-out pictures that are answered right, word for word, and what was said of the others."""
+    if not count:
+        return 0, []
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
