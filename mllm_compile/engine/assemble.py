@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from mllm_compile.ranks.group import RankGroup
 
 _LOG_FORWARD_TIMES_S = 10.0
+_NO_PROGRAM = "this runtime has no program for images: the model's text part was compiled"
 
 
 def assemble(
@@ -115,7 +116,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         shutdown=partial(_shut_down, runner, group),
         prepare_thread=prepare_thread,
         grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
-        media=MediaDoor(config.model.source, files, limits.max_model_len, has_program=False),
+        media=MediaDoor(config.model.source, files, limits.max_model_len, _NO_PROGRAM),
         config=compiled.config,
         folder=compiled.folder,
         tokenizer_files=files,

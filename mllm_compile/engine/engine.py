@@ -117,6 +117,7 @@ class Engine:
         self.eos_token_ids = parts.eos_token_ids
         self.tokenizer = parts.tokenizer
         self.default_params = parts.default_params
+        self.media = parts.media
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,

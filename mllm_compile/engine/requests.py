@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media.inputs import MediaPrompt
-from mllm_compile.media.messages import take_media
+from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.sources import SourceItem, read_items
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
@@ -38,7 +38,6 @@ Phrases = tuple[tuple[int, ...], ...]
 logger = logging.getLogger("mllm_compile.engine")
 
 _REASONS_SHOWN = 3
-_NO_MEDIA = RequestError("this engine takes text alone. Leave the images out, or serve a vision-language model.")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
 
@@ -64,7 +63,13 @@ class GrammarSource(Protocol):
 
 
 class MediaSource(Protocol):
-    """Prepares prompts with pictures; mllm_compile.media.door.MediaDoor does."""
+    """Prepares prompts with pictures; mllm_compile.media.door.MediaDoor does.
+
+    Attributes:
+        why_not: the reason why the runtime takes none; None: it does.
+    """
+
+    why_not: str | None
 
     def check(self) -> None:
         """
@@ -355,8 +360,9 @@ class RequestBuilder:
     def _prepare_given(self, text: str | MediaPrompt | None, token_ids: Any, media: Any) -> _Prepared:
         if isinstance(text, MediaPrompt):
             return self._prepare_media(text)
-        if media is not None and text is not None:
+        if media and text is not None:
             try:
+                self._check_media()
                 items = read_items(media, local_paths=True)
             except RequestError as error:
                 return _Prepared(text, error=error)
@@ -368,22 +374,28 @@ class RequestBuilder:
     def _with_pictures(self, text: str, items: Seq[SourceItem], adds_special_tokens: bool) -> _Prepared:
         """The prompt of a text with placeholders."""
         fault = _text_fault(text)
-        if fault is None and self._media is None:
-            fault = _NO_MEDIA
-        if fault is not None or self._media is None:
+        if fault is not None:
             return _Prepared(text, error=fault)
         try:
-            prepared = self._prepare_media(self._media.prepare(text, items, adds_special_tokens))
+            prepared = self._prepare_media(self._check_media().prepare(text, items, adds_special_tokens))
         except MllmError as error:
             return _Prepared(text, error=error)
         prepared.text = text
         return prepared
 
-    def _prepare_media(self, prompt: MediaPrompt) -> _Prepared:
+    def _check_media(self) -> MediaSource:
+        """
+        Raises:
+            RequestError: no pictures are taken.
+        """
         if self._media is None:
-            return _Prepared(error=_NO_MEDIA)
+            raise RequestError("this engine takes text alone. Leave images out, or serve a vision-language model.")
+        self._media.check()
+        return self._media
+
+    def _prepare_media(self, prompt: MediaPrompt) -> _Prepared:
         try:
-            self._media.check()
+            self._check_media()
         except RequestError as error:
             return _Prepared(error=error)
         ids = prompt.prompt_token_ids
@@ -424,6 +436,8 @@ class RequestBuilder:
         def render(messages: Seq[Message]) -> _Prepared:
             text = None
             try:
+                if has_media(messages):
+                    self._check_media()
                 messages, items = take_media(messages, local_paths=True)
                 text = tokenizer.apply_chat_template(messages, **template_options)
                 if items:

@@ -20,14 +20,14 @@ class MediaDoor:
         model: its name, for errors.
         files: name → bytes of the files of its tokenizer and processor, and its config.json.
         max_model_len: most tokens of a request.
-        has_program: the runtime has a program that computes features of pictures.
+        why_not: the reason why the runtime takes no pictures; None: it does.
     """
 
-    def __init__(self, model: str, files: Mapping[str, bytes], max_model_len: int, has_program: bool) -> None:
+    def __init__(self, model: str, files: Mapping[str, bytes], max_model_len: int, why_not: str | None) -> None:
         self._model = model
         self._files = dict(files)
         self._max_model_len = max_model_len
-        self._has_program = has_program
+        self.why_not = why_not
         self._lock = threading.Lock()
         self._workers: MediaWorkers | None = None
 
@@ -69,11 +69,8 @@ class MediaDoor:
                 f"{self._model} takes text alone: its folder has no processor of images "
                 f"({' or '.join(PROCESSOR_FILES[:2])}). Leave the images out, or serve a vision-language model."
             )
-        if not self._has_program:
-            raise RequestError(
-                f"the runtime of {self._model} has no program for images: only the model's text part was compiled. "
-                "Leave the images out."
-            )
+        if self.why_not is not None:
+            raise RequestError(f"{self._model}: {self.why_not}. Leave the images out.")
 
     def _open(self) -> MediaWorkers:
         self.check()

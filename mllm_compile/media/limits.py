@@ -10,3 +10,4 @@ MAX_PROMPT_PIXELS = 1 << 28  # of all pictures and frames of a prompt
 MAX_SECONDS = 30  # of processor time for a prompt's pictures, decoding and preparing together
 MAX_MEMORY = 8 << 30  # bytes that the process which decodes may write to
 MAX_TENSOR_BYTES = 1 << 30  # that a prompt's pictures become
+MAX_HELD_BYTES = 4 << 30  # of a server's requests that wait: above it further pictures are refused

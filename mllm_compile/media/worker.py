@@ -71,7 +71,8 @@ def _answer(processor: MediaProcessor, request: bytes) -> Answer:
         for item, layout in zip(prompt.items, layouts, strict=True)
     ]
     ids = np.asarray(prompt.prompt_token_ids, np.int32).tobytes()
-    return PREPARED, pack({"items": about}, [ids, prompt.is_feature.tobytes()])
+    num_bytes = sum(item.num_bytes for item in prompt.items)
+    return PREPARED, pack({"items": about, "num_bytes": num_bytes}, [ids, prompt.is_feature.tobytes()])
 
 
 def _decoded(asked: dict[str, Any], blobs: Any) -> DecodedItem:

@@ -6,16 +6,17 @@ makes a MediaPrompt of it; a server sends its fields to the engine's process, wh
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
-from mllm_compile.media.limits import MAX_MEMORY, MAX_SECONDS, MAX_TENSOR_BYTES
+from mllm_compile.media.limits import MAX_HELD_BYTES, MAX_MEMORY, MAX_SECONDS, MAX_TENSOR_BYTES
 from mllm_compile.media.protocol import (
     MAX_ANSWER,
     PREPARED,
@@ -34,24 +35,35 @@ _MAX_WAIT_S = 180  # where a process gets no processor, or imports what it needs
 _ADVICE = "Give smaller pictures, or fewer."
 
 
-@dataclass(frozen=True, eq=False)
-class SharedPrompt:
-    """A prompt whose tensors lie in shared memory.
+class TooManyPicturesError(MllmError):
+    """The pictures of requests that wait hold too much memory; another try may do."""
 
-    Attributes:
+
+class SharedPrompt:
+    """A prompt whose tensors lie in shared memory, which is given back with it.
+
+    Args:
         segment: the memory's name.
         token_ids: int32.
         is_feature: a byte a token.
         items: of each item kind, start, length, digest (in hexadecimal) and its tensors' layout (segment.py).
+        remove: gives the memory back, called once; None: its name is removed.
     """
 
-    segment: str
-    token_ids: bytes
-    is_feature: bytes
-    items: list[dict[str, Any]]
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, remove_segment, self.segment)  # of a request that was given up, too
+    def __init__(
+        self,
+        segment: str,
+        token_ids: bytes,
+        is_feature: bytes,
+        items: list[dict[str, Any]],
+        remove: Callable[[], None] | None = None,
+    ) -> None:
+        self.segment = segment
+        self.token_ids = token_ids
+        self.is_feature = is_feature
+        self.items = items
+        # Also when a request is given up before anybody holds it.
+        self._remove = weakref.finalize(self, remove or partial(remove_segment, segment))
 
     def take(self) -> MediaPrompt:
         """The prompt with its tensors; once.
@@ -63,6 +75,8 @@ class SharedPrompt:
             tensors = take_tensors(self.segment, [item["tensors"] for item in self.items])
         except (OSError, ValueError) as error:
             raise MllmError(f"the request's pictures are not in shared memory any more ({error}). Ask again.") from None
+        finally:
+            self.remove()
         items = tuple(
             MediaItem(item["kind"], item["start"], item["length"], bytes.fromhex(item["digest"]), own)
             for item, own in zip(self.items, tensors, strict=True)
@@ -72,7 +86,7 @@ class SharedPrompt:
 
     def remove(self) -> None:
         """Gives the memory back, unless it was taken; may be called again."""
-        remove_segment(self.segment)
+        self._remove()
 
 
 class MediaWorkers(HelperProcesses):
@@ -93,6 +107,8 @@ class MediaWorkers(HelperProcesses):
             most=_MOST_PROCESSES,
             kept_after=(PREPARED, REFUSAL, TOO_LARGE),
         )
+        self._held_lock = threading.RLock()  # taken by finalizers, which may run in between
+        self._held_bytes = 0  # by what is prepared and not taken
         remove_left_segments()
 
     def prepare(self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool) -> SharedPrompt:
@@ -100,15 +116,32 @@ class MediaWorkers(HelperProcesses):
 
         Raises:
             RequestError: a picture or the text is refused, or exceeds a limit.
+            TooManyPicturesError: those of other requests hold too much memory.
             MllmError: no process can be started, or there is no shared memory.
         """
+        if self._held_bytes > MAX_HELD_BYTES:
+            raise TooManyPicturesError(
+                f"pictures of requests that wait hold {self._held_bytes >> 20} MiB of shared memory; expected at most "
+                f"{MAX_HELD_BYTES >> 20} MiB. Ask again later."
+            )
         segment = Segment(MAX_TENSOR_BYTES)
         try:
             header, blobs = self._prepared(text, items, adds_special_tokens, segment.name)
-            return SharedPrompt(segment.name, bytes(blobs[0]), bytes(blobs[1]), header["items"])
         except BaseException:
             segment.remove()
             raise
+        num_bytes = header["num_bytes"]
+        self._hold(num_bytes)
+        remove = partial(self._give_back, segment, num_bytes)
+        return SharedPrompt(segment.name, bytes(blobs[0]), bytes(blobs[1]), header["items"], remove)
+
+    def _hold(self, num_bytes: int) -> None:
+        with self._held_lock:
+            self._held_bytes += num_bytes
+
+    def _give_back(self, segment: Segment, num_bytes: int) -> None:
+        segment.remove()
+        self._hold(-num_bytes)
 
     def _prepared(
         self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool, segment: str

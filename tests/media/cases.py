@@ -16,6 +16,10 @@ SPECIAL = ("<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|
 IMAGE_ID, VIDEO_ID = 3, 4
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 MODEL_LEN = 256
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}" + PLACE + "{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endfor %}:"
+)
 
 
 def make_files(folder: Path, **settings: Any) -> dict[str, bytes]:
@@ -48,7 +52,7 @@ def make_files(folder: Path, **settings: Any) -> dict[str, bytes]:
 
 
 def make_door(files: dict[str, bytes], **changes: Any) -> MediaDoor:
-    options: dict[str, Any] = {"model": "tiny", "files": files, "max_model_len": MODEL_LEN, "has_program": True}
+    options: dict[str, Any] = {"model": "tiny", "files": files, "max_model_len": MODEL_LEN, "why_not": None}
     return MediaDoor(**options | changes)
 
 

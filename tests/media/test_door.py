@@ -104,7 +104,7 @@ def test_a_video_needs_torchvision_or_frames_of_one_size(door):
 def test_text_alone_is_served_by_name(files):
     plain = {name: data for name, data in files.items() if not name.startswith("preprocessor")}
     assert refusal(make_door(plain), PLACE, pixels_of(0)).startswith("tiny takes text alone")
-    assert "the runtime of tiny has no program for images" in refusal(make_door(files, has_program=False), PLACE, b"x")
+    assert refusal(make_door(files, why_not="it has none"), PLACE, b"x") == "tiny: it has none. Leave the images out."
 
 
 def test_without_pillow_the_extra_is_named(files, monkeypatch):

@@ -12,12 +12,7 @@ from mllm_compile.media.inputs import MediaPrompt
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.engine.cases import params
 from tests.fakes import fake_engine
-from tests.media.cases import PLACE, file_of, make_door, pixels_of
-
-TEMPLATE = (
-    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}" + PLACE + "{% else %}"
-    "{{ part.text }}{% endif %}{% endfor %}{% endfor %}:"
-)
+from tests.media.cases import PLACE, TEMPLATE, file_of, make_door, pixels_of
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +103,9 @@ def test_an_engine_of_text_refuses_pictures():
 
 
 def test_a_runtime_without_a_program_refuses_pictures(files, tokenizer):
+    door = make_door(files, why_not="this runtime has no program for images")
     with (
-        fake_engine(tokenizer=tokenizer, vocab_size=300, media=make_door(files, has_program=False)) as engine,
+        fake_engine(tokenizer=tokenizer, vocab_size=300, media=door) as engine,
         pytest.raises(RequestError, match="has no program for images"),
     ):
         engine.chat(chat(url_part(b"x")), params())
