@@ -73,6 +73,18 @@ PASSES: tuple[type[GraphPass], ...] = (
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
 )
 
+# The passes that a tower of images goes through; the others look for what only a language model has.
+OF_TOWERS = frozenset(
+    {
+        Canonicalise.name,
+        MultiplyOuterProducts.name,
+        PackProjections.name,
+        LowerAttention.name,
+        SplitAtAttention.name,
+        DeduplicatePieces.name,
+    }
+)
+
 Observer = Callable[["PassReport", fx.GraphModule], None]
 
 

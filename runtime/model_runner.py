@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -337,12 +337,14 @@ class ModelRunner:
         """True if `decode` takes so many requests."""
         return self.graph_runner is not None and self.graph_runner.holds_decode(num_requests)
 
-    def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
+    def decode(
+        self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, deltas: np.ndarray | None = None
+    ) -> CapturedDecode:
         """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
         if self.graph_runner is None:
             raise RuntimeError("there are no captured decodes: ask holds_decode first")
         self.forward_pass_id += 1
-        return self.graph_runner.decode(rows, seq_lens, slots)
+        return self.graph_runner.decode(rows, seq_lens, slots, deltas)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -356,7 +358,8 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        output = self.graph_runner.run(batch) if self.graph_runner is not None else None
+        is_captured = self.graph_runner is not None and batch.media is None
+        output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 
     def sample(
@@ -405,7 +408,7 @@ class ModelRunner:
             all_rows: as an executor's body takes it.
         """
         with self._forward_context(batch, tokens, mode, descriptor):
-            body = self._executor.body(tokens.by_name, all_rows)
+            body = self._executor_of(batch).body(tokens.by_name, all_rows)
             return self.run_head(batch, body, logits_indices)
 
     def run_body(
@@ -418,11 +421,11 @@ class ModelRunner:
     ) -> list[Any]:
         """Runs the program up to the head, for `run_head`; arguments as run_program's."""
         with self._forward_context(batch, tokens, mode, descriptor):
-            return self._executor.body(tokens.by_name, all_rows)
+            return self._executor_of(batch).body(tokens.by_name, all_rows)
 
     def run_head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
         """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others."""
-        executor = self._executor
+        executor = self._executor_of(batch)
         logits = executor.head(body, logits_indices)
         return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
 
@@ -444,13 +447,24 @@ class ModelRunner:
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         )
 
-    @property
-    def _executor(self) -> Executor:
-        """The executor of batches.
+    def run_tower(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The features [F, W] of images; launches without waiting for the device.
+
+        Args:
+            inputs: GridTower.input_names → tensors on the device, and Segments.
+        """
+        if self.model.media is None:
+            raise RuntimeError("the model takes no images")
+        return torch.cat(self.model.media.tower.run_tower(inputs), -1)
+
+    def _executor_of(self, batch: ForwardBatch) -> Executor:
+        """The executor of a batch.
 
         Raises:
             ConfigError: the eager model is asked for, and the source loaded none.
         """
+        if batch.media is not None and self.model.media is not None:
+            return self.model.media.with_features
         if not self.config.runtime.skip_compiled:
             return self.model.executor
         if self.model.eager is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mllm_compile.check.kernels import check_written_pieces, relative_error
+from mllm_compile.check.media import MediaCase, compare_media, features_of, inputs_with_features, special_ids
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
@@ -32,7 +33,7 @@ from mllm_compile.runtime.memory_pool import GDNPool, KVPool
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.executor import ProgramExecutor
-from mllm_compile.runtime.program.link import current_device, link
+from mllm_compile.runtime.program.link import LinkedProgram, current_device, link
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
@@ -73,11 +74,12 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
     with current_device(torch.device(device)):
         by_name = _quantise(hf_model.model, materialise(hf_model, device), lowered.quantised)
         binaries = {path.stem: path.read_bytes() for path in (folder / CUBINS).glob("*")}
-        files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.piece_ids()}
+        files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.every_piece_id()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         linked = link(program, pieces, binaries, torch.device(device))
         ranks = [linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)]
         logits = _check_program(lowered, ranks, device)
+        _check_media(lowered, linked, by_name, device)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits)
 
 
@@ -107,6 +109,29 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> to
                 f"to token, or that read positions other than position_ids.{_hint(lowered, ' Or a pass')}"
             )
     return ours
+
+
+def _check_media(lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, torch.Tensor], device: str) -> None:
+    """Runs a batch with images, where the model takes some."""
+    programs, hf_model = lowered.program.media, lowered.hf_model
+    if programs is None:
+        return
+    vocab_size = hf_model.sizes(programs.with_features.layers).vocab_size
+    case = MediaCase(programs.facts, vocab_size, special_ids(hf_model), device)
+    executors = [
+        ProgramExecutor(one.program, linked.pieces, _program_weights(by_name, one.program, one, 0))
+        for one in lowered.of_media
+    ]
+    layers = tuple(AttentionLayer.of(layer, executors[0].weights) for layer in executors[0].program.layers)
+    ours: torch.Tensor | Exception
+    try:
+        features = features_of(executors[1], programs.facts, case, device)
+        lengths = tuple(len(ids) for ids, _ in case.prompts)
+        inputs = inputs_with_features(case, features)
+        (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, hf_model.model.dtype)
+    except Exception as failure:
+        ours = failure
+    compare_media(hf_model, case, ours, TOLERANCE[hf_model.model.dtype], _hint(lowered))
 
 
 def _crowd(num_requests: int) -> str:
@@ -340,12 +365,28 @@ def _run_program(
     """Logits of all tokens, and of `rows`, where some are wanted, by the two ways to ask for them."""
     different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
+    inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
+    return _run_packed(executor, layers, lengths, copies, inputs, rows, device, dtype)
+
+
+def _run_packed(
+    executor: ProgramExecutor,
+    layers: tuple[AttentionLayer, ...],
+    lengths: tuple[int, ...],
+    copies: int,
+    inputs: Mapping[str, torch.Tensor],
+    rows: torch.Tensor | None,
+    device: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """Logits as _run_program's, of requests of `lengths`, as often as `copies` says; inputs are those of all, but for
+    slots."""
     tokens = sum(lengths) * copies
     by_name = {layer.name: layer for layer in layers}
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers]
     state_layers = executor.program.state_layers
     state_shapes = [(layer.state_shape, getattr(torch, layer.state_dtype("float32"))) for layer in state_layers]
-    states = TorchStateBackend(GDNPool(len(ids) + 1, state_shapes, device))
+    states = TorchStateBackend(GDNPool(len(lengths) * copies + 1, state_shapes, device))
     packed = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device), states)
     metadata: dict[str, Any] = dict.fromkeys(by_name, packed)
     metadata |= dict.fromkeys((layer.name for layer in state_layers), packed.of_states(device))
@@ -360,7 +401,7 @@ def _run_program(
             num_tokens=tokens,
         ),
     ):
-        inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions), "slots": slots}
+        inputs = {**inputs, "slots": slots}
         body = executor.body(inputs)
         logits = executor.head(body, every)
         if rows is None:

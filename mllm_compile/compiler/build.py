@@ -28,6 +28,7 @@ from mllm_compile.compiler.lowering import (
     private_inductor_cache,
     write_pieces,
 )
+from mllm_compile.compiler.media import with_media
 from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
@@ -42,6 +43,7 @@ from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.attention.split.splits import OF_FEW
 from mllm_compile.runtime.device.memory import give_back_unused
+from mllm_compile.runtime.media.grids import MAX_FEATURES
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
 from mllm_compile.store.artifact import (
     CUBINS,
@@ -117,7 +119,7 @@ def _fill(
         built = build_model(config, model, timeline)
         early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
         (scratch / GRAPHS).mkdir()
-        lowered = lower(config, built, scratch / GRAPHS, timeline)
+        lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
         with timeline.stage("plan weights"):
             constants, weights = plan_lowered_weights(lowered)
             files = target.weights
@@ -183,7 +185,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         return
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
-    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS}
+    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "F": MAX_FEATURES}
     with (
         compiled_ahead(OF_A_COMPILE),
         using_compiler_cache(config.cache.dir) as folder,
@@ -238,7 +240,7 @@ def _kernels(
         running = []
         if config.runtime.attention_backend == "flashinfer":
             running.append(threads.submit(collect_kernels, config, lowered.program, scratch / KERNELS, timeline))
-        own = lowered.program.cuda_kernels()
+        own = lowered.program.every_cuda_kernel()
         if own:
             (scratch / CUBINS).mkdir()
             running.append(threads.submit(compiler.write, own, scratch / CUBINS, timeline))

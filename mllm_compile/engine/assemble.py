@@ -29,6 +29,7 @@ from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from mllm_compile.ranks.group import RankGroup
 
 _LOG_FORWARD_TIMES_S = 10.0
-_NO_PROGRAM = "this runtime has no program for images: the model's text part was compiled"
 
 
 def assemble(
@@ -99,7 +99,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)
             raise
-    files = _text_files(compiled)
+    files, tower = _text_files(compiled), _tower(runner)
     eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
     most_threads = None if group is None else group.threads
     is_cpu = runner.device.type == "cpu"
@@ -116,13 +116,27 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         shutdown=partial(_shut_down, runner, group),
         prepare_thread=prepare_thread,
         grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
-        media=MediaDoor(config.model.source, files, limits.max_model_len, _NO_PROGRAM),
+        media=MediaDoor(config.model.source, files, limits.max_model_len, tower if isinstance(tower, str) else None),
         config=compiled.config,
         folder=compiled.folder,
         tokenizer_files=files,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
+        tower=tower,
     )
+
+
+def _tower(runner: ModelRunner) -> GridTower | str:
+    """The tower that prompts with images are checked with, or why they are refused."""
+    runtime, media = runner.config.runtime, runner.model.media
+    if runtime.tensor_parallel_size > 1:
+        return f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size}: images are served by one rank"
+    if media is None:
+        return "the model takes text alone, or images by a protocol that is not served (docs/images.md)"
+    for key in ("deterministic", "skip_compiled"):
+        if getattr(runtime, key):
+            return f"runtime.{key} is set, under which text alone is served"
+    return media.facts
 
 
 def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:

@@ -125,6 +125,7 @@ class Engine:
             default_params=parts.default_params,
             grammars=parts.grammars,
             media=parts.media,
+            tower=parts.tower,
         )
         self.core = EngineCore(
             parts.scheduler,

@@ -10,6 +10,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
 from mllm_compile.engine.requests import GrammarSource, MediaSource, PromptTokenizer
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
@@ -34,6 +35,7 @@ class EngineParts:
         tokenizer_files: the files that texts and pictures are read with, by name; for a process that reads some too.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         experts_chosen: gives each layer's counts by expert, likewise.
+        tower: what prompts with images are checked with; a text: why none are served.
     """
 
     scheduler: Scheduler
@@ -52,3 +54,4 @@ class EngineParts:
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     forward_times: ForwardTimesSource = tuple
     experts_chosen: ExpertsSource = dict
+    tower: GridTower | str = "the model takes text alone"

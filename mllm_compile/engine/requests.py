@@ -22,6 +22,8 @@ from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media.inputs import MediaPrompt
 from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.sources import SourceItem, read_items
+from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
@@ -93,7 +95,7 @@ class _Prepared:
     token_ids: list[int] | None = None
     error: MllmError | None = None
     cache_salt: str | None = None
-    media: MediaPrompt | None = None
+    media: RequestMedia | None = None
 
 
 class RequestBuilder:
@@ -106,6 +108,7 @@ class RequestBuilder:
         default_params: for callers that pass none.
         grammars: compiles structured_outputs; None: they are refused.
         media: prepares prompts with pictures; None: they are refused.
+        tower: what prompts with images are checked with; a text: why they are refused.
     """
 
     def __init__(
@@ -117,10 +120,12 @@ class RequestBuilder:
         default_params: SamplingParams,
         grammars: GrammarSource | None = None,
         media: MediaSource | None = None,
+        tower: GridTower | str = "the model takes text alone",
     ) -> None:
         self._tokenizer = tokenizer
         self.grammars = grammars
         self._media = media
+        self._tower = tower
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._default_params = default_params
@@ -330,10 +335,10 @@ class RequestBuilder:
             p.error = self._vocab_fault(token_ids)
 
     def _prepare_one(self, item: Any) -> _Prepared:
-        if isinstance(item, Mapping):
-            return self._prepare_dict(item)
         if isinstance(item, MediaPrompt):
             return self._prepare_media(item)
+        if isinstance(item, Mapping):
+            return self._prepare_dict(item)
         return self._prepare_text(item) if isinstance(item, str) else self._prepare_ids(item)
 
     def _prepare_dict(self, item: Mapping[str, Any]) -> _Prepared:
@@ -394,12 +399,18 @@ class RequestBuilder:
         return self._media
 
     def _prepare_media(self, prompt: MediaPrompt) -> _Prepared:
+        prepared = self._prepare_ids(prompt.prompt_token_ids)
+        if prepared.error is not None:
+            return prepared
+        if isinstance(self._tower, str):
+            fault = f"the prompt has {len(prompt.items)} images, and {self._tower}. Send text, or serve another model."
+            return _Prepared(error=RequestError(fault))
+        items = [(item.start, item.length, item.digest, item.tensors) for item in prompt.items]
         try:
-            self._check_media()
+            prepared.media = RequestMedia.of(self._tower, prepared.token_ids or [], prompt.is_feature, items)
         except RequestError as error:
-            return _Prepared(error=error)
-        ids = prompt.prompt_token_ids
-        return _Prepared(None, ids, self._vocab_fault(ids), media=prompt)
+            prepared.error = error
+        return prepared
 
     def _prepare_text(self, text: str) -> _Prepared:
         if self._tokenizer is None:

@@ -71,6 +71,7 @@ class ArtifactSource:
             decoders=linked.decoders,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
+            media=linked.bind_media(weights),
             num_experts={
                 name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts
                 for name in artifact.program.counted_experts

@@ -65,6 +65,8 @@ OPS = {
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
     "sum_experts": "experts.sum",
+    "varlen_attention": "varlen.ops",
+    "varlen_attention_with_output": "varlen.ops",
 }
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.

@@ -20,7 +20,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.loaded import DecodeLoopPieces
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
 from mllm_compile.runtime.program.spec import DecodeForm, Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
@@ -42,6 +42,20 @@ class LinkedProgram:
     sampling: SamplingPieces | None
     decode_loop: DecodeLoopPieces | None
 
+    def bind_media(self, weights: Mapping[str, torch.Tensor]) -> MediaExecutors | None:
+        """The programs for images over `weights`; None where there are none.
+
+        Raises:
+            ArtifactError: as bind.
+        """
+        media = self.program.media
+        if media is None:
+            return None
+        with_features, tower = (
+            ProgramExecutor(one, self.pieces, weights) for one in (media.with_features, media.tower)
+        )
+        return MediaExecutors(with_features, tower, media.facts)
+
     def bind(self, weights: Mapping[str, torch.Tensor]) -> tuple[ProgramExecutor, tuple[AttentionLayer, ...]]:
         """The program over `weights` (name → tensor, in its final place), and its layers by layer_id.
 
@@ -59,13 +73,14 @@ def link(
 
     Args:
         pieces: piece id → compiled function.
-        cubins: binaries of program.cuda_kernels() by name; checked by the caller: they are executed.
+        cubins: binaries of program.every_cuda_kernel() by name; checked by the caller: they are executed.
 
     Raises:
         ArtifactError, DeviceError: a kernel is missing or cannot be loaded.
     """
     with current_device(device):
-        load_kernels(program.kernels, cubins, device)
+        for one in program.every:
+            load_kernels(one.kernels, cubins, device)
         decoders = _decoders(program, pieces, cubins, device)
     sampling, loop = program.sampling, program.decode_loop
     return LinkedProgram(

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mllm_compile.errors import RequestError
-from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.media.sources import read_items
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.engine.cases import params
 from tests.fakes import fake_engine
-from tests.media.cases import PLACE, TEMPLATE, file_of, make_door, pixels_of
+from tests.media.cases import PLACE, TEMPLATE, TOWER, file_of, make_door, pixels_of
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def tokenizer(files):
 
 @pytest.fixture
 def engine(door, tokenizer):
-    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door) as engine:
+    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine:
         yield engine
 
 
@@ -43,14 +43,19 @@ def test_a_prompt_with_multi_modal_data_is_answered(engine):
     assert len(output.outputs[0].token_ids) == 8
 
 
-def test_the_media_prompt_reaches_the_submission(engine):
+def test_the_pictures_reach_the_request(engine):
     built = engine.builder.build_one(
         {"prompt": f"{PLACE}?", "multi_modal_data": {"image": [pixels_of(1)]}, "cache_salt": "mine"}, params()
     )
-    assert isinstance(built.media, MediaPrompt)
-    assert built.media.prompt_token_ids == built.prompt_token_ids
-    again = engine.builder.build_one({"prompt": built.media, "cache_salt": "mine"}, params())
-    assert again.media is built.media
+    (image,) = built.sequences[0].request.media.images
+    assert (image.start, image.end, image.grid) == (1, 7, (1, 4, 6))
+    assert built.sequences[0].request.cache_salt == ("mine",)
+
+
+def test_a_media_prompt_that_was_prepared_is_taken_with_a_salt(engine, door):
+    prepared = door.prepare(f"{PLACE}?", read_items({"image": pixels_of(1)}, local_paths=True), True)
+    for prompt in (prepared, {"prompt": prepared, "cache_salt": "mine"}):
+        assert len(engine.generate(prompt, params())[0].outputs[0].token_ids) == 8
 
 
 def test_a_chat_with_image_parts_is_answered(engine):
@@ -71,7 +76,7 @@ def test_of_several_prompts_only_the_wrong_one_is_refused(engine):
 
 def test_text_goes_its_way_without_a_worker(files, tokenizer):
     door = make_door(files)
-    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door) as engine:
+    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine:
         engine.generate([{"prompt": "a", "multi_modal_data": {}}, "b"], params())
         engine.chat(chat(), params())
     assert door._workers is None
@@ -93,19 +98,14 @@ def test_a_wrong_prompt_is_refused(engine, prompt, said):
 
 
 def test_an_engine_of_text_refuses_pictures():
-    with fake_engine() as engine:
-        for call in (
-            lambda: engine.generate({"prompt": "a", "multi_modal_data": {"image": pixels_of(0)}}),
-            lambda: engine.generate(MediaPrompt([1], (), None)),
-        ):
-            with pytest.raises(RequestError, match="this engine takes text alone"):
-                call()
+    with fake_engine() as engine, pytest.raises(RequestError, match="this engine takes text alone"):
+        engine.generate({"prompt": "a", "multi_modal_data": {"image": pixels_of(0)}})
 
 
 def test_a_runtime_without_a_program_refuses_pictures(files, tokenizer):
     door = make_door(files, why_not="this runtime has no program for images")
     with (
-        fake_engine(tokenizer=tokenizer, vocab_size=300, media=door) as engine,
+        fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine,
         pytest.raises(RequestError, match="has no program for images"),
     ):
         engine.chat(chat(url_part(b"x")), params())

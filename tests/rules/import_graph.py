@@ -66,6 +66,7 @@ FLOORS = (
     "runtime/device",
     "runtime/collectives",
     "runtime/cuda",
+    "runtime/media",
     "runtime",
 )
 

@@ -23,7 +23,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 from mllm_compile.server.backend.process import EngineServer, channel_at
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
-from tests.media.cases import TEMPLATE, make_door, make_files
+from tests.media.cases import TEMPLATE, TOWER, make_door, make_files
 from tests.text.calls import templates
 
 TINY = Path(mllm_compile.model.__file__).parent / "tiny"
@@ -132,6 +132,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         tokenizer=tokenizer if has_tokenizer else None,
         grammars=FakeGrammars(),
         media=media,
+        tower=TOWER if media is not None else "the model takes text alone",
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=frozenset({EOS}),
         tokenizer_files=files if has_tokenizer else {},
