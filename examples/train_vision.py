@@ -75,7 +75,10 @@ def main() -> None:
     torch.manual_seed(SEED)
     torch.set_num_threads(args.threads)
     tokenizer = train_tokenizer()
-    model = Qwen3VLForConditionalGeneration(model_config(tokenizer)).to(args.device)
+    model = Qwen3VLForConditionalGeneration(model_config(tokenizer))
+    if args.go_on_from is not None:
+        model.load_state_dict(load_file(args.go_on_from / "model.safetensors"), strict=False)  # its head is tied
+    model.to(args.device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     started = time.monotonic()
     steps = train(model, tokenizer, args)
@@ -93,6 +96,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
     parser.add_argument("--minutes", type=float, default=40.0, help="of training")
+    parser.add_argument("--go-on-from", type=Path, help="a folder whose weights are trained on")
+    parser.add_argument("--first-step", type=int, default=0, help="steps whose pictures those weights have seen")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0: this one")
     parser.add_argument("--batch", type=int, default=32, help="pictures a step")
@@ -186,9 +191,6 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
         with torch.device("meta"):
             self._model = Qwen3VLModel(config)  # for positions alone
 
-    def __len__(self) -> int:
-        return HELD_OUT // self._size
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         batch = draw_batch(self._tokenizer, range(index * self._size, (index + 1) * self._size))
         batch["position_ids"], _ = self._model.get_rope_index(
@@ -249,7 +251,12 @@ def train(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizer
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.98), fused=True)
     model.train()
     started, step, shown, total = time.monotonic(), 0, 0, 0.0
-    batches = iter(DataLoader(Batches(tokenizer, model.config, args.batch), batch_size=None, num_workers=args.workers))
+    unseen = range(args.first_step, HELD_OUT // args.batch)
+    batches = iter(
+        DataLoader(
+            Batches(tokenizer, model.config, args.batch), batch_size=None, sampler=unseen, num_workers=args.workers
+        )
+    )
     while (progress := (time.monotonic() - started) / (60 * args.minutes)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * schedule(progress, step)

@@ -47,6 +47,7 @@ _SHAPING_ROOMS = (
     "runtime/attention",
     "runtime/collectives",
     "runtime/cuda",
+    "runtime/media",
     "runtime/ops",
     "runtime/program",
     "runtime/quantised",
