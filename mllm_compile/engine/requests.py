@@ -365,7 +365,8 @@ class RequestBuilder:
     def _prepare_given(self, text: str | MediaPrompt | None, token_ids: Any, media: Any) -> _Prepared:
         if isinstance(text, MediaPrompt):
             return self._prepare_media(text)
-        if media and text is not None:
+        has_none = media is None or (isinstance(media, Mapping) and not media)
+        if not has_none and text is not None:
             try:
                 self._check_media()
                 items = read_items(media, local_paths=True)

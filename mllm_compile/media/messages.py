@@ -73,7 +73,7 @@ def _given_image(part: Mapping[str, Any], kind: str, where: str) -> Any:
         raise RequestError(
             f"{where}: detail: expected auto or high, got {brief(detail)}; the model's own processor sets the size."
         )
-    if given is None or given == "":
+    if given is None or (isinstance(given, str) and not given):
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,…'}}"
         raise RequestError(f"{where}: a part has the type {shown(kind)}, but no picture; expected {form}.")
     return given

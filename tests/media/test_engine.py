@@ -88,6 +88,7 @@ def test_text_goes_its_way_without_a_worker(files, tokenizer):
         ({"prompt_token_ids": [7], "multi_modal_data": {"image": b"x"}}, "belongs to a prompt's text"),
         ({"multi_modal_data": {"image": b"x"}}, "has prompt or prompt_token_ids"),
         ({"prompt": PLACE, "multi_modal_data": {"audio": b"x"}}, "got 'audio'"),
+        ({"prompt": PLACE, "multi_modal_data": pixels_of(0)}, "multi_modal_data: expected {'image'"),
         ({"prompt": PLACE, "multi_modal_data": {"image": "https://host/cat.png"}}, "none is fetched"),
         ({"prompt": "a", "mm_processor_kwargs": {"x": 1}}, "got 'mm_processor_kwargs'"),
     ],

@@ -145,7 +145,7 @@ def test_parts_of_messages_become_items_and_places():
             "content": [
                 {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
                 {"type": "text", "text": "and"},
-                {"type": "image", "image": b"two"},
+                {"type": "image", "image": pixels_of(1)},
                 {"type": "image_url", "image_url": url},
                 {"type": "video", "video": pixels_of(0)[None]},
             ],
@@ -162,7 +162,7 @@ def test_parts_of_messages_become_items_and_places():
     ]
     assert [(item.where, item.frames[0].data) for item in items[:3]] == [
         ("image 0", b"one"),
-        ("image 1", b"two"),
+        ("image 1", pixels_of(1).tobytes()),
         ("image 2", b"one"),
     ]
     assert messages[1]["content"][0]["type"] == "image_url"  # a caller's own are left alone
