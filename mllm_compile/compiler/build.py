@@ -38,6 +38,7 @@ from mllm_compile.files.json_file import read_file
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.kernels.flashinfer import collect_kernels
+from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS
@@ -153,14 +154,17 @@ def _check_text(folder: Path) -> None:
 
 
 def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> None:
-    """Writes the tokenizer, and copies of the model's own config files for people to read."""
+    """Writes the tokenizer, the processor's files beside it, and copies of the model's own config files."""
     tokenizer = scratch / TOKENIZER
     tokenizer.mkdir()
-    if not export_tokenizer(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code):
+    places = [(name, scratch) for name in ("config.json", "generation_config.json")]
+    if export_tokenizer(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code):
+        places += [(name, tokenizer) for name in PROCESSOR_FILES]
+    else:
         tokenizer.rmdir()
-    for name in ("config.json", "generation_config.json"):
+    for name, folder in places:
         if (data := read_file(model.path / name, CheckpointError)) is not None:
-            (scratch / name).write_bytes(data)
+            (folder / name).write_bytes(data)
 
 
 def _compare_tokenizers(model: ModelFolder, exported: Path, config: ResolvedConfig, timeline: Timeline) -> None:
