@@ -34,6 +34,7 @@ _MOST_STAGES = 32
 _BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
 _BESIDE_THREADS = 256  # 128 registers each
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
+_TURNS = (1, 2, 3, 4, 6, 8)  # that a block takes undivided tiles in
 _MOST_ROWS = 256  # of a box
 # Bytes a clock of a multiprocessor: from memory, through the L2, and those that shared memory takes or gives.
 _MEMORY_RATE, _L2_RATE, _SHARED_RATE = 13.8, 24.0, 128.0
@@ -149,7 +150,7 @@ def all_tilings(kind: QuantisedKind, tokens: int) -> Iterator[TileTiling]:
     for split, column_groups, panels, room in itertools.product(
         _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (_BESIDE_BYTES, _BLOCK_BYTES)
     ):
-        for turns in (1, 2, 3, 4) if split == 1 else (1,):
+        for turns in _TURNS if split == 1 else (1,):
             rows = NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
             tiling = divide(kind, tokens, rows, split, column_groups, panels, room)
             if tiling is not None:
