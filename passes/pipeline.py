@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import fx
 
+from mllm_compile.passes.absorb_latents import AbsorbLatents
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
@@ -49,6 +50,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
+    AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadHeads,  # heads as wide as those that attention kernels are made for

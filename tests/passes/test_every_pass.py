@@ -38,6 +38,7 @@ from tests.passes.support.graph_builder import (
     run,
     text,
 )
+from tests.passes.support.latent_layer import latent_layer
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
 
 TOKENS = (1, 7)
@@ -319,6 +320,12 @@ def decoder_of_experts_with_biases() -> fx.GraphModule:
     return Decoder(dtype=torch.float32, feed_forward=experts_with_biases).model()
 
 
+def latents() -> fx.GraphModule:
+    builder = GraphBuilder()
+    x = latent_layer(builder, builder.embed(), 0, "cat")
+    return builder.finish(builder.head(latent_layer(builder, x, 1, "scatter")))
+
+
 def quantised_decoder() -> fx.GraphModule:
     """In fp8, but for what only one of a packed pair has; and some in four bits with zero points."""
     gm = Decoder(norms_heads=True).model()
@@ -360,6 +367,7 @@ GRAPHS = (
     decoder_of_experts_with_biases,
     quantised_decoder,
     decoder_in_fp8,
+    latents,
 )
 
 
