@@ -56,7 +56,7 @@ def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, Quant
     if tokens > by_few.MAX_TOKENS:
         yield from by_tiles.best_by_form(kind, tokens)
         return
-    for split, piece_bytes, resident in itertools.product((1, 2), (512, 1024, 2048), (2, 1)):
-        tiling = by_few.divide(kind, piece_bytes=piece_bytes, resident=resident, split=split)
+    for split, piece_bytes, warps in itertools.product((1, 2), (512, 1024), (8, 16)):
+        tiling = by_few.divide(kind, piece_bytes, split=split, warps=warps)
         if tiling is not None:
-            yield f"split {split}, pieces of {piece_bytes} bytes, {resident} resident", tiling
+            yield f"split {split}, pieces of {piece_bytes} bytes, {warps} warps", tiling
