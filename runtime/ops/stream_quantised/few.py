@@ -19,8 +19,8 @@ MAX_TOKENS = 8
 
 _STEP_BYTES = 64  # of a row, that a warp's step takes
 _WARPS = 8  # of a block, as a rule
-# Registers of a thread that hold inputs, at most, by warps of a block: of two on a multiprocessor a thread has 128 where
-# there are eight warps, 64 where there are sixteen.
+# Registers of a thread that hold inputs, at most, by warps of a block: of two on a multiprocessor a thread has 128
+# where there are eight warps, 64 where there are sixteen.
 _INPUT_REGISTERS = {8: 64, 16: 16}
 _ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
 _MOST_STAGES = 16
