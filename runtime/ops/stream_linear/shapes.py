@@ -19,7 +19,7 @@ from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
 
 MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 208, 64
 # A piece has a form for the first that all its linears take.
-FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, MAX_HEAD_TOKENS)
+FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, 128, MAX_HEAD_TOKENS)  # 128: of weights in few bits
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
 _HEAD_ROWS = 65536

@@ -18,8 +18,10 @@ from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, HEADERS, Qua
 MAX_TOKENS = 8
 
 _STEP_BYTES = 64  # of a row, that a warp's step takes
-_WARPS = 8  # of a block
-_INPUT_REGISTERS = 64  # of a thread, at most: where two blocks are on a multiprocessor it has twice as many
+_WARPS = 8  # of a block, as a rule
+# Registers of a thread that hold inputs, at most, by warps of a block: of two on a multiprocessor a thread has 128
+# where there are eight warps, 64 where there are sixteen.
+_INPUT_REGISTERS = {8: 64, 16: 16}
 _ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
 _MOST_STAGES = 16
 _COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
@@ -88,7 +90,7 @@ class FewTiling(QuantisedTiling):
     def input_registers(self) -> int:
         """Registers of a thread that hold inputs."""
         pieces = math.ceil(self.kind.columns / self.split / self.piece / self.passes)
-        return pieces * _registers_of_piece(self.kind, self.piece)
+        return pieces * _registers_of_piece(self.kind, self.piece, self.warps)
 
     def constants(self) -> dict[str, int]:
         return {
@@ -104,13 +106,13 @@ class FewTiling(QuantisedTiling):
         }
 
 
-def _registers_of_piece(kind: QuantisedKind, piece: int) -> int:
+def _registers_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
     """Registers of a thread that hold its inputs of a piece: 16 bytes of a row are a lane's of a step."""
-    return 8 * kind.values_a_byte * math.ceil(piece // kind.values_a_byte / _STEP_BYTES / _WARPS)
+    return 8 * kind.values_a_byte * math.ceil(piece // kind.values_a_byte / _STEP_BYTES / warps)
 
 
 def divide(
-    kind: QuantisedKind, piece_bytes: int = 1024, resident: int = 2, split: int | None = None
+    kind: QuantisedKind, piece_bytes: int = 1024, resident: int = 2, split: int | None = None, warps: int = _WARPS
 ) -> FewTiling | None:
     """The tiling with pieces of so many bytes of a row, and as many stages as leave room for `resident` blocks;
     None: none fits.
@@ -121,14 +123,15 @@ def divide(
     if not splits:
         return None
     split = min(splits, key=lambda split: math.ceil(groups * split / MULTIPROCESSORS) / split)  # of what a block takes
-    pieces, of_piece = math.ceil(kind.columns / split / piece), _registers_of_piece(kind, piece)
-    passes = math.ceil(pieces * of_piece / _INPUT_REGISTERS)
-    if passes > 1 and kind.group:  # scales take registers too
-        passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
+    pieces, of_piece = math.ceil(kind.columns / split / piece), _registers_of_piece(kind, piece, warps)
+    room_for_inputs = _INPUT_REGISTERS[warps]
+    passes = math.ceil(pieces * of_piece / room_for_inputs)
+    if passes > 1 and kind.group and of_piece < room_for_inputs:  # scales take registers too
+        passes = math.ceil(pieces * of_piece / (room_for_inputs - of_piece))
     clusters = min(groups, MULTIPROCESSORS // split)
     room = _ROOM_BYTES // resident - _RESERVED_BYTES
     tilings = (
-        FewTiling(kind, MAX_TOKENS, split, passes, clusters, _WARPS, resident, piece, stages)
+        FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, resident, piece, stages)
         for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.shared_bytes <= room), None)

@@ -18,6 +18,8 @@ from mllm_compile.runtime.ops.stream_quantised.tiles import TileTiling
 MAX_TOKENS = by_tiles.MAX_TOKENS
 BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS)
 
+# With more an fp8 weight with a scale a row is multiplied by fp8 inputs (passes/quantise_activations.py).
+_MAX_TOKENS_OF_ROWS = 64
 _ROWS_UNIT = 64  # what weights are multiples of
 _MOST_COLUMNS = 32768  # scales of a tile's rows lie in shared memory
 # Scales and zero points of a row are copied four bytes at a time.
@@ -30,7 +32,13 @@ def is_streamed(kind: QuantisedKind, tokens: int) -> bool:
     room."""
     fits = kind.rows % _ROWS_UNIT == 0 and kind.columns % kind.panel == 0 and not is_head(kind.rows)
     fits &= kind.columns <= _MOST_COLUMNS
-    return fits and _has_known_scales(kind) and tokens <= MAX_TOKENS and kind.rows * tokens < 2**31
+    fits &= _has_known_scales(kind) and tokens <= most_tokens(kind) and kind.rows * tokens < 2**31
+    return fits and all(by_tiles.takes(kind, bucket) for bucket in BUCKETS if by_few.MAX_TOKENS < bucket <= tokens)
+
+
+def most_tokens(kind: QuantisedKind) -> int:
+    """The most tokens that a kernel reads the weight as it is for."""
+    return MAX_TOKENS if kind.group else _MAX_TOKENS_OF_ROWS
 
 
 def _has_known_scales(kind: QuantisedKind) -> bool:
@@ -56,7 +64,7 @@ def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, Quant
     if tokens > by_few.MAX_TOKENS:
         yield from by_tiles.best_by_form(kind, tokens)
         return
-    for split, piece_bytes, resident in itertools.product((1, 2), (512, 1024, 2048), (2, 1)):
-        tiling = by_few.divide(kind, piece_bytes=piece_bytes, resident=resident, split=split)
+    for split, piece_bytes, warps in itertools.product((1, 2), (512, 1024), (8, 16)):
+        tiling = by_few.divide(kind, piece_bytes, split=split, warps=warps)
         if tiling is not None:
-            yield f"split {split}, pieces of {piece_bytes} bytes, {resident} resident", tiling
+            yield f"split {split}, pieces of {piece_bytes} bytes, {warps} warps", tiling

@@ -1,4 +1,4 @@
-// A linear of 9 to 64 tokens on Hopper whose weight is float8_e4m3fn or four-bit integers: out = x . weight^T, with the norm
+// A linear of 9 to 128 tokens on Hopper whose weight is float8_e4m3fn or four-bit integers: out = x . weight^T, with the norm
 // before it and what follows it.
 //
 // As in stream_linear/tiles.cu a block asks for what its ring holds of the weight before the kernel that makes x has ended,
@@ -25,7 +25,7 @@
 constexpr int PANEL_BYTES = 128, PANEL = PANEL_BYTES * 8 / BITS;  // of a swizzled row of the weight; its inputs
 constexpr int HALF = COLUMNS, PANEL_GROUPS = PANEL / (2 * HALF);  // inputs: of a panel of x; twice that share a scale
 constexpr int EIGHTS = TOKENS / 8, M_ROWS = 16, ROW_WARP_GROUPS = (ROWS + 63) / 64;
-constexpr int CONSUMERS = 4 * ROW_WARP_GROUPS * K_GROUPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr int WARP_GROUPS = ROW_WARP_GROUPS * K_GROUPS, CONSUMERS = 4 * WARP_GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr int ROW_GROUPS = ROWS / M_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;  // groups of a tile, and a block's
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? M_ROWS / 2 : M_ROWS, OUTPUTS = GATED ? N / 2 : N;
 constexpr int TILES = (N + ROWS - 1) / ROWS, CLUSTERS = BLOCKS / SPLIT;
@@ -38,6 +38,7 @@ constexpr int ITEMS = (PLACES * EIGHTS + CONSUMERS - 1) / CONSUMERS;  // a warp'
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
 static_assert(K % (SPLIT * PANELS * PANEL) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
 static_assert(PANELS % K_GROUPS == 0, "a warp has panels of every stage");
+static_assert(TOKENS <= 64 || WARP_GROUPS <= 2 && RESIDENT == 1, "sums take twice the registers");
 static_assert(ROWS % M_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
 static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF, "a scale for two panels of x");
 static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
@@ -171,7 +172,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
   if (warp < 4) {
-    if (ROW_WARP_GROUPS * K_GROUPS == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (WARP_GROUPS > 2 || TOKENS > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (warp == 0) {
       if (lane == 0) ask(&values, &x, ring, full, empty, rank, first_tile, num_tokens);
     } else if (NORM_BLOCKS) {
@@ -182,7 +183,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     }
     return;
   }
-  if (ROW_WARP_GROUPS * K_GROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  if (WARP_GROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  if (WARP_GROUPS < 3 && TOKENS > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   load_scales(shared.scales, scales, zeros, first_tile, rank);
   wait_for_prerequisites();
   const int consumer = warp - 4, row_warp = consumer / 4 / K_GROUPS * 4 + consumer % 4, k_group = consumer / 4 % K_GROUPS, quad = lane % 4;

@@ -1,4 +1,4 @@
-"""tiles.cu: tiles of rows, by TMA, whose values wgmma takes from registers. 16, 32 or 64 tokens.
+"""tiles.cu: tiles of rows, by TMA, whose values wgmma takes from registers. 16, 32, 64 or 128 tokens.
 
 Shape legend: as linear.py.
 """
@@ -23,17 +23,18 @@ from mllm_compile.runtime.ops.stream_quantised.linear import (
     QuantisedTiling,
 )
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 
 _X_BYTES = 2  # of an input of a token
 _GROUP_ROWS = 64  # of wgmma, and of a warp group
-_MOST_WARP_GROUPS = 3  # that multiply
+_MOST_WARP_GROUPS, _MANY_TOKENS, _MOST_OF_MANY = 3, 64, 2  # that multiply: up to so many tokens, and with more
 _MOST_STAGES = 32
 # Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
 # ends; or all.
 _BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
 _BESIDE_THREADS = 256  # 128 registers each
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
+_TURNS = (1, 2, 3, 4, 6, 8)  # that a block takes undivided tiles in
 _MOST_ROWS = 256  # of a box
 # Bytes a clock of a multiprocessor: from memory, through the L2, and those that shared memory takes or gives.
 _MEMORY_RATE, _L2_RATE, _SHARED_RATE = 13.8, 24.0, 128.0
@@ -107,7 +108,9 @@ class TileTiling(QuantisedTiling):
     @property
     def is_beside(self) -> bool:
         """True if a multiprocessor has room for a block of the next kernel, in shared memory and registers."""
-        return self.shared_bytes <= _BESIDE_BYTES and self.num_threads <= _BESIDE_THREADS
+        return (
+            self.shared_bytes <= _BESIDE_BYTES and self.num_threads <= _BESIDE_THREADS and self.tokens <= _MANY_TOKENS
+        )
 
     def preamble(self) -> str:
         return multiply_registers(self.tokens)
@@ -139,8 +142,10 @@ def divide(
         tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
         if tiling.shared_bytes <= room:
             fits = split == 1 or tiling.num_tiles <= _CLUSTERS[split]
-            fits &= tiling.row_groups * column_groups <= _MOST_WARP_GROUPS
-            return tiling if fits and stages >= min(3, of_block) else None
+            most_groups = _MOST_WARP_GROUPS if tokens <= _MANY_TOKENS else _MOST_OF_MANY
+            fits &= tiling.row_groups * column_groups <= most_groups
+            least_stages = 3 if tokens <= _MANY_TOKENS else 2
+            return tiling if fits and stages >= min(least_stages, of_block) else None
     return None
 
 
@@ -149,11 +154,17 @@ def all_tilings(kind: QuantisedKind, tokens: int) -> Iterator[TileTiling]:
     for split, column_groups, panels, room in itertools.product(
         _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (_BESIDE_BYTES, _BLOCK_BYTES)
     ):
-        for turns in (1, 2, 3, 4) if split == 1 else (1,):
+        for turns in _TURNS if split == 1 else (1,):
             rows = NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
             tiling = divide(kind, tokens, rows, split, column_groups, panels, room)
             if tiling is not None:
                 yield tiling
+
+
+@cache
+def takes(kind: QuantisedKind, tokens: int) -> bool:
+    """True if there is a tiling for a bucket of tokens."""
+    return next(all_tilings(kind, tokens), None) is not None
 
 
 @cache
