@@ -24,6 +24,7 @@ from mllm_compile.config.model_folder import CONFIG_FILE, ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object
+from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
@@ -46,6 +47,7 @@ _SHAPING_ROOMS = (
     "runtime/attention",
     "runtime/collectives",
     "runtime/cuda",
+    "runtime/media",
     "runtime/ops",
     "runtime/program",
     "runtime/quantised",
@@ -234,8 +236,9 @@ def _model_code(config: ResolvedConfig, model: ModelFolder) -> str:
 
 
 def _text(model: ModelFolder) -> str:
-    """The tokenizer and the generation defaults: two models of one shape (a fine-tune and its base) may differ here."""
-    files = [*tokenizer_files(model.path), model.path / GENERATION_CONFIG_FILE]
+    """The tokenizer, the processor and the generation defaults, in which models of one shape may differ."""
+    others = (model.path / name for name in (GENERATION_CONFIG_FILE, *PROCESSOR_FILES))
+    files = [*tokenizer_files(model.path), *others]
     return _file_hashes(model.path, files) or "none"
 
 

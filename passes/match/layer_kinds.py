@@ -1,4 +1,4 @@
-"""The kinds of layers that lie between pieces: each reads what requests have left behind, so it is planned per batch.
+"""The kinds of layers that lie between pieces: each is planned per batch, most read what requests have left behind.
 
 KINDS is their list. A trace holds a layer as one op, a compiled program as another, which writes into a buffer and
 reads the forward context by the layer's name. Lowering, splitting and checking know layers by this alone.
@@ -7,19 +7,30 @@ reads the forward context by the layer's name. Lowering, splitting and checking 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, STATE_LAYERS
+from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_LAYERS, STATE_LAYERS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops.states.trace import call_of
 from mllm_compile.runtime.state.layer import KINDS as STATE_KINDS
 from mllm_compile.runtime.state.layer import StateLayer
 
-Spec = LayerSpec | StateLayer
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """Attention within segments of packed rows; a program's step says all of it, so none is stored."""
+
+    name: str
+    num_heads: int
+    v_head_dim: int
+
+
+Spec = LayerSpec | StateLayer | PackedLayer
 
 
 class LayerKind(ABC):
@@ -76,19 +87,21 @@ class AttentionKind(LayerKind):
         q, k, v, sinks, sm_scale, logits_soft_cap, window_left = node.args[:7]
         slopes: Any = node.args[8] if len(node.args) > 8 else None
         chunk: Any = node.args[9] if len(node.args) > 9 else 0
+        latent: Any = node.args[10] if len(node.args) > 10 else 0
         return LayerSpec(
             name=name,
             layer_id=index,
             num_heads=q.meta["val"].shape[1],  # type: ignore[union-attr]
             num_kv_heads=k.meta["val"].shape[1],  # type: ignore[union-attr]
             head_dim=q.meta["val"].shape[2],  # type: ignore[union-attr]
-            v_head_dim=v.meta["val"].shape[2],  # type: ignore[union-attr]
+            v_head_dim=int(latent) or v.meta["val"].shape[2],  # type: ignore[union-attr]
             sm_scale=float(sm_scale),  # type: ignore[arg-type]
             logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
             window_left=int(window_left),  # type: ignore[arg-type]
             sinks=None if sinks is None else sinks.meta["weight_name"],  # type: ignore[union-attr]
             alibi_slopes=tuple(slopes or ()),
             chunk=int(chunk),
+            is_latent=bool(latent),
         )
 
     def out_shape(self, spec: LayerSpec) -> tuple[int, ...]:
@@ -133,7 +146,29 @@ class StateLayerKind(LayerKind):
         return list(operands.values()), buffer, name
 
 
-KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind())
+class PackedAttentionKind(LayerKind):
+    """Attention in both directions within segments, without a cache (runtime/ops/varlen)."""
+
+    traced = ("varlen_attention",)
+    refusals = 5
+    lowered = "varlen_attention_with_output"
+    buffer = 4
+    layers = PACKED_LAYERS
+
+    def name_of(self, node: fx.Node, path: str, index: int) -> str:
+        return path or f"packed_attention.{index}"
+
+    def spec(self, node: fx.Node, name: str, index: int) -> PackedLayer:
+        return PackedLayer(name, *map(int, node.meta["val"].shape[1:]))
+
+    def out_shape(self, spec: PackedLayer) -> tuple[int, ...]:
+        return spec.num_heads, spec.v_head_dim
+
+    def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
+        return (*node.args[:4], buffer, node.args[4], name)
+
+
+KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind(), PackedAttentionKind())
 _TRACED = {name: kind for kind in KINDS for name in kind.traced}
 _LOWERED = {kind.lowered: kind for kind in KINDS}
 

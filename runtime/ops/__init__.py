@@ -44,6 +44,8 @@ OPS = {
     "gather_expert_rows": "expert_tiles.gather",
     "greedy_tokens": "greedy",
     "grouped_linear": "experts.grouped",
+    "latent_decode": "latents.attend",
+    "latent_prefill": "latents.attend",
     "linear_residual": "single_token",
     "norm_gated_linear": "single_token",
     "norm_linear": "single_token",
@@ -52,6 +54,7 @@ OPS = {
     "own_rank": "ranks.ops",
     "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
+    "scaled_linear": "quantised_linear.scaled",
     "selective_scan": "states.trace",
     "selective_scan_states": "states.selective_scan",
     "silu_mul": "silu_mul",
@@ -62,13 +65,15 @@ OPS = {
     "stream_expert_down": "stream_experts.ops",
     "stream_expert_down_norm": "stream_experts.ops",
     "stream_expert_up": "stream_experts.ops",
-    "stream_fp8_linear": "stream_fp8.ops",
-    "stream_fp8_linear_residual": "stream_fp8.ops",
-    "stream_fp8_linear_residual_norm": "stream_fp8.ops",
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
+    "stream_quantised_linear": "stream_quantised.ops",
+    "stream_quantised_linear_residual": "stream_quantised.ops",
+    "stream_quantised_linear_residual_norm": "stream_quantised.ops",
     "sum_experts": "experts.sum",
+    "varlen_attention": "varlen.ops",
+    "varlen_attention_with_output": "varlen.ops",
 }
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.
@@ -77,8 +82,8 @@ FAMILIES = {
     "gated_linear": "gated_linear.family",
     "ranks": "ranks.family",
     "stream_experts": "stream_experts.family",
-    "stream_fp8": "stream_fp8.family",
     "stream_linear": "stream_linear.family",
+    "stream_quantised": "stream_quantised.family",
 }
 
 Kernels = Mapping[str, Sequence[CudaKernel]]  # by family
@@ -117,6 +122,7 @@ def define_called() -> None:
         "experts.count",
         "experts.linear",
         "quantised_linear.ops",
+        "quantised_linear.scaled",
         *(f"{folder}.ops" for folder in FAMILIES),
     ):
         importlib.import_module(f"{__name__}.{module}")
