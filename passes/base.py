@@ -22,6 +22,7 @@ SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantis
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
 STATE_LAYERS = "state_layers"  # list of StateLayer, in layer order
+PACKED_LAYERS = "packed_layers"  # list of PackedLayer, in layer order
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
 IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
@@ -61,6 +62,7 @@ class PassTarget:
         num_ranks: runtime.tensor_parallel_size.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
         attention_backend: runtime.attention_backend.
+        deterministic: runtime.deterministic.
         split_decode: compile.split_decode.
     """
 
@@ -73,6 +75,7 @@ class PassTarget:
     counts_experts: bool = False
     num_ranks: int = 1
     attention_backend: str = "torch"
+    deterministic: bool = False
     split_decode: bool = True
 
 

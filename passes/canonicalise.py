@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.in_place import make_functional
-from mllm_compile.passes.match.nodes import call, drop_dead_nodes, identifier, input_node, is_symbolic, is_weight
+from mllm_compile.passes.match.nodes import call, drop_dead_nodes, identifier, is_symbolic, is_weight
 from mllm_compile.passes.match.spelling import spell
 
 
@@ -114,8 +114,8 @@ def _without_index(value: Any) -> Any:
 
 
 def _owner_of_size(gm: fx.GraphModule, size: torch.SymInt) -> fx.Node:
-    for name in ("input_ids", "positions", "logits_indices"):
-        node = input_node(gm, name)
-        if node.meta["val"].shape[0].node.expr == size.node.expr:
+    for node in gm.graph.find_nodes(op="placeholder"):
+        first: Any = node.meta["val"].shape[0] if "input_name" in node.meta else None
+        if is_symbolic(first) and first.node.expr == size.node.expr:
             return node
     raise KeyError(f"no batch input has the size {size}")

@@ -34,6 +34,7 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
+from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.shard import Shard
@@ -72,7 +73,20 @@ PASSES: tuple[type[GraphPass], ...] = (
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
+    QuantiseActivations,  # of linears with fp8 weights, for many tokens: products in fp8
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
+)
+
+# The passes that a tower of images goes through; the others look for what only a language model has.
+OF_TOWERS = frozenset(
+    {
+        Canonicalise.name,
+        MultiplyOuterProducts.name,
+        PackProjections.name,
+        LowerAttention.name,
+        SplitAtAttention.name,
+        DeduplicatePieces.name,
+    }
 )
 
 Observer = Callable[["PassReport", fx.GraphModule], None]

@@ -13,9 +13,10 @@ from torch import fx
 
 from mllm_compile.passes.base import CACHE_INPUT, CACHE_INPUTS, HEAD_INPUT, GraphPass, PassResult
 from mllm_compile.passes.match.layer_kinds import buffer_of, is_layer
-from mllm_compile.passes.match.nodes import input_node, is_call, is_symbolic
+from mllm_compile.passes.match.nodes import has_input, input_node, is_call, is_symbolic
 
 PIECE_PREFIX = "piece_"
+ROW_INPUT = "logits_indices"
 
 
 class SplitAtAttention(GraphPass):
@@ -86,10 +87,10 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
-    rows = input_node(gm, "logits_indices")
     stages = [_Stage()]
     home: dict[fx.Node, _Stage] = {}
-    starts = [_reads_rows(rows), _reads_gathered]  # of stages, each at the first node that is so
+    # Of stages, each at the first node that is so; a tower has no rows of logits.
+    starts = [_reads_rows(input_node(gm, ROW_INPUT)), _reads_gathered] if has_input(gm, ROW_INPUT) else []
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or _is_size(node) or _is_layer_buffer(node):
             continue

@@ -37,6 +37,21 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.IDLE
 
 
+@dataclass(frozen=True, slots=True)
+class MediaInputs:
+    """The inputs of a step with features of images, beside its tokens.
+
+    Attributes:
+        features: [T, W], in the model's dtype; rows of other tokens are zeros.
+        is_feature: [T] bool: tokens that take a feature in place of their embedding.
+        positions: [3, T] int64: time, row and column.
+    """
+
+    features: torch.Tensor
+    is_feature: torch.Tensor
+    positions: torch.Tensor
+
+
 @dataclass(kw_only=True)
 class ForwardBatch:
     """The tensors of one step. Device tensors unless the name ends in _cpu."""
@@ -60,6 +75,7 @@ class ForwardBatch:
     extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
     common_prefix_len: int = 0  # first tokens that all decodes have in the same pages; 0: attention reads them for each
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
+    media: MediaInputs | None = None  # in EXTEND and MIXED, where some tokens take features
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
     common_attn_metadata: Any = None  # CommonAttentionMetadata.of(batch), once that was asked for
@@ -77,15 +93,20 @@ class TokenInputs:
     input_ids: torch.Tensor
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
+    media: MediaInputs | None = None
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
         """The inputs that a program names."""
-        return {"input_ids": self.input_ids, "positions": self.positions, "slots": self.out_cache_loc}
+        found = {"input_ids": self.input_ids, "positions": self.positions, "slots": self.out_cache_loc}
+        if self.media is not None:
+            found["positions"] = self.media.positions
+            found |= {"features": self.media.features, "is_feature": self.media.is_feature}
+        return found
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> TokenInputs:
-        return cls(batch.input_ids, batch.positions, batch.out_cache_loc)
+        return cls(batch.input_ids, batch.positions, batch.out_cache_loc, batch.media)
 
 
 @dataclass(frozen=True)

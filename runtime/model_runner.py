@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +33,27 @@ from mllm_compile.runtime.device.memory import (
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, UnsupportedModelError
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
+from mllm_compile.runtime.forward_batch import (
+    ForwardBatch,
+    ForwardMode,
+    LogitsProcessorOutput,
+    MediaInputs,
+    TokenInputs,
+)
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
+from mllm_compile.runtime.program.executor import Segments
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
+from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
 if TYPE_CHECKING:
@@ -170,7 +182,9 @@ class ModelRunner:
                 "runtime.deterministic makes every step one captured decode, which layers with a state cannot be: they "
                 "take a prompt's tokens one after another. Set runtime.deterministic: false."
             )
-        states = TorchStateBackend(self.state_pool, is_deterministic)
+        states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
+        if model.state_pieces:
+            states = PieceStateBackend(self.state_pool, model.state_pieces, states)
         return HybridAttnBackend(make_attention() if model.layers else None, states)
 
     def init_cuda_graphs(self) -> None:
@@ -337,12 +351,14 @@ class ModelRunner:
         """True if `decode` takes so many requests."""
         return self.graph_runner is not None and self.graph_runner.holds_decode(num_requests)
 
-    def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
+    def decode(
+        self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, deltas: np.ndarray | None = None
+    ) -> CapturedDecode:
         """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
         if self.graph_runner is None:
             raise RuntimeError("there are no captured decodes: ask holds_decode first")
         self.forward_pass_id += 1
-        return self.graph_runner.decode(rows, seq_lens, slots)
+        return self.graph_runner.decode(rows, seq_lens, slots, deltas)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -356,7 +372,8 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        output = self.graph_runner.run(batch) if self.graph_runner is not None else None
+        is_captured = self.graph_runner is not None and batch.media is None
+        output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 
     def sample(
@@ -405,7 +422,7 @@ class ModelRunner:
             all_rows: as an executor's body takes it.
         """
         with self._forward_context(batch, tokens, mode, descriptor):
-            body = self._executor.body(tokens.by_name, all_rows)
+            body = self._executor_of(batch).body(tokens.by_name, all_rows)
             return self.run_head(batch, body, logits_indices)
 
     def run_body(
@@ -418,11 +435,11 @@ class ModelRunner:
     ) -> list[Any]:
         """Runs the program up to the head, for `run_head`; arguments as run_program's."""
         with self._forward_context(batch, tokens, mode, descriptor):
-            return self._executor.body(tokens.by_name, all_rows)
+            return self._executor_of(batch).body(tokens.by_name, all_rows)
 
     def run_head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
         """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others."""
-        executor = self._executor
+        executor = self._executor_of(batch)
         logits = executor.head(body, logits_indices)
         return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
 
@@ -444,13 +461,24 @@ class ModelRunner:
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         )
 
-    @property
-    def _executor(self) -> Executor:
-        """The executor of batches.
+    def run_tower(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The features [F, W] of images; launches without waiting for the device.
+
+        Args:
+            inputs: GridTower.input_names → tensors on the device, and Segments.
+        """
+        if self.model.media is None:
+            raise RuntimeError("the model takes no images")
+        return torch.cat(self.model.media.tower.run_tower(inputs), -1)
+
+    def _executor_of(self, batch: ForwardBatch) -> Executor:
+        """The executor of a batch.
 
         Raises:
             ConfigError: the eager model is asked for, and the source loaded none.
         """
+        if batch.media is not None and self.model.media is not None:
+            return self.model.media.with_features
         if not self.config.runtime.skip_compiled:
             return self.model.executor
         if self.model.eager is None:
@@ -544,10 +572,36 @@ class ModelRunner:
             extend_seq_lens_cpu=new_cpu,
             extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
         )
+        features = self._largest_features()  # held beside the step, as images are that a chunk ends within
+        batch.media = None if features is None else self._media_of(features, num_tokens)
         logits = self.forward(batch)
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
+
+    def _largest_features(self) -> torch.Tensor | None:
+        """Runs the tower on as many features as a step may encode; None: the model has none.
+
+        Each is a frame of its own: that attention is short, and takes no less memory."""
+        media, device = self.model.media, self.device
+        if media is None:
+            return None
+        tower, runtime = media.facts, self.config.runtime
+        count = min(MAX_FEATURES, max(runtime.max_num_batched_tokens, runtime.max_model_len))
+        grid, unit = (count, tower.merge, tower.merge), tower.merge**2
+        narrow = replace(tower, patch_width=1)  # its pixels are made on the device
+        arrays, segments = tower_inputs(narrow, [(np.zeros((count * unit, 1), dtype=np.float32), grid)])
+        inputs: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        for name, one in segments.items():
+            inputs[name] = Segments(torch.from_numpy(one.bounds).to(device), one.longest)
+        inputs["pixel_values"] = torch.zeros(count, unit * tower.patch_width, device=device)
+        return self.run_tower(inputs)
+
+    def _media_of(self, features: torch.Tensor, num_tokens: int) -> MediaInputs:
+        """The inputs of a step all of whose tokens take features."""
+        of_step = features.new_zeros(num_tokens, features.shape[1])
+        is_feature = torch.ones(num_tokens, dtype=torch.bool, device=self.device)
+        return MediaInputs(of_step, is_feature, torch.zeros(3, num_tokens, dtype=torch.int64, device=self.device))
 
 
 @contextmanager

@@ -68,10 +68,15 @@ def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dty
             raise CompileError(fault)
 
 
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """‖ours − theirs‖ / ‖theirs‖ of the worst row; both [S, V]."""
+def relative_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """‖ours − theirs‖ / ‖theirs‖ of each row, [S]; both [S, V]."""
     ours, theirs = ours.float(), theirs.float()
-    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
+    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """That of the worst row."""
+    return relative_errors(ours, theirs).max().item()
 
 
 class _DecodeCheck:

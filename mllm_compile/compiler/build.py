@@ -28,6 +28,7 @@ from mllm_compile.compiler.lowering import (
     private_inductor_cache,
     write_pieces,
 )
+from mllm_compile.compiler.media import with_media
 from mllm_compile.compiler.target import Target
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.config.model_folder import ModelFolder
@@ -37,10 +38,12 @@ from mllm_compile.files.json_file import read_file
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.kernels.flashinfer import collect_kernels
+from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS
 from mllm_compile.runtime.device.memory import give_back_unused
+from mllm_compile.runtime.media.grids import MAX_FEATURES
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
 from mllm_compile.store.artifact import (
     CUBINS,
@@ -74,7 +77,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
     Raises:
         MllmError: the model cannot be compiled, or what was compiled computes something else, or disk or memory end.
     """
-    config, folder = target.config, target.folder
+    config, folder, runtime = target.config, target.folder, target.config.runtime
     if options.output is not None and not os.path.exists(folder / MANIFEST):
         reason = "there is no runtime in this folder yet"
     else:
@@ -86,7 +89,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
-            self_check(lowered, scratch, suffix, config.runtime.device, config.runtime.page_size)
+            self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, runtime.state_dtype)
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),
@@ -117,7 +120,7 @@ def _fill(
         built = build_model(config, model, timeline)
         early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
         (scratch / GRAPHS).mkdir()
-        lowered = lower(config, built, scratch / GRAPHS, timeline)
+        lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
         with timeline.stage("plan weights"):
             constants, weights = plan_lowered_weights(lowered)
             files = target.weights
@@ -151,14 +154,17 @@ def _check_text(folder: Path) -> None:
 
 
 def _export_text(model: ModelFolder, scratch: Path, config: ResolvedConfig) -> None:
-    """Writes the tokenizer, and copies of the model's own config files for people to read."""
+    """Writes the tokenizer, the processor's files beside it, and copies of the model's own config files."""
     tokenizer = scratch / TOKENIZER
     tokenizer.mkdir()
-    if not export_tokenizer(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code):
+    places = [(name, scratch) for name in ("config.json", "generation_config.json")]
+    if export_tokenizer(model.path, tokenizer, trust_remote_code=config.model.trust_remote_code):
+        places += [(name, tokenizer) for name in PROCESSOR_FILES]
+    else:
         tokenizer.rmdir()
-    for name in ("config.json", "generation_config.json"):
+    for name, folder in places:
         if (data := read_file(model.path / name, CheckpointError)) is not None:
-            (scratch / name).write_bytes(data)
+            (folder / name).write_bytes(data)
 
 
 def _compare_tokenizers(model: ModelFolder, exported: Path, config: ResolvedConfig, timeline: Timeline) -> None:
@@ -180,7 +186,7 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         return
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": _MOST_SPLITS}
-    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS}
+    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest, "F": MAX_FEATURES}
     with (
         compiled_ahead(OF_A_COMPILE),
         using_compiler_cache(config.cache.dir) as folder,
@@ -235,7 +241,7 @@ def _kernels(
         running = []
         if config.runtime.attention_backend == "flashinfer":
             running.append(threads.submit(collect_kernels, config, lowered.program, scratch / KERNELS, timeline))
-        own = lowered.program.cuda_kernels()
+        own = lowered.program.every_cuda_kernel()
         if own:
             (scratch / CUBINS).mkdir()
             running.append(threads.submit(compiler.write, own, scratch / CUBINS, timeline))

@@ -6,7 +6,7 @@ The modules that it calls do each stage's work; Transformers is imported here an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.latent_attention import add_latent_attention
 from mllm_compile.kernels.sampling import add_sampling_pieces
+from mllm_compile.kernels.states import add_state_pieces
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from mllm_compile.model.hf_model import HFModel
     from mllm_compile.model.trace import Trace
     from mllm_compile.passes.base import PassTarget, SmallWeights
-    from mllm_compile.passes.pipeline import Observer
+    from mllm_compile.passes.pipeline import Observer, PassReport
     from mllm_compile.runtime.weights.loader import WeightSpec
 
 
@@ -155,29 +156,49 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.compiler.program_builder import build_program, size_symbols
-    from mllm_compile.passes.base import SMALL_WEIGHTS
-    from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
+    from mllm_compile.compiler.program_builder import build_program, size_symbols, state_operands
 
-    _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
-    trace.graph_module.meta[SMALL_WEIGHTS] = built.small
-    target = pass_target(config)
-    try:
-        left_out = passes_left_out(target, config.compile.disable_passes)
-        graph, reports = run_passes(trace.graph_module, left_out, observer=observer)
-    except PassFailedError as error:
-        raise CompileError(str(error)) from error
+    graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
     _check_cut(graph, config.runtime.tensor_parallel_size)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
+    program, state_pieces = add_state_pieces(config, program, state_operands(graph))
     program, latent_pieces = add_latent_attention(config, program)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
-    if target.compiles_cuda:
+    if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written = (*decode_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
+    written = (*decode_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
+
+
+def rewrite_graph(
+    config: ResolvedConfig,
+    built: BuiltModel,
+    trace: Trace,
+    not_of_it: Mapping[str, str] | None = None,
+    observer: Observer | None = None,
+) -> tuple[fx.GraphModule, list[PassReport], dict[str, str]]:
+    """The graph after the passes, a report of each, and those that were left out, with reasons.
+
+    Args:
+        not_of_it: passes that this trace does without, and why, besides those that the config leaves out.
+
+    Raises:
+        CompileError: a pass failed; the message names it and how to do without it.
+    """
+    from mllm_compile.passes.base import SMALL_WEIGHTS
+    from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
+
+    _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
+    trace.graph_module.meta[SMALL_WEIGHTS] = built.small
+    try:
+        left_out = passes_left_out(pass_target(config), config.compile.disable_passes) | dict(not_of_it or {})
+        graph, reports = run_passes(trace.graph_module, left_out, observer=observer)
+    except PassFailedError as error:
+        raise CompileError(str(error)) from error
+    return graph, reports, left_out
 
 
 def _set_ranks(trace: Trace, hf_model: HFModel, num_ranks: int) -> None:
@@ -212,16 +233,20 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
     from mllm_compile.compiler.program_builder import piece_inputs
     from mllm_compile.inductor.job import PieceJob
 
-    program = lowered.program
-    forms = {form.piece: form for form in program.all_small_forms()}
     sources = []
-    for piece in (*program.step_pieces(), *forms):
-        graph: Any = lowered.graph.get_submodule(piece)
-        inputs = piece_inputs(graph, lowered.symbols)
-        if piece in forms and forms[piece].max_size == 1:
-            size = inputs[forms[piece].input].shape[forms[piece].dim]  # T, or S behind the gather
-            inputs = tuple(spec.of_one(str(size)) for spec in inputs)
-        sources.append((piece, piece_source(graph, piece, lowered.symbols), inputs))
+    written: set[str] = set()
+    for one in lowered.every:
+        forms = {form.piece: form for form in one.program.all_small_forms()}
+        for piece in (*one.program.step_pieces(), *forms):
+            if piece in written:  # programs share it
+                continue
+            written.add(piece)
+            graph: Any = one.graph.get_submodule(piece)
+            inputs = piece_inputs(graph, one.symbols)
+            if piece in forms and forms[piece].max_size == 1:
+                size = inputs[forms[piece].input].shape[forms[piece].dim]  # T, or S behind the gather
+                inputs = tuple(spec.of_one(str(size)) for spec in inputs)
+            sources.append((piece, piece_source(graph, piece, one.symbols), inputs))
     # The smallest last: with few workers the others begin first.
     sources += [(piece.name, piece.source, piece.inputs) for piece in lowered.written_pieces]
     jobs = []
@@ -246,6 +271,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         counts_experts=config.runtime.expert_stats,
         num_ranks=config.runtime.tensor_parallel_size,
         attention_backend=config.runtime.attention_backend,
+        deterministic=config.runtime.deterministic,
         split_decode=config.compile.split_decode,
     )
 
@@ -255,16 +281,19 @@ def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tup
     from mllm_compile.checkpoint.plan import Part, plan_weights
     from mllm_compile.compiler.program_builder import weight_shapes
 
-    needed = set(lowered.program.weights)
+    needed = set(lowered.program.every_weight())
     constants = {name: value for name, value in lowered.hf_model.constants.items() if name in needed}
-    shapes = {name: shape for name, shape in weight_shapes(lowered.graph).items() if name not in constants}
+    shapes = {name: shape for one in reversed(lowered.every) for name, shape in weight_shapes(one.graph).items()}
+    shapes = {name: shape for name, shape in shapes.items() if name not in constants}
+    packed = {name: parts for one in lowered.every for name, parts in one.packed.items()}
+    quantised = {name: tensor for one in lowered.every for name, tensor in one.quantised.items()}
     return constants, tuple(
         tuple(
             plan_weights(
                 shapes,
-                lowered.packed,
+                packed,
                 lowered.built.table,
-                lowered.quantised,
+                quantised,
                 Part(lowered.cuts, lowered.whole_shapes, rank),
             )
         )

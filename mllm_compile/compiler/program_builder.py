@@ -15,6 +15,7 @@ from mllm_compile.inductor.job import PieceInput
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
     CACHE_INPUT,
+    CACHE_INPUTS,
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
     SMALL_FORMS,
@@ -22,12 +23,20 @@ from mllm_compile.passes.base import (
     PackedPart,
     QuantisedTensor,
 )
-from mllm_compile.passes.match.layer_kinds import AttentionKind, LayerKind, StateLayerKind, lowered_kind
+from mllm_compile.passes.match.layer_kinds import (
+    AttentionKind,
+    LayerKind,
+    PackedAttentionKind,
+    StateLayerKind,
+    lowered_kind,
+)
 from mllm_compile.passes.match.nodes import is_call, is_op, is_symbolic, is_weight
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import (
+    BATCH_INPUTS,
     AttentionStep,
     ExpertWeight,
+    PackedAttentionStep,
     PieceStep,
     Program,
     QuantisedWeight,
@@ -38,7 +47,7 @@ from mllm_compile.runtime.program.spec import (
 )
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 
-_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L"}
+_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L", "pixel_values": "F"}
 
 
 def build_program(graph: fx.GraphModule) -> Program:
@@ -62,7 +71,7 @@ def build_program(graph: fx.GraphModule) -> Program:
             steps.append(_STEP_MAKERS[type(kind)](node))
     layers: tuple[LayerSpec, ...] = tuple(graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
-    (logits,) = output.args[0]
+    logits, *others = output.args[0]
     sinks = [layer.sinks for layer in layers if layer.sinks]
     weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
     expert_weights, counted = _experts(graph)
@@ -76,7 +85,15 @@ def build_program(graph: fx.GraphModule) -> Program:
         counted_experts=counted,
         state_layers=tuple(graph.meta[STATE_LAYERS]),
         quantised_weights=_quantised(graph),
+        inputs=_own_inputs(graph),
+        further_outputs=tuple(map(_value_name, others)),
     )
+
+
+def _own_inputs(graph: fx.GraphModule) -> tuple[str, ...]:
+    """The inputs of the batch that not every program has."""
+    names = (node.meta.get("input_name") for node in graph.graph.find_nodes(op="placeholder"))
+    return tuple(name for name in names if name is not None and name not in (*BATCH_INPUTS, *CACHE_INPUTS))
 
 
 def _quantised(graph: fx.GraphModule) -> dict[str, QuantisedWeight]:
@@ -167,9 +184,19 @@ def _state_step(node: fx.Node) -> StateStep:
     return StateStep(str(name), tuple(map(_value_name, operands)), _value_name(out))
 
 
+def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
+    out: Any
+    *_, out, sm_scale, name = node.args
+    q, k, v, segments = map(_value_name, node.args[:4])
+    num_heads, v_head_dim = map(int, out.meta["val"].shape[1:])
+    scale: Any = sm_scale
+    return PackedAttentionStep(str(name), q, k, v, segments, _value_name(out), (num_heads, v_head_dim), float(scale))
+
+
 _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
     AttentionKind: _attention_step,
     StateLayerKind: _state_step,
+    PackedAttentionKind: _packed_attention_step,
 }
 
 
@@ -200,8 +227,8 @@ def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], tor
 
 
 def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
-    """The symbols by their public names: {"u0": "T", "u2": "S"}; P (slots of the KV cache) where pieces write it, and L
-    (slots to write) where they may leave that to attention: else there are T."""
+    """The symbols by their public names: {"u0": "T", "u2": "S"}, of a tower {"u0": "F"}; P (slots of the KV cache)
+    where pieces write it, and L (slots to write) where they may leave that to attention: else there are T."""
     symbols: dict[str, str] = {}
     for node in graph.graph.nodes:
         if node.meta.get("input_name") in _SIZE_NAMES:
@@ -217,19 +244,37 @@ def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceI
     """The piece's inputs, as the piece compiler needs them.
 
     Raises:
-        CompileError: an input has a size that is a multiple of T, S, P or L.
+        CompileError: an input has a size that is neither a number nor a multiple of a symbol.
     """
-    inputs = []
-    for node in piece.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        val = node.meta["val"]
-        shape = tuple(size_of(size, symbols) for size in val.shape)
-        stride = tuple(size_of(step, symbols) for step in val.stride())
-        if any(isinstance(size, str) and size not in symbols.values() for size in shape):
-            raise CompileError(f"input {node.name} has shape {list(shape)}: a size must be a number, T, S, P or L")
-        inputs.append(PieceInput(shape, stride, str(val.dtype).removeprefix("torch.")))
-    return tuple(inputs)
+    return tuple(_input_of(node, symbols) for node in piece.graph.nodes if node.op == "placeholder")
+
+
+def state_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
+    """Layer with a state → its operands, as the piece compiler needs them.
+
+    Raises:
+        CompileError: an operand has a size that is neither a number nor a multiple of a symbol.
+    """
+    symbols = size_symbols(graph)
+    layers = [node for node in graph.graph.nodes if isinstance(lowered_kind(node), StateLayerKind)]
+    return {str(node.args[2]): tuple(_input_of(value, symbols) for value in node.args[0]) for node in layers}
+
+
+def _input_of(node: fx.Node, symbols: dict[str, str]) -> PieceInput:
+    val = node.meta["val"]
+    shape = tuple(size_of(size, symbols) for size in val.shape)
+    stride = tuple(size_of(step, symbols) for step in val.stride())
+    if any(isinstance(size, str) and not _is_multiple(size, symbols) for size in shape):
+        raise CompileError(
+            f"input {node.name} has shape {list(shape)}: a size must be a number, one of "
+            f"{', '.join(symbols.values())}, or a number times that"
+        )
+    return PieceInput(shape, stride, str(val.dtype).removeprefix("torch."))
+
+
+def _is_multiple(size: str, symbols: dict[str, str]) -> bool:
+    *factors, symbol = size.split("*")
+    return symbol in symbols.values() and len(factors) <= 1 and all(factor.isdecimal() for factor in factors)
 
 
 def _value_name(node: object) -> str:

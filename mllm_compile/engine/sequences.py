@@ -19,6 +19,7 @@ from mllm_compile.text.detokenizer import Decoder, Detokenizer
 from mllm_compile.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
+    from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
     from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
@@ -74,6 +75,7 @@ class Submission:
         bad_phrases: the tokens of params.bad_words.
         cache_salt: prompts share KV within one salt only; None: with all that have none.
         grammar: params.structured_outputs, compiled.
+        media: the prompt's images.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Submission:
         bad_phrases: tuple[tuple[int, ...], ...] = (),
         cache_salt: str | None = None,
         grammar: Grammar | None = None,
+        media: RequestMedia | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -110,6 +113,7 @@ class Submission:
                     bad_phrases=bad_phrases,
                     cache_salt=() if cache_salt is None else (cache_salt,),
                     grammar=grammar,
+                    media=media,
                 ),
                 decoder,
             )

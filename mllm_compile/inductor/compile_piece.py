@@ -195,5 +195,10 @@ def _dynamic_shapes(inputs: list[PieceInput], max_sizes: dict[str, int]) -> tupl
     dims = {
         name: torch.export.Dim(name, min=int(name != _MAY_BE_ZERO), max=largest) for name, largest in max_sizes.items()
     }
-    shapes = ({dim: dims[size] for dim, size in enumerate(spec.shape) if isinstance(size, str)} for spec in inputs)
+
+    def dynamic(size: str) -> Any:
+        factor, _, name = size.rpartition("*")
+        return int(factor) * dims[name] if factor else dims[name]
+
+    shapes = ({dim: dynamic(size) for dim, size in enumerate(spec.shape) if isinstance(size, str)} for spec in inputs)
     return tuple(shape or None for shape in shapes)

@@ -46,6 +46,30 @@ def check_trace(trace: Trace, hf_model: HFModel) -> None:
         )
 
 
+def check_tower(trace: Trace, hf_model: HFModel) -> None:
+    """Checks the captured graph of a model's tower, which attends within its images alone.
+
+    Raises:
+        UnsupportedModelError: the tower would not be served right, with the reasons.
+    """
+    gm = trace.graph_module
+    layers = [node for node in gm.graph.nodes if is_traced_layer(node)]
+    reasons = [
+        *([] if layers else ["no attention goes through Transformers' attention interface"]),
+        *_constant_reasons(gm, hf_model),
+        *_direct_attention(gm),
+        *_foreign_ops(gm),
+        *(reason for node in layers for reason in _layer_reasons(node)),
+        *_state_reasons(gm),
+        *_size_reasons(trace, _input_size(gm, "pixel_values")),
+    ]
+    if reasons:
+        raise UnsupportedModelError(
+            f"images of {hf_model.model.config.model_type!r} models would not be served right: "
+            f"{'; '.join(_one_of_a_kind(iter(reasons))[:3])}. docs/images.md lists what is."
+        )
+
+
 def _one_of_a_kind(reasons: Iterator[str]) -> list[str]:
     """The first of all reasons that differ in numbers alone: layers mostly fail alike."""
     kinds: dict[str, str] = {}
@@ -63,7 +87,7 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
         *_foreign_ops(gm),
         *(reason for node in layers for reason in _layer_reasons(node)),
         *_state_reasons(gm),
-        *_size_reasons(trace),
+        *_size_reasons(trace, _input_size(gm, "input_ids")),
     ]
     yield from _output_reasons(gm)
     if not layers:
@@ -169,11 +193,11 @@ def _state_reasons(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} writes into {written.meta.get('weight_name', written.target)} ({_where(node)})"
 
 
-def _size_reasons(trace: Trace) -> Iterator[str]:
+def _size_reasons(trace: Trace, tokens: Any) -> Iterator[str]:
     """Refuses T×T tensors, sizes that depend on data, and branches on the number of tokens."""
     gm = trace.graph_module
-    known = {node.meta["val"].shape[0].node.expr for node in gm.graph.nodes if node.meta.get("input_name")}
-    tokens = _input_size(gm, "input_ids")
+    inputs = [node.meta["val"] for node in gm.graph.nodes if node.meta.get("input_name")]
+    known = {dim.node.expr for val in inputs for dim in val.shape if is_symbolic(dim)}
     for node in gm.graph.nodes:
         for dims in _shapes(node.meta.get("val")):
             symbols = {symbol for dim in dims if is_symbolic(dim) for symbol in dim.node.expr.free_symbols}
@@ -193,7 +217,7 @@ def _guard_reasons(node: fx.Node, known: set[Any], max_tokens: int) -> Iterator[
     if not condition.meta["val"].node.expr.free_symbols <= known:
         return  # of a size that depends on data, which is a reason of its own
     operands = [arg for arg in condition.args if not isinstance(arg, fx.Node)]
-    in_range = (condition.target is operator.ge and operands == [1]) or (
+    in_range = (condition.target is operator.ge and operands in ([0], [1])) or (
         condition.target is operator.le and operands == [max_tokens]
     )
     if not in_range and condition.target is not operator.eq:

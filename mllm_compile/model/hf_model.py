@@ -11,7 +11,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -141,14 +141,12 @@ def build_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
 
 def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> HFModel:
     """Like build_on_meta, from a config object."""
-    from transformers import AutoModelForCausalLM
-
     from mllm_compile.model.attention_hook import ATTENTION_IMPLEMENTATION, register_attention_hook
 
     register_attention_hook()
     try:
         with torch.device("meta"), _in_class_tables(type(config), ATTENTION_IMPLEMENTATION):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(type(config)).from_config(
                 config,
                 attn_implementation=ATTENTION_IMPLEMENTATION,
                 dtype=dtype,
@@ -167,13 +165,26 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     return HFModel(model, *constants, position_offset(model))
 
 
+def auto_class(config_class: type[PreTrainedConfig]) -> Any:
+    """Transformers' class that builds a causal LM of this config: that of models that take images where these alone
+    have one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    takes_images = config_class in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if takes_images and not _is_causal_lm(config_class) else AutoModelForCausalLM
+
+
+def _is_causal_lm(config_class: type[PreTrainedConfig]) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    return config_class in AutoModelForCausalLM._model_mapping
+
+
 @contextmanager
 def _in_class_tables(config_class: type[PreTrainedConfig], name: str) -> Iterator[None]:
     """Within the context, tables that give a class for each attention implementation give the eager one for `name`: it
     writes its attention out (own_attention/)."""
-    from transformers import AutoModelForCausalLM
-
-    model_class = AutoModelForCausalLM._model_mapping.get(config_class, None)
+    model_class = auto_class(config_class)._model_mapping.get(config_class, None)
     module = sys.modules.get(getattr(model_class, "__module__", ""))
     tables = [table for table in vars(module or object).values() if isinstance(table, dict)]
     added = [table for table in tables if isinstance(table.get("eager"), type) and name not in table]

@@ -12,6 +12,7 @@ import copy
 import inspect
 import operator
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from mllm_compile.model.positions_hook import as_positions, reading_positions, s
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.states.state_hook import states_as_ops
 
-INPUT_NAMES = ("input_ids", "positions", "logits_indices")
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
 _SAMPLE_ROWS = 3
 _MAX_CAUSE = 300  # Dynamo repeats whole graphs
@@ -36,11 +36,11 @@ _MAX_CAUSE = 300  # Dynamo repeats whole graphs
 
 @dataclass(frozen=True)
 class Trace:
-    """One traced model.
+    """One traced model, or a part of one.
 
     Attributes:
         graph_module: the captured graph; every node has `meta["val"]`.
-        max_tokens: the largest T that the graph was traced for.
+        max_tokens: the largest T, or other size of its inputs, that the graph was traced for.
         device: the device that it was traced for.
     """
 
@@ -76,40 +76,74 @@ def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
     Raises:
         UnsupportedModelError: the model cannot be traced as one graph, or branches on the number of tokens.
     """
+    flat = _FlatTokens(hf_model.model, max_tokens, hf_model.position_offset)
+    return trace_text(hf_model, flat, token_inputs(device), device, max_tokens)
+
+
+def token_inputs(device: str) -> dict[str, torch.Tensor]:
+    """The inputs of a trace that every text has."""
+    return {
+        "input_ids": sized("T", (_SAMPLE_TOKENS,), torch.int64, device),
+        "positions": sized("T", (_SAMPLE_TOKENS,), torch.int64, device),
+        "logits_indices": sized("S", (_SAMPLE_ROWS,), torch.int64, device),
+    }
+
+
+def sized(symbol: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, dim: int = 0) -> torch.Tensor:
+    """A sample input, zeros, whose dimension `dim` is of any size; dimensions of one symbol are equal."""
     from torch._dynamo.decorators import mark_unbacked
+
+    sample = torch.zeros(shape, dtype=dtype, device=device)
+    mark_unbacked(sample, dim, shape_id=symbol)
+    return sample
+
+
+def trace_text(
+    hf_model: HFModel, flat: torch.nn.Module, inputs: Mapping[str, torch.Tensor], device: str, max_tokens: int
+) -> Trace:
+    """Traces `flat`, the model as a function of flat tokens and of what else is among `inputs` (by argument).
+
+    Raises:
+        UnsupportedModelError: as trace_model.
+    """
+    with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
+        check_choices(hf_model.text_config)
+        tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
+        try:
+            hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
+            with hooks[0], hooks[1], states_as_ops(hf_model.model):
+                captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
+        settle_positions(captured)
+        find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
+    return Trace(captured, max_tokens, device)
+
+
+def capture(
+    hf_model: HFModel, module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], device: str
+) -> fx.GraphModule:
+    """The graph of `module`, which runs the model or a part of it, of `inputs` (by argument); the model's parameters
+    are fake tensors afterwards.
+
+    Raises:
+        UnsupportedModelError: it cannot be traced as one graph.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    input_ids = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
-    positions = torch.zeros(_SAMPLE_TOKENS, dtype=torch.int64, device=device)
-    logits_indices = torch.zeros(_SAMPLE_ROWS, dtype=torch.int64, device=device)
-    mark_unbacked(input_ids, 0, shape_id="T")
-    mark_unbacked(positions, 0, shape_id="T")
-    mark_unbacked(logits_indices, 0, shape_id="S")
-    with refusing(f"{hf_model.model.config.model_type!r} models cannot be traced"):
-        check_choices(hf_model.text_config)
-        tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
-        weight_names = fake_copy(hf_model.model, mode, device)
-        try:
-            hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
-            with hooks[0], hooks[1], states_as_ops(hf_model.model):
-                flat = _FlatTokens(hf_model.model, max_tokens, hf_model.position_offset)
-                inputs = (input_ids, positions, logits_indices)
-                captured = with_a_mask_if_needed(lambda: _capture(flat, inputs))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
-        _name_placeholders(captured, weight_names)
-        settle_positions(captured)
-        find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
-    return Trace(captured, max_tokens, device)
+    weight_names = fake_copy(hf_model.model, mode, device)
+    captured = _capture(module, inputs)
+    _name_placeholders(captured, weight_names, inputs)
+    return captured
 
 
 class _Captured(Exception):
     """Ends the capture: the graph is whole, and nothing else is wanted of Dynamo."""
 
 
-def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+def _capture(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> fx.GraphModule:
     import torch._dynamo
 
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
@@ -123,7 +157,7 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
     torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs; there are none
     try:
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
-            torch.compile(module, backend=capturing_backend, fullgraph=True)(*inputs)
+            torch.compile(module, backend=capturing_backend, fullgraph=True)(**inputs)
     except Exception as error:
         if not captured:
             raise UnsupportedModelError(f"the model cannot be traced as one graph: {_reason(error)}") from error
@@ -136,7 +170,9 @@ def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> fx.Gr
     return graph_module
 
 
-def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str]) -> None:
+def _name_placeholders(
+    graph_module: fx.GraphModule, weight_names: dict[int, str], input_names: Collection[str]
+) -> None:
     """Gives placeholders their public names and every node `meta["val"]` (Dynamo calls it example_value)."""
     for node in graph_module.graph.nodes:
         if "example_value" in node.meta:
@@ -153,7 +189,7 @@ def _name_placeholders(graph_module: fx.GraphModule, weight_names: dict[int, str
             node.meta["weight_name"] = weight_name
             continue
         stem = node.name.removeprefix("l_").rstrip("_")
-        if stem not in INPUT_NAMES:
+        if stem not in input_names:
             raise UnsupportedModelError(
                 f"the trace has an input of unknown origin, {node.name!r}: not a weight by identity"
             )

@@ -15,7 +15,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import timeline_of
 from mllm_compile.report.part_names import PartName, part_names
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
+from mllm_compile.runtime.program.spec import AttentionStep, PackedAttentionStep, PieceStep, Program
 
 if TYPE_CHECKING:
     from mllm_compile.passes.pipeline import PassReport
@@ -77,6 +77,9 @@ def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_st
     for step in program.steps[:most_steps]:
         if isinstance(step, AttentionStep):
             lines += [f"# {step.layer}: attention", *_wrapped(_attention_line(step)), ""]
+        elif isinstance(step, PackedAttentionStep):
+            call = f"{step.out} = attention[{step.layer}]({step.q}, {step.k}, {step.v}, {step.segments})"
+            lines += [f"# {step.layer}: attention within images", *_wrapped(call), ""]
         elif not isinstance(step, PieceStep):
             call = f"{step.out} = state[{step.layer}]({', '.join(step.operands)})"
             lines += [f"# {step.layer}", *_wrapped(call), ""]

@@ -221,7 +221,7 @@ def _cuda_kernels(artifact: Artifact) -> list[str]:
             format_bytes(len(artifact.cubins[kernel.name])),
             parts.source("\n".join(f"#define {name} {value}" for name, value in kernel.constants().items())),
         )
-        for kernel in artifact.program.cuda_kernels()
+        for kernel in artifact.program.every_cuda_kernel()
     ]
 
 

@@ -31,6 +31,7 @@ from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
 logger = logging.getLogger("mllm_compile.server")
 
 _THREADS = 4  # that tokenize
+_PICTURE_THREADS = 2  # that wait for workers, as many as there are
 _SWEEP_S = 0.5
 
 
@@ -49,6 +50,7 @@ class Front:
         self.is_draining = False
         self.started_s = time.monotonic()
         self._texts = ThreadPoolExecutor(_THREADS, thread_name_prefix="mllm-texts")
+        self._pictures = ThreadPoolExecutor(_PICTURE_THREADS, thread_name_prefix="mllm-pictures")
         self._told: set[str] = set()
         self.supervisor = Supervisor(
             command_of,
@@ -140,6 +142,10 @@ class Front:
         """The result of a function that tokenizes."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, function, *args)
 
+    async def _planned(self, request: Request, facts: EngineFacts) -> Plan:
+        threads = self._pictures if request.has_media else self._texts
+        return await asyncio.get_running_loop().run_in_executor(threads, request.plan, facts)
+
     async def facts(self, model: str | None) -> EngineFacts:
         """The facts of the engine that serves a model; wakes it, waits for it.
 
@@ -178,7 +184,7 @@ class Front:
         try:
             facts = await self.facts(request.fields.model)
             try:
-                plan: Plan = request.plan(facts) if request.is_quick else await self.in_thread(request.plan, facts)
+                plan: Plan = request.plan(facts) if request.is_quick else await self._planned(request, facts)
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 name = self._name(prefix, request.fields.request_id, header_id)
@@ -235,7 +241,8 @@ class Front:
             on_over=lambda job: request_over(job, self.metrics, client),
         )
         for prompt in plan.prompts:
-            run = PromptRun(self.dispatcher.next_key(), prompt.token_ids, prompt.text, plan.is_only_echoed)
+            key = self.dispatcher.next_key()
+            run = PromptRun(key, prompt.token_ids, prompt.text, plan.is_only_echoed, prompt.media)
             job.add(run, plan.params, facts.tokenizer, plan.make_parser)
         return job
 

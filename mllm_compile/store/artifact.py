@@ -5,7 +5,7 @@
     constants.safetensors  buffers that no checkpoint holds
     pieces/                one file for each distinct piece: <hash>.pt2 to run, <hash>.py to read (or to run: eager)
     kernels/               FlashInfer's kernels that the model's layers need; absent where none do
-    cubins/                CUDA kernels of its own for few tokens (program.cuda_kernels); absent where it has none
+    cubins/                CUDA kernels of its own for few tokens (program.every_cuda_kernel); absent where it has none
     tokenizer/             tokenizer.json and what belongs to it; absent where the model folder has none
     graphs/                the graph after each pass, as text
     config.json, …         the model's own, for people who read the folder
@@ -106,7 +106,7 @@ class Artifact:
         further_weights: those of the other ranks.
         constants: names of the program's weights that are in constants.safetensors.
         pieces: the file that runs, by piece; its bytes, as they were checked.
-        cubins: the binaries of program.cuda_kernels() by name, as they were checked.
+        cubins: the binaries of program.every_cuda_kernel() by name, as they were checked.
         constants_data: constants.safetensors, as it was checked.
         texts: texts by name, as they were checked: the files in tokenizer/ and graphs/, pieces' sources, and the
             model's own config files.
@@ -245,7 +245,7 @@ def open_artifact(folder: Path) -> Artifact:
             weights=weights,
             further_weights=tuple(further_weights),
             constants=from_json(tuple[str, ...], content["constants"]),
-            pieces={piece: pieces[piece] for piece in program.piece_ids()},
+            pieces={piece: pieces[piece] for piece in program.every_piece_id()},
             cubins=cubins,
             constants_data=used[CONSTANTS],
             texts=texts,

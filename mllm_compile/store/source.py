@@ -69,9 +69,11 @@ class ArtifactSource:
             layers=layers,
             state_layers=artifact.program.state_layers,
             decoders=linked.decoders,
+            state_pieces=linked.state_pieces,
             latents=linked.latents,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
+            media=linked.bind_media(weights),
             num_experts={
                 name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts
                 for name in artifact.program.counted_experts

@@ -1,4 +1,4 @@
-"""The kinds of layers that lie between pieces: each reads what requests have left behind, so it is planned per batch.
+"""The kinds of layers that lie between pieces: each is planned per batch, most read what requests have left behind.
 
 KINDS is their list. A trace holds a layer as one op, a compiled program as another, which writes into a buffer and
 reads the forward context by the layer's name. Lowering, splitting and checking know layers by this alone.
@@ -7,19 +7,30 @@ reads the forward context by the layer's name. Lowering, splitting and checking 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import ATTENTION_LAYERS, STATE_LAYERS
+from mllm_compile.passes.base import ATTENTION_LAYERS, PACKED_LAYERS, STATE_LAYERS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.ops.states.trace import call_of
 from mllm_compile.runtime.state.layer import KINDS as STATE_KINDS
 from mllm_compile.runtime.state.layer import StateLayer
 
-Spec = LayerSpec | StateLayer
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """Attention within segments of packed rows; a program's step says all of it, so none is stored."""
+
+    name: str
+    num_heads: int
+    v_head_dim: int
+
+
+Spec = LayerSpec | StateLayer | PackedLayer
 
 
 class LayerKind(ABC):
@@ -135,7 +146,29 @@ class StateLayerKind(LayerKind):
         return list(operands.values()), buffer, name
 
 
-KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind())
+class PackedAttentionKind(LayerKind):
+    """Attention in both directions within segments, without a cache (runtime/ops/varlen)."""
+
+    traced = ("varlen_attention",)
+    refusals = 5
+    lowered = "varlen_attention_with_output"
+    buffer = 4
+    layers = PACKED_LAYERS
+
+    def name_of(self, node: fx.Node, path: str, index: int) -> str:
+        return path or f"packed_attention.{index}"
+
+    def spec(self, node: fx.Node, name: str, index: int) -> PackedLayer:
+        return PackedLayer(name, *map(int, node.meta["val"].shape[1:]))
+
+    def out_shape(self, spec: PackedLayer) -> tuple[int, ...]:
+        return spec.num_heads, spec.v_head_dim
+
+    def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
+        return (*node.args[:4], buffer, node.args[4], name)
+
+
+KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind(), PackedAttentionKind())
 _TRACED = {name: kind for kind in KINDS for name in kind.traced}
 _LOWERED = {kind.lowered: kind for kind in KINDS}
 

@@ -68,6 +68,11 @@ def input_node(gm: fx.GraphModule, name: str) -> fx.Node:
     raise KeyError(f"the graph has no batch input {name!r}")
 
 
+def has_input(gm: fx.GraphModule, name: str) -> bool:
+    """True if the graph has the batch input `name`."""
+    return any(node.meta.get("input_name") == name for node in gm.graph.find_nodes(op="placeholder"))
+
+
 def identifier(name: str) -> str:
     """`name` as a Python identifier, for a placeholder's target: 'a.q+k.weight' → 'a_q_k_weight'."""
     return re.sub(r"\W", "_", name)

@@ -38,15 +38,24 @@ class Turn:
         self.tokens = tokens
         self._event = torch.cuda.Event()
 
-    def write(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, size: int, padding_len: int) -> None:
+    def write(
+        self,
+        rows: np.ndarray,
+        seq_lens: np.ndarray,
+        slots: np.ndarray,
+        size: int,
+        padding_len: int,
+        deltas: np.ndarray | None = None,
+    ) -> None:
         """Writes the requests of a step of `size` rows, and padding behind them.
 
         Args:
-            rows, seq_lens, slots: [n] of any integers, n ≤ size: as GraphRunner.decode takes them.
+            rows, seq_lens, slots, deltas: [n] of any integers, n ≤ size: as GraphRunner.decode takes them.
             padding_len: tokens that a row of padding has.
         """
         count, fields = rows.size, self._requests
         fields[:count, 0], fields[:count, 1], fields[:count, 2] = rows, seq_lens, slots
+        fields[:count, 3] = 0 if deltas is None else deltas
         fields[count:size] = (0, padding_len, 0, 0)
 
     def write_in_place(self, size: int) -> None:

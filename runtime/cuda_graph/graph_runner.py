@@ -193,12 +193,15 @@ class GraphRunner:
         """True if `decode` takes as many requests."""
         return self.decode_loop is not None and num_requests <= self._max_requests
 
-    def decode(self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> CapturedDecode:
+    def decode(
+        self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, deltas: np.ndarray | None = None
+    ) -> CapturedDecode:
         """Runs a step of decodes in one launch; their newest tokens are where the last step left them.
 
         Args:
             rows, seq_lens, slots: [R] of any integers: each request's row, its tokens with the new one, and the slot of
                 that. A page that begins with it is entered in the table of slots.
+            deltas: [R] what their positions are beyond seq_lens - 1; None: nothing.
 
         Raises:
             RuntimeError: there is no decode loop; see holds_decode.
@@ -208,7 +211,7 @@ class GraphRunner:
         count = rows.size
         _, descriptor = self.dispatcher.dispatch(count, count, True)
         size, inputs, turn = descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
-        turn.write(rows, seq_lens, slots, size, inputs.padding_len)
+        turn.write(rows, seq_lens, slots, size, inputs.padding_len, deltas)
         logits, tokens = self._replay(descriptor).logits, self._chosen_tokens[descriptor]
         return CapturedDecode(
             logits[:count], tokens[:count], inputs.req_pool_indices[:count], inputs.seq_lens[:count], turn

@@ -27,6 +27,7 @@ OPS = {
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
     "causal_conv": "states.trace",
+    "causal_conv_states": "states.conv",
     "choose_experts": "experts.choose",
     "count_experts": "experts.count",
     "draw_tokens": "draw",
@@ -37,6 +38,7 @@ OPS = {
     "few_linear_residual": "few_tokens",
     "few_linear_residual_norm": "few_tokens",
     "gated_delta": "states.trace",
+    "gated_delta_states": "states.gated_delta",
     "gated_expert_tiles": "expert_tiles.ops",
     "gated_linear": "gated_linear.ops",
     "gather_expert_rows": "expert_tiles.gather",
@@ -52,21 +54,26 @@ OPS = {
     "own_rank": "ranks.ops",
     "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
+    "scaled_linear": "quantised_linear.scaled",
     "selective_scan": "states.trace",
+    "selective_scan_states": "states.selective_scan",
     "silu_mul": "silu_mul",
     "split_decode": "split_decode",
     "ssd": "states.trace",
+    "ssd_states": "states.ssd",
     "state_with_output": "states.run",
     "stream_expert_down": "stream_experts.ops",
     "stream_expert_down_norm": "stream_experts.ops",
     "stream_expert_up": "stream_experts.ops",
-    "stream_fp8_linear": "stream_fp8.ops",
-    "stream_fp8_linear_residual": "stream_fp8.ops",
-    "stream_fp8_linear_residual_norm": "stream_fp8.ops",
     "stream_linear": "stream_linear.ops",
     "stream_linear_residual": "stream_linear.ops",
     "stream_linear_residual_norm": "stream_linear.ops",
+    "stream_quantised_linear": "stream_quantised.ops",
+    "stream_quantised_linear_residual": "stream_quantised.ops",
+    "stream_quantised_linear_residual_norm": "stream_quantised.ops",
     "sum_experts": "experts.sum",
+    "varlen_attention": "varlen.ops",
+    "varlen_attention_with_output": "varlen.ops",
 }
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.
@@ -75,8 +82,8 @@ FAMILIES = {
     "gated_linear": "gated_linear.family",
     "ranks": "ranks.family",
     "stream_experts": "stream_experts.family",
-    "stream_fp8": "stream_fp8.family",
     "stream_linear": "stream_linear.family",
+    "stream_quantised": "stream_quantised.family",
 }
 
 Kernels = Mapping[str, Sequence[CudaKernel]]  # by family
@@ -115,6 +122,7 @@ def define_called() -> None:
         "experts.count",
         "experts.linear",
         "quantised_linear.ops",
+        "quantised_linear.scaled",
         *(f"{folder}.ops" for folder in FAMILIES),
     ):
         importlib.import_module(f"{__name__}.{module}")

@@ -59,7 +59,8 @@ def _begin_kernel(
         slot = tl.load(entry + 2, cache_modifier=".cv")
         tl.store(input_ids_ptr + request, tl.load(last_tokens_ptr + row))
         position = tl.maximum(seq_len - 1, 0)  # padding may have no token at all
-        tl.store(positions_ptr + request, position.to(tl.int64))
+        delta = tl.load(entry + 3, cache_modifier=".cv")  # of a prompt with images; else 0
+        tl.store(positions_ptr + request, (position + delta).to(tl.int64))
         tl.store(out_cache_loc_ptr + request, slot.to(tl.int64))
         tl.store(rows_ptr + request, row)
         tl.store(seq_lens_ptr + request, seq_len)
@@ -104,8 +105,8 @@ def begin_decode(
 
     Args:
         turns: [2] int64, the first of which is this turn's number.
-        requests: [NUM_TURNS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one. A row
-            without tokens is at position 0.
+        requests: [NUM_TURNS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one, and what
+            its position is beyond its index. A row without tokens is at position 0.
         last_tokens: [R] int64, the newest token of each row.
         req_to_token: [R, C] int32; the page of the new token is entered.
         input_ids, positions, out_cache_loc, rows: [S] int64; seq_lens: [S] int32; written.

@@ -14,12 +14,14 @@ import torch
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops.attention import attention_with_output, cache_inputs
 from mllm_compile.runtime.ops.states.run import state_with_output
+from mllm_compile.runtime.ops.varlen.ops import varlen_attention_with_output
 from mllm_compile.runtime.program.spec import (
     BATCH_INPUTS,
     ROW_INPUT,
     TOKEN_INPUTS,
     AttentionStep,
     LayerStep,
+    PackedAttentionStep,
     PieceStep,
     Program,
 )
@@ -28,6 +30,15 @@ PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 # (index of the buffer, a tensor [T, …], a token's shape, type) → where a layer writes its output: attention [T, H, Dv].
 # Outputs that are alive at the same time have different indices.
 OutputBuffers = Callable[[int, torch.Tensor, tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The bounds of what attends to each other among packed rows: [segments + 1] int32 on the device, and the rows of
+    the longest segment."""
+
+    bounds: torch.Tensor
+    longest: int
 
 
 class ProgramExecutor:
@@ -50,8 +61,8 @@ class ProgramExecutor:
             raise ArtifactError(f"the program needs {', '.join(missing[:5])}, which the runtime does not hold")
         self.program = program
         self.weights = dict(weights)
-        self._registers = {name: register for register, name in enumerate((*BATCH_INPUTS, *program.weights))}
-        self._template: list[torch.Tensor | None] = [None] * len(BATCH_INPUTS)
+        self._registers = {name: register for register, name in enumerate(self._given_names())}
+        self._template: list[torch.Tensor | None] = [None] * (len(BATCH_INPUTS) + len(program.inputs))
         self._template += [self.weights[name] for name in program.weights]
         self._steps = self._link(pieces)
         # Indices of steps: the first that reads `logits_indices`, and the head. They are one step unless rows are
@@ -85,7 +96,7 @@ class ProgramExecutor:
         """
         Args:
             inputs: `input_ids` [T] int64, `positions` [T] int64, `slots` [T] int64 (of the KV cache; 0 for padding),
-                `logits_indices` [S] int64.
+                `logits_indices` [S] int64, and the program's own.
 
         Returns:
             Logits [S, V] in the model's dtype.
@@ -96,22 +107,36 @@ class ProgramExecutor:
         """Runs the part that works on the T tokens.
 
         Args:
-            inputs: `input_ids`, `positions` and `slots`, [T] int64 each.
+            inputs: `input_ids`, `positions` and `slots`, [T] int64 each, and the program's own.
             all_rows: [T] int64, 0 to T - 1: what stands behind the row gather, the head apart, runs here for all
                 tokens, as a graph of T tokens has it; None: `head` runs it for the wanted ones.
 
         Returns:
             What `head` goes on from, any number of times.
         """
-        values: list[Any] = self._template.copy()
-        values.extend([None] * (len(self._registers) - len(values)))
-        for name in TOKEN_INPUTS:
-            values[self._registers[name]] = inputs[name]
+        values = self._values(inputs, (*TOKEN_INPUTS, *self.program.inputs))
         self._run(self._steps[: self._gather], values)
         if all_rows is not None and self._has_tail:
             values[self._registers[ROW_INPUT]] = all_rows
             self._run(self._steps[self._gather : self._head], values)
         return values
+
+    def run_tower(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Runs a program that takes its own inputs alone, Segments among them; gives all its outputs."""
+        values = self._values(inputs, self.program.inputs)
+        self._run(self._steps, values)
+        return [values[self._registers[name]] for name in (self.program.output, *self.program.further_outputs)]
+
+    def _values(self, inputs: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+        """The registers before the first step."""
+        values: list[Any] = self._template.copy()
+        values.extend([None] * (len(self._registers) - len(values)))
+        for name in names:
+            values[self._registers[name]] = inputs[name]
+        return values
+
+    def _given_names(self) -> tuple[str, ...]:
+        return (*BATCH_INPUTS, *self.program.inputs, *self.program.weights)
 
     def map_body(self, body: list[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
         """Applies `change` to every value of `body` that the program has computed."""
@@ -182,6 +207,13 @@ class ProgramExecutor:
                 linked.append(
                     _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, unrotated, eps, dead)
                 )
+            elif isinstance(step, PackedAttentionStep):
+                q, k, v, segments, out = map(self._register, (*step.reads, step.out))
+                linked.append(
+                    _LinkedPackedAttention(
+                        buffer_index[step.out], q, k, v, segments, out, step.out_shape, step.sm_scale, step.layer, dead
+                    )
+                )
             else:
                 operands, state = tuple(map(self._register, step.operands)), states[step.layer]
                 buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
@@ -211,7 +243,7 @@ class ProgramExecutor:
 
     def _last_uses(self) -> dict[str, int]:
         """Value → index of the last step that reads or makes it; weights, inputs and the output live on."""
-        keep = {*self.program.weights, *BATCH_INPUTS, self.program.output}
+        keep = {*self._given_names(), self.program.output, *self.program.further_outputs}
         last: dict[str, int] = {}
         for index, step in enumerate(self.program.steps):
             last.update({name: index for name in (*step.reads, *step.writes) if name not in keep})
@@ -224,7 +256,7 @@ def _missing_names(
     """The names that the program uses and neither the runtime nor an earlier step provides."""
     layers = {layer.name for layer in program.layers}
     all_layers = layers | {layer.name for layer in program.state_layers}
-    known = {*BATCH_INPUTS, *program.weights}
+    known = {*BATCH_INPUTS, *program.inputs, *program.weights}
     missing = [name for name in program.weights if name not in weights]
     for layer in (*program.decode_attention, *program.latent_attention):
         missing += [layer] if layer not in layers else []
@@ -232,12 +264,11 @@ def _missing_names(
     for step in program.steps:
         if isinstance(step, PieceStep):
             missing += [step.writes_kv_of] if step.writes_kv_of not in {None, *layers} else []  # type: ignore[list-item]
-        elif step.layer not in all_layers:
+        elif not isinstance(step, PackedAttentionStep) and step.layer not in all_layers:
             missing.append(step.layer)
         missing += [name for name in step.reads if name not in known]
         known.update(step.writes)
-    if program.output not in known:
-        missing.append(program.output)
+    missing += [name for name in (program.output, *program.further_outputs) if name not in known]
     return list(dict.fromkeys(missing))
 
 
@@ -324,4 +355,25 @@ class _LinkedState:
         values[self.out] = out
 
 
-_LinkedStep = _LinkedPiece | _LinkedAttention | _LinkedState
+@dataclass(slots=True)
+class _LinkedPackedAttention:
+    buffer_index: int
+    q: int
+    k: int
+    v: int
+    segments: int
+    out: int
+    out_shape: tuple[int, int]
+    sm_scale: float
+    layer: str
+    dead: tuple[int, ...]
+
+    def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
+        q, segments = values[self.q], values[self.segments]
+        out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
+        k, v = values[self.k], values[self.v]
+        varlen_attention_with_output(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest)
+        values[self.out] = out
+
+
+_LinkedStep = _LinkedPiece | _LinkedAttention | _LinkedState | _LinkedPackedAttention

@@ -21,9 +21,10 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.loaded import DecodeLoopPieces
+from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
 from mllm_compile.runtime.program.spec import DecodeForm, Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
+from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class LinkedProgram:
     Attributes:
         pieces: piece id → compiled function, of all that the program names.
         decoders: layer → its own decode kernels, where it has some; layers that are alike share them.
+        state_pieces: layer with a state → its kernels, where it has some; layers that are alike share them.
         latents: layer → the pieces that attend over its latents, where it has some; likewise.
         sampling: the kernels that choose tokens; None: torch chooses.
         decode_loop: the kernels around a captured decode, if the program has them.
@@ -41,9 +43,24 @@ class LinkedProgram:
     program: Program
     pieces: Mapping[str, PieceFunction]
     decoders: Mapping[str, Decoders]
+    state_pieces: Mapping[str, StatePieces]
     latents: Mapping[str, LatentPieces]
     sampling: SamplingPieces | None
     decode_loop: DecodeLoopPieces | None
+
+    def bind_media(self, weights: Mapping[str, torch.Tensor]) -> MediaExecutors | None:
+        """The programs for images over `weights`; None where there are none.
+
+        Raises:
+            ArtifactError: as bind.
+        """
+        media = self.program.media
+        if media is None:
+            return None
+        with_features, tower = (
+            ProgramExecutor(one, self.pieces, weights) for one in (media.with_features, media.tower)
+        )
+        return MediaExecutors(with_features, tower, media.facts)
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> tuple[ProgramExecutor, tuple[AttentionLayer, ...]]:
         """The program over `weights` (name → tensor, in its final place), and its layers by layer_id.
@@ -62,19 +79,24 @@ def link(
 
     Args:
         pieces: piece id → compiled function.
-        cubins: binaries of program.cuda_kernels() by name; checked by the caller: they are executed.
+        cubins: binaries of program.every_cuda_kernel() by name; checked by the caller: they are executed.
 
     Raises:
         ArtifactError, DeviceError: a kernel is missing or cannot be loaded.
     """
     with current_device(device):
-        load_kernels(program.kernels, cubins, device)
+        for one in program.every:
+            load_kernels(one.kernels, cubins, device)
         decoders = _decoders(program, pieces, cubins, device)
     sampling, loop = program.sampling, program.decode_loop
     return LinkedProgram(
         program,
         pieces,
         decoders,
+        {
+            name: StatePieces(*(pieces[piece] for piece in forms.piece_ids()))
+            for name, forms in program.state_forms.items()
+        },
         _latents(program, pieces),
         None
         if sampling is None

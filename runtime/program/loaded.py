@@ -11,8 +11,10 @@ import torch
 from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.state.layer import StateLayer
+from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 class Executor(Protocol):
@@ -25,6 +27,22 @@ class Executor(Protocol):
 
     def head(self, body: Any, logits_indices: torch.Tensor) -> torch.Tensor:
         """Logits [S, V], in the model's dtype, of the tokens `logits_indices` [S] int64. May be called again."""
+
+
+class TowerExecutor(Protocol):
+    """A tower as a function of images."""
+
+    def run_tower(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """GridTower.input_names → [F, hidden] each: features, and those for deeper layers."""
+
+
+@dataclass(frozen=True)
+class MediaExecutors:
+    """The executors of a model that takes images, beside that for text (spec.MediaPrograms)."""
+
+    with_features: Executor
+    tower: TowerExecutor
+    facts: GridTower
 
 
 @dataclass(frozen=True)
@@ -50,9 +68,11 @@ class LoadedModel:
     layers: tuple[AttentionLayer, ...]  # by layer_id
     state_layers: tuple[StateLayer, ...] = ()  # by state_id
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
+    state_pieces: Mapping[str, StatePieces] = field(default_factory=dict)  # layer with a state → its kernels, if any
     latents: Mapping[str, LatentPieces] = field(default_factory=dict)  # layer → its kernels over latents, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
+    media: MediaExecutors | None = None  # for images, where the model takes some
     num_experts: Mapping[str, int] = field(default_factory=dict)  # layer of experts, in order → how many it has
     num_attention_heads: int
     num_kv_heads: int

@@ -20,6 +20,7 @@ from mllm_compile.runtime.attention.split.splits import Splits
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.state.layer import StateLayer
 
@@ -102,10 +103,38 @@ class StateStep:
         return (self.out,)
 
 
-LayerStep = AttentionStep | StateStep
+@dataclass(frozen=True)
+class PackedAttentionStep:
+    """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] in both directions, within the segments
+    that the input `segments` bounds (executor.Segments). `layer` is its name, for people."""
+
+    layer: str
+    q: str
+    k: str
+    v: str
+    segments: str
+    out: str
+    out_shape: tuple[int, int]
+    sm_scale: float
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.q, self.k, self.v, self.segments)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
+
+LayerStep = AttentionStep | StateStep | PackedAttentionStep
 Step = PieceStep | LayerStep
 # Kinds of steps by the names that they are stored under.
-_STEPS: dict[str, type[Step]] = {"piece": PieceStep, "attention": AttentionStep, "state": StateStep}
+_STEPS: dict[str, type[Step]] = {
+    "piece": PieceStep,
+    "attention": AttentionStep,
+    "state": StateStep,
+    "packed_attention": PackedAttentionStep,
+}
 _STEP_NAMES = {kind: name for name, kind in _STEPS.items()}
 
 
@@ -149,6 +178,17 @@ class DecodeForm:
         if (form.piece is None) is not bool(form.kernels):
             raise ValueError("a form of decode attention has a piece, or kernels")
         return form
+
+
+@dataclass(frozen=True)
+class StateForms:
+    """The pieces that compute a layer with a state: a batch's decodes, and its prompts (ops/states/)."""
+
+    decodes: str
+    prompts: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.decodes, self.prompts
 
 
 @dataclass(frozen=True)
@@ -241,18 +281,41 @@ class Program:
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
     quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
     state_layers: tuple[StateLayer, ...] = ()
+    state_forms: Mapping[str, StateForms] = field(default_factory=dict)  # layer with a state → its pieces
+    inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
+    further_outputs: tuple[str, ...] = ()  # beside `output`; of a tower
+    media: MediaPrograms | None = None
+
+    @property
+    def every(self) -> tuple[Program, ...]:
+        """This program and those for images, where there are some."""
+        return (self,) if self.media is None else (self, self.media.with_features, self.media.tower)
+
+    def every_piece_id(self) -> list[str]:
+        """All that is compiled, of all programs."""
+        return list(dict.fromkeys(piece for program in self.every for piece in program.piece_ids()))
+
+    def every_weight(self) -> list[str]:
+        """The names of the weights of all programs."""
+        return list(dict.fromkeys(name for program in self.every for name in program.weights))
+
+    def every_cuda_kernel(self) -> tuple[CudaKernel, ...]:
+        """The kernels that the runtime holds compiled by NVRTC, of all programs."""
+        return tuple(dict.fromkeys(kernel for program in self.every for kernel in program.cuda_kernels()))
 
     def piece_ids(self) -> list[str]:
-        """All that is compiled: the steps' pieces, their forms for few tokens, those of attention, sampling and the
-        decode loop."""
+        """All that is compiled of this program: the steps' pieces, their forms for few tokens, those of attention,
+        of layers with a state, of sampling and of the decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
         attention |= dict.fromkeys(piece for forms in self.latent_attention.values() for piece in forms.piece_ids())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
-        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling, *loop]
+        states = dict.fromkeys(piece for forms in self.state_forms.values() for piece in forms.piece_ids())
+        small = (form.piece for form in self.all_small_forms())
+        return [*self.step_pieces(), *small, *attention, *states, *sampling, *loop]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
-        """The kernels that the runtime holds compiled by NVRTC."""
+        """The kernels that this program calls and NVRTC compiles."""
         decodes = dict.fromkeys(kernel for form in self._decode_forms() for kernel in form.kernels)
         return (*(kernel for members in self.kernels.values() for kernel in members), *decodes)
 
@@ -285,6 +348,10 @@ class Program:
             "counted_experts": list(self.counted_experts),
             "quantised_weights": {name: asdict(weight) for name, weight in self.quantised_weights.items()},
             "state_layers": [layer.to_json() for layer in self.state_layers],
+            "state_forms": {layer: asdict(forms) for layer, forms in self.state_forms.items()},
+            "inputs": list(self.inputs),
+            "further_outputs": list(self.further_outputs),
+            "media": None if self.media is None else self.media.to_json(),
         }
 
     @classmethod
@@ -311,11 +378,43 @@ class Program:
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
                 quantised_weights=from_json(dict[str, QuantisedWeight], data["quantised_weights"]),
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
+                state_forms=from_json(dict[str, StateForms], data["state_forms"]),
+                inputs=from_json(tuple[str, ...], data["inputs"]),
+                further_outputs=from_json(tuple[str, ...], data["further_outputs"]),
+                media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
                 f"the program is not one that this version writes ({error}); compile the model again"
             ) from error
+
+
+@dataclass(frozen=True)
+class MediaPrograms:
+    """The programs of a model that takes images, beside its program for text.
+
+    Attributes:
+        with_features: the text's program, which takes `features` in place of the embeddings of some tokens.
+        tower: images → features.
+        facts: what the tower is like.
+    """
+
+    with_features: Program
+    tower: Program
+    facts: GridTower
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "with_features": self.with_features.to_json(),
+            "tower": self.tower.to_json(),
+            "facts": asdict(self.facts),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> MediaPrograms:
+        """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
+        with_features, tower = (Program.from_json(data[name]) for name in ("with_features", "tower"))
+        return cls(with_features, tower, from_json(GridTower, data["facts"]))
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:

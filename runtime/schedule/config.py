@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from mllm_compile.runtime.config_sections import CudaGraphSection, MaxStepMs, RuntimeSection
 from mllm_compile.runtime.errors import ConfigError, RequestError
+from mllm_compile.runtime.media.grids import MAX_FEATURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,11 @@ class SchedulerConfig:
                 f"{self.max_running_requests}: a step could not hold one token of each running request. "
                 "Raise max_num_batched_tokens or lower max_running_requests."
             )
+
+    @property
+    def max_features_per_step(self) -> int:
+        """Features of images that are encoded in one step; of an image with more, that one alone."""
+        return min(self.max_num_batched_tokens, MAX_FEATURES)
 
     @property
     def usable_pages(self) -> int:

@@ -190,7 +190,7 @@ class PageTables:
         self._to_clear += [np.array(path, dtype=np.int32), private]
         self.release(row)
 
-    def forget(self, token_ids: Sequence[int], salt: Salt) -> None:
+    def forget(self, token_ids: Sequence[int] | np.ndarray, salt: Salt) -> None:
         """Stop using the KV of these tokens' first page as a prefix, and all behind it: it may hold NaN."""
         self._to_clear.append(self.cache.forget(token_ids, salt))
 

@@ -152,7 +152,7 @@ class RadixCache:
         self._roots = {}
         return self.evict(len(self._unlocked))
 
-    def forget(self, token_ids: Sequence[int], salt: Salt = ()) -> np.ndarray:
+    def forget(self, token_ids: Sequence[int] | np.ndarray, salt: Salt = ()) -> np.ndarray:
         """Drop every request's prefix that begins with the first page of `token_ids`.
 
         Its locked pages come back by eviction once unlocked, as after a flush. Returns the others ([n] int32), which
@@ -199,7 +199,7 @@ class RadixCache:
             del self._roots[salt]
 
     def _page_keys(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
-        tokens = np.asarray(token_ids, dtype=np.int32)
+        tokens = np.asarray(token_ids, dtype=np.int64)  # keys of images have 63 bits
         num_pages = tokens.size // self.page_size
         data = tokens.tobytes()
         width = self.page_size * tokens.itemsize

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
 
@@ -30,7 +33,7 @@ class RequestStatus(Enum):
 # Not compared by value: two requests are never the same one, and lists of requests are searched by identity.
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """A request; the first nine fields are the caller's, the rest is state.
+    """A request; the first ten fields are the caller's, the rest is state.
 
     Times are time.monotonic() seconds; None until the thing has happened.
     """
@@ -44,6 +47,7 @@ class Request:
     bad_phrases: tuple[tuple[int, ...], ...] = ()  # the tokens of params.bad_words
     cache_salt: tuple[Hashable, ...] = ()  # whatever else changes the KV: requests share pages within one salt only
     grammar: Grammar | None = None  # params.structured_outputs, compiled
+    media: RequestMedia | None = None  # the prompt's images
 
     status: RequestStatus = RequestStatus.WAITING
     # Row of ReqToTokenPool, -1 when it has none. A request preempted while a step of its is in flight is WAITING but
@@ -74,6 +78,13 @@ class Request:
     def all_token_ids(self) -> list[int]:
         """Prompt and output so far, a new list: what a recompute prefills, and what a repetition penalty counts."""
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def cache_keys(self) -> list[int] | np.ndarray:
+        """The numbers by which the prefix cache knows all tokens: ids, keys of images where tokens take features."""
+        if self.media is None:
+            return self.all_token_ids
+        return np.concatenate((self.media.keys, np.array(self.output_token_ids, dtype=np.int64)))
 
     @property
     def is_finished(self) -> bool:

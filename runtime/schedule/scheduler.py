@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.schedule.batch_builder import NO_COPIES, NO_TOKENS, Chunk, DecodeRows, build_batch
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
@@ -67,6 +68,9 @@ class Scheduler:
         self._free_rows = list(range(num_rows - 1, 0, -1))
         self._leaving: set[int] = set()  # rows that get no further step and wait for their last one's update
         self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by row
+        self._cache_keys: list[np.ndarray] = [NO_TOKENS] * num_rows  # what the prefix cache knows these by
+        self._num_encoded = [0] * num_rows  # images of each row's prompt whose features are there, or not needed
+        self._features_left = 0  # that may be encoded in the step that is being planned
         # For each row, once all scheduled steps are over: tokens with KV, their number after which no step is left,
         # and the steps not updated yet.
         self._computed = np.zeros(num_rows, dtype=np.int32)
@@ -155,6 +159,7 @@ class Scheduler:
         prefix_lens = self._computed[decodes.rows]
         chunks: list[Chunk] = []
         admitted: list[Request] = []
+        self._features_left = self.config.max_features_per_step
         if self._prefilling or (self._waiting and self._free_rows):
             budget = self._prompt_budget(decodes)
             self._continue_prefills(chunks, admitted, budget)
@@ -399,6 +404,10 @@ class Scheduler:
         """Plan the next `length` tokens of a prompt, for which there are pages."""
         row = request.row
         start, target = int(self._computed[row]), self._prefill_ids[row].size
+        if request.media is not None:
+            length = self._cut_for_images(row, request.media, start, length)
+            if not length:
+                return
         length = self._cut_for_state(row, start, target, length)
         self.pages.grow(row, self.pages.pages_for(start + length) - int(self.pages.num_pages[row]))
         self._computed[row] = start + length
@@ -411,8 +420,23 @@ class Scheduler:
             self._decode_rows = None
 
     def _was_cut(self, chunks: list[Chunk], request: Request) -> bool:
-        """True if the step has a chunk of the request, which ended for the sake of a state."""
-        return self.config.num_snapshots > 0 and any(chunk.request is request for chunk in chunks)
+        """True if the step has a chunk of the request, which ended for the sake of a state or of an image."""
+        may_be = self.config.num_snapshots > 0 or request.media is not None
+        return may_be and any(chunk.request is request for chunk in chunks)
+
+    def _cut_for_images(self, row: int, media: RequestMedia, start: int, length: int) -> int:
+        """The length of a chunk that ends before an image which the step encodes no more; of the step's first images
+        one at least is encoded."""
+        most = self.config.max_features_per_step
+        for image in media.images[self._num_encoded[row] :]:
+            if image.start >= start + length:
+                break
+            features = image.end - image.start
+            if features > self._features_left and self._features_left < most:
+                return max(0, image.start - start)
+            self._features_left = max(0, self._features_left - features)
+            self._num_encoded[row] += 1
+        return length
 
     def _cut_for_state(self, row: int, start: int, target: int, length: int) -> int:
         """The length of a chunk that ends where a state is worth keeping: at a cut of its prompt, or else, if it is not
@@ -440,7 +464,7 @@ class Scheduler:
         for save in self._saves_in_flight.pop(batch.step_id, ()):
             request = save.request
             if request.status is RequestStatus.RUNNING:
-                tokens = self._prefill_ids[request.row][: save.num_tokens]
+                tokens = self._cache_keys[request.row][: save.num_tokens]
                 self.pages.keep_state(tokens, request.cache_salt, save.state_row)
             else:
                 self.pages.cache.states.release(save.state_row)
@@ -453,10 +477,11 @@ class Scheduler:
         """
         row = self._free_rows[-1]
         token_ids = np.array(request.all_token_ids, dtype=np.int64)
+        cache_keys = token_ids if request.media is None else np.asarray(request.cache_keys)
         prefix = StatePrefix(0, 0, None)
         if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
             # Never all of it: the logits of the last token are what the request waits for.
-            prefix = self._attach_prefix(row, token_ids[:-1], request.cache_salt)
+            prefix = self._attach_prefix(row, cache_keys[:-1], request.cache_salt)
         # Without set_aside: a prompt that is not over has used up the step's budget, or the pages, or has a page left.
         set_aside += len(self._prefilling) + len(self._decoding)
         if self.pages.pages_for(token_ids.size) - prefix.num_pages + set_aside > self.pages.available_pages:
@@ -466,7 +491,7 @@ class Scheduler:
         self._waiting.pop(bisect_left(self._waiting, request.urgency, key=_URGENCY))
         self._free_rows.pop()
         self._owners[row] = request
-        self._prefill_ids[row] = token_ids
+        self._prefill_ids[row], self._cache_keys[row] = token_ids, cache_keys
         cached = prefix.num_pages * self.config.page_size
         self._computed[row] = cached
         self._last_computed[row] = len(request.prompt_token_ids) + request.max_new_tokens - 1
@@ -477,6 +502,7 @@ class Scheduler:
             self._cuts[row] = tuple(sorted(pages * self.config.page_size for pages in {prefix.num_matched, whole}))
         if prefix.state_row is not None:
             self._restores.append((prefix.state_row, row))
+        self._num_encoded[row] = 0 if request.media is None else request.media.num_images_before(cached)
         self._note_admission(request, cached)
         request.row = row
         request.status = RequestStatus.RUNNING
@@ -615,7 +641,7 @@ class Scheduler:
         """
         request.is_broken = True
         if self.config.enable_prefix_cache:
-            self.pages.forget(request.all_token_ids, request.cache_salt)
+            self.pages.forget(request.cache_keys, request.cache_salt)
             self._changes += 1
         return self.finish(request, "abort")
 
@@ -659,7 +685,7 @@ class Scheduler:
             self._give_up_pages(request)
         request.row = -1
         self._owners[row] = None
-        self._prefill_ids[row] = NO_TOKENS
+        self._prefill_ids[row] = self._cache_keys[row] = NO_TOKENS
         self._leaving.discard(row)
         self._free_rows.append(row)
         self._changes += 1
@@ -667,7 +693,7 @@ class Scheduler:
     def _publish(self, request: Request) -> None:
         """Put the request's written full pages into the prefix cache while it goes on."""
         if self.config.enable_prefix_cache:
-            tokens = self._prefill_ids[request.row]
+            tokens = self._cache_keys[request.row]
             self.pages.publish(request.row, tokens, request.num_computed_tokens, request.cache_salt)
             self._changes += 1
 
@@ -675,7 +701,7 @@ class Scheduler:
         if request.is_broken:
             self.pages.discard(request.row)
         elif self.config.enable_prefix_cache:
-            tokens, num_written = request.all_token_ids, request.num_computed_tokens
+            tokens, num_written = request.cache_keys, request.num_computed_tokens
             self.pages.publish_and_release(request.row, tokens, num_written, request.cache_salt)
         else:
             self.pages.release(request.row)

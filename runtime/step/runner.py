@@ -33,6 +33,7 @@ from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.grammar_rows import GrammarRows
 from mllm_compile.runtime.step.host_page_table import HostPageTable
+from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.output import ScoreTable, StepOutput
 from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step
 from mllm_compile.runtime.step_fields import StepFields
@@ -98,6 +99,7 @@ class StepRunner:
 
     Attributes:
         state: sampling parameters of the requests that hold a row.
+        media: the images of steps.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, announce: Announce | None = None) -> None:
@@ -115,6 +117,7 @@ class StepRunner:
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         self._pages = HostPageTable(num_rows, runner.config.runtime.max_model_len, runner.config.runtime.page_size)
+        self.media = MediaSteps(runner, num_rows)
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         self._grammars = GrammarRows(lambda: TokenMasks(num_rows, runner.vocab_size, runner.device))
         self._previous: StepHandle | None = None  # the last step, if a request in a row has a grammar
@@ -139,6 +142,7 @@ class StepRunner:
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         self._enter_pages(batch)
+        self.media.admit(batch.admitted)
         plan = self._plan(batch)
         if self._announce is not None:
             self._announce(batch, plan.fields.scored_indices)
@@ -172,7 +176,8 @@ class StepRunner:
         self._follow_rows(batch)
         self.state.flush()
         fields, flags = plan.fields, self.state.flags
-        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
+        deltas = self.media.deltas(batch.rows)
+        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas)
         mask = self._mask(batch, plan)
         if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             output = LogitsProcessorOutput(decode.logits)
@@ -207,9 +212,11 @@ class StepRunner:
         if batch.page_ids.size:
             plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
             plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+        media = self.media.inputs(batch, plan.fields.positions)
         fields = self._upload(plan.fields)
         forward_batch = self._forward_batch(batch, plan, fields)
         forward_batch.common_prefix_len = self._common_prefix_len(batch)
+        forward_batch.media = media
         return self._runner.forward(forward_batch), fields
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
@@ -225,7 +232,9 @@ class StepRunner:
         config = self._runner.config
         if config.runtime.deterministic:
             return plan_fixed_rows(batch, self._pages, config.runtime.max_num_batched_tokens)
-        return plan_step(batch, self._pages)
+        plan = plan_step(batch, self._pages)
+        plan.fields.positions = self.media.positions(batch, plan.fields.positions)
+        return plan
 
     def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
         """The arrays on the device; inputs of the model in the graphs' own places if they fit.

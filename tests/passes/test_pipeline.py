@@ -26,6 +26,7 @@ from mllm_compile.passes.pipeline import (
     passes_left_out,
     run_passes,
 )
+from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.runtime.ops import FAMILIES, OPS
 from tests.passes.support.graph_builder import model_of_layers, run
@@ -173,11 +174,11 @@ HOPPER = PassTarget(
     "cuda", True, True, True, "bfloat16", "bfloat16", num_ranks=2, counts_experts=True, attention_backend="flashinfer"
 )
 KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
-# Those whose kernels are CUDA C++: the ops of kernel families, and decode attention that rotates.
+# Those that are for Hopper: with CUDA C++ as the ops of kernel families and decode attention that rotates, or with fp8.
 HOPPER_PASSES = {
     graph_pass.name
     for graph_pass in PASSES
-    if graph_pass in (RotateInAttention, DequantiseWeights)
+    if graph_pass in (RotateInAttention, QuantiseActivations, DequantiseWeights)
     or any(OPS[name].partition(".")[0] in FAMILIES for name in graph_pass.needs)
 }
 

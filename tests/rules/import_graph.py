@@ -39,6 +39,7 @@ FLOORS = (
     "mllm_compile/model",
     "mllm_compile/checkpoint",
     "mllm_compile/config",
+    "mllm_compile/media",
     "mllm_compile/text/calls",
     "mllm_compile/text",
     "mllm_compile/process",
@@ -65,6 +66,7 @@ FLOORS = (
     "runtime/device",
     "runtime/collectives",
     "runtime/cuda",
+    "runtime/media",
     "runtime",
 )
 

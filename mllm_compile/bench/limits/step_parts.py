@@ -87,7 +87,7 @@ def step_parts(
             itemsize = _ITEMSIZES[layer.state_dtype(state_dtype)]
             # Read and written once by each request, however long that is.
             parts.append(StepPart(index, None, seen, 0, 2 * batch * math.prod(layer.state_shape) * itemsize, 0))
-        else:
+        elif isinstance(step, PieceStep):
             num_bytes, flops = 0.0, 0
             for name in read_weights(step, weights):
                 weight, experts = weights[name], program.expert_weights.get(name)

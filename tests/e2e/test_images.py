@@ -1,0 +1,161 @@
+"""The whole way of prompts with images, for every protocol of towers: Transformers' tokens, from its own forward with
+pixel_values in float32, whatever else is in the batch and however prompts are cut, kept or computed again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.engine.assemble import assemble
+from mllm_compile.engine.engine import Engine as AnyEngine
+from mllm_compile.errors import RequestError
+from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.process.timeline import Timeline
+from tests.fakes import all_pages_are_back
+from tests.tiny_model import engine_of_pages
+from tests.tiny_vision import (
+    VISION_MODELS,
+    image,
+    media_prompt,
+    save_vision_model,
+    transformers_greedy,
+    transformers_logprobs,
+    vision_engine_config,
+)
+
+MAX_TOKENS = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+SMALL, WIDE, LARGE = image(1, (1, 4, 6)), image(2, (1, 8, 14)), image(3, (1, 16, 22))  # 6, 28 and 88 features
+ONE = media_prompt([5, 6, 92], SMALL, [93, 7, 8])
+TWO = media_prompt([5, 6, 92], WIDE, [93, 7, 8, 92], SMALL, [93, 9])
+CUT = media_prompt([11, 92], LARGE, [93, 12, 13])  # longer than a step
+LAST = media_prompt([4, 3], SMALL)  # the first token follows a feature
+TEXT = [3, 4, 5, 6, 7]
+PROMPTS: list[MediaPrompt | list[int]] = [ONE, TWO, CUT, LAST, TEXT]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model's folder, and Transformers' answers to PROMPTS."""
+
+    folder: Path
+    cache: Path
+    model: Any
+    answers: list[list[int]]
+
+    def engine(self, **runtime: Any) -> AnyEngine:
+        return Engine(vision_engine_config(self.folder, self.cache, **runtime))
+
+
+@pytest.fixture(scope="module", params=VISION_MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_vision_model(request.param, folder)
+    yield Served(folder, folder / "cache", model, [transformers_greedy(model, p, MAX_TOKENS) for p in PROMPTS])
+
+
+def tokens(engine: AnyEngine, prompts: list[Any], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(output.token_ids) for output in engine.generate(prompts, params)]
+
+
+def test_answers_are_those_of_transformers_in_one_batch_and_alone(served: Served) -> None:
+    with served.engine(enable_prefix_cache=False) as engine:
+        assert tokens(engine, PROMPTS) == served.answers
+        assert [tokens(engine, [prompt])[0] for prompt in PROMPTS] == served.answers
+        # One token a step of a prompt beside decodes, and images cut at every place.
+        assert tokens(engine, PROMPTS * 3) == served.answers * 3
+        assert all_pages_are_back(engine)
+
+
+def test_steps_of_few_tokens_cut_images_anywhere(served: Served) -> None:
+    with served.engine(enable_prefix_cache=False, max_num_batched_tokens=9) as engine:
+        assert tokens(engine, PROMPTS) == served.answers
+
+
+def test_the_same_image_is_found_again_and_another_is_not(served: Served) -> None:
+    other = media_prompt([11, 92], image(4, (1, 16, 22)), [93, 12, 13])
+    with served.engine() as engine:
+        assert tokens(engine, [CUT]) == [served.answers[2]]
+        assert engine.stats().prefix_hit_tokens == 0
+        assert tokens(engine, [CUT]) == [served.answers[2]]
+        hits = engine.stats().prefix_hit_tokens
+        assert hits >= 80  # nearly all of its 93 tokens
+        assert tokens(engine, [other]) == [transformers_greedy(served.model, other, MAX_TOKENS)]
+        assert engine.stats().prefix_hit_tokens == hits
+        # A hit that ends within an image: what is left of it takes its features.
+        longer = media_prompt([11, 92], LARGE, [93, 12, 13, 92], WIDE, [93, 20])
+        assert tokens(engine, [longer]) == [transformers_greedy(served.model, longer, MAX_TOKENS)]
+
+
+def test_a_preempted_prompt_is_computed_again(served: Served) -> None:
+    params = replace(GREEDY, max_tokens=40)
+    expected = [transformers_greedy(served.model, prompt, 40) for prompt in (ONE, TWO)]
+    config = vision_engine_config(served.folder, served.cache, enable_prefix_cache=False)
+    with engine_of_pages(config, 7) as engine:
+        assert tokens(engine, [ONE, TWO], params) == expected
+        assert engine.stats().preemptions > 0
+        assert all_pages_are_back(engine)
+
+
+def test_an_aborted_prompt_leaves_nothing(served: Served) -> None:
+    parts = assemble(vision_engine_config(served.folder, served.cache, max_num_batched_tokens=9), Timeline())
+    with Engine.from_parts(parts) as engine:
+        stream = engine.stream(CUT, GREEDY, request_id="gone")
+        engine.abort("gone")
+        list(stream)
+        assert tokens(engine, PROMPTS) == served.answers
+        assert parts.step_runner.media.num_kept == 0
+
+
+def test_log_probabilities_of_a_prompt_with_images_are_those_of_transformers(served: Served) -> None:
+    with served.engine() as engine:
+        (output,) = engine.generate([ONE], replace(GREEDY, prompt_logprobs=0, max_tokens=1))
+    expected = transformers_logprobs(served.model, ONE)
+    ours = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+    assert np.abs(np.array(ours) - expected.numpy()).max() < 3e-4
+
+
+def test_a_prompt_that_does_not_fit_its_images_is_refused_and_the_others_go_on(served: Served) -> None:
+    ids = [5, 92, 90, 90, 93]
+    wrong = MediaPrompt(ids, ONE.items, np.array(ids) == 90)
+    with served.engine() as engine:
+        with pytest.raises(RequestError, match="an image's tokens are 3 to 8 of a prompt of 5"):
+            engine.generate(wrong, GREEDY)
+        outputs = engine.generate([wrong, ONE], GREEDY)
+    assert [output.finish_reason for output in outputs] == ["error", "length"]
+    assert list(outputs[1].token_ids) == served.answers[0]
+
+
+def test_images_are_refused_where_text_alone_is_served(served: Served) -> None:
+    with (
+        served.engine(deterministic=True) as engine,
+        pytest.raises(RequestError, match=r"runtime\.deterministic is set, under which text alone is served"),
+    ):
+        engine.generate(ONE, GREEDY)
+
+
+@pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores
+def test_a_compiled_runtime_serves_images_in_a_process_without_transformers(tmp_path: Path) -> None:
+    model = save_vision_model("qwen3_vl", tmp_path / "model")
+    config = vision_engine_config(tmp_path / "model", tmp_path / "cache", "inductor")
+    expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+    with Engine(config) as engine:
+        assert tokens(engine, PROMPTS) == expected
+    places = [str(tmp_path / name) for name in ("model", "cache")]
+    code = (
+        "import sys; from pathlib import Path; from mllm_compile import Engine\n"
+        "from tests.e2e.test_images import GREEDY, PROMPTS, tokens, vision_engine_config\n"
+        f"config = vision_engine_config(*map(Path, {places}), 'inductor')\n"
+        "with Engine(config) as engine: print(tokens(engine, PROMPTS))\n"
+        "assert not {'transformers', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)\n"
+    )
+    warm = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert warm.stdout.strip().splitlines()[-1] == str(expected)

@@ -1,0 +1,85 @@
+"""Models that take images on a GPU, in bf16: as near to float32 as Transformers in bf16 is, whatever the graphs.
+
+Tiny random models, with heads of text and tower as wide as the large ones' are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mllm_compile import Engine, EngineConfig, SamplingParams
+from tests.tiny_vision import VISION_MODELS, image, media_prompt, save_vision_model, transformers_logprobs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+LARGE = image(3, (1, 16, 22))
+PROMPTS: list[Any] = [
+    media_prompt([5, 6, 92], image(1, (1, 4, 6)), [93, 7, 8]),
+    media_prompt([5, 6, 92], image(2, (1, 8, 14)), [93, 7, 8, 92], image(1, (1, 4, 6)), [93, 9]),
+    media_prompt([11, 92], LARGE, [93, 12, 13]),
+    [3, 4, 5, 6, 7],
+]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+PLAIN = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
+
+
+def engine(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> Engine:
+    sizes = {"device": "cuda", "max_model_len": 256, "max_num_batched_tokens": 64, "max_running_requests": 8}
+    return Engine(
+        EngineConfig.from_dict(
+            {
+                "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
+                "compile": {"backend": backend},
+                "cudagraph": {"mode": mode},
+                "runtime": sizes | {"mem_fraction_static": 0.3, "page_size": 16} | runtime,
+                "cache": {"dir": str(folder / "cache")},
+            }
+        )
+    )
+
+
+def errors_of(model: Any, outputs: Sequence[Any]) -> tuple[float, float]:
+    """Mean errors against float32 of our log-probabilities and of Transformers' in bf16, over all tokens."""
+    in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
+    in_float32 = copy.deepcopy(in_bf16).float()  # of the same rounded weights
+    ours, theirs = [], []
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        exact = transformers_logprobs(in_float32, prompt, output.token_ids)
+        entries = [*output.prompt_logprobs[1:], *output.logprobs]
+        tokens = [*output.prompt_token_ids[1:], *output.token_ids]
+        found = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
+        ours.append((found.double() - exact).abs())
+        theirs.append((transformers_logprobs(in_bf16, prompt, output.token_ids) - exact).abs())
+    return float(torch.cat(ours).mean()), float(torch.cat(theirs).mean())
+
+
+@pytest.mark.parametrize("model_type", VISION_MODELS)
+def test_it_is_as_near_to_float32_as_transformers_in_bf16(model_type: str, tmp_path: Path) -> None:
+    model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
+    # Torch attends in the text, so that nothing is compiled; the tower's attention is the GPU's own.
+    with engine(tmp_path, "none", enable_prefix_cache=False, attention_backend="torch") as eager:
+        outputs = eager.generate(PROMPTS, PARAMS)
+    ours, theirs = errors_of(model, outputs)
+    assert ours <= MARGIN * theirs, (ours, theirs)
+
+
+def test_captured_decodes_are_at_the_positions_behind_images(tmp_path: Path) -> None:
+    """The whole pipeline, whose captured decodes make their own inputs ready; and the same steps without graphs."""
+    model = save_vision_model("qwen2_5_vl", tmp_path / "model", wide=True).cuda()
+    with engine(tmp_path, "full_and_piecewise", "inductor") as graphs:
+        captured = graphs.generate(PROMPTS, PLAIN)
+        outputs = graphs.generate(PROMPTS, PARAMS)
+    ours, theirs = errors_of(model, outputs)
+    assert ours <= MARGIN * theirs, (ours, theirs)
+    alike = np.mean(
+        [a == b for c, o in zip(captured, outputs, strict=True) for a, b in zip(c.token_ids, o.token_ids, strict=True)]
+    )
+    assert alike > 0.9, alike  # a step of another shape may round a near tie otherwise
