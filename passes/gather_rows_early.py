@@ -204,6 +204,17 @@ def _is_linear(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
     return len(inputs) == 1 and _token_dim(first) != first.dim() - 1
 
 
+def _moves_dims(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    """True: a token's numbers stay its own, whichever dimension is whose."""
+    return True
+
+
+def _is_product_of_rows(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
+    """True for a batch of products x · weight in which tokens are the rows of x."""
+    source: Any = node.args[0]
+    return len(inputs) == 1 and source.meta["val"] is first and _token_dim(first) == 1
+
+
 def _keeps_order(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
     """A view in which the tokens are as many rows, in the same order."""
     return len({math.prod(value.shape[: _token_dim(value)]) for value in (first, node.meta["val"])}) == 1
@@ -248,6 +259,8 @@ _RULES: dict[Any, Callable[[fx.Node, Any, list[Any]], bool]] = {
     **dict.fromkeys((torch.reshape, "view", torch.flatten, torch.unsqueeze), _keeps_order),
     **dict.fromkeys((torch.split, torch.chunk), _is_split_of_others),
     LINEAR: _is_linear,
+    torch.transpose: _moves_dims,
+    torch.bmm: _is_product_of_rows,
     torch.mean: _is_mean_of_others,
     functional.layer_norm: _is_norm_of_others,
     functional.dropout: _is_no_dropout,

@@ -10,11 +10,14 @@ import torch
 from torch import fx
 from torch.nn.functional import silu
 
+from mllm_compile.passes.absorb_latents import AbsorbLatents
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
+from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import is_attention_with_output
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.verify import verify_graph
 from tests.passes.support.graph_builder import HIDDEN, VOCAB, GraphBuilder, apply, done, run, targets
+from tests.passes.support.latent_layer import latent_layer
 
 Body = Callable[[GraphBuilder, fx.Node], fx.Node]
 
@@ -69,6 +72,24 @@ def assert_moved(gm: fx.GraphModule) -> fx.GraphModule:
         shapes = [str(size) for size in getattr(node.meta.get("val"), "shape", ())]
         assert str(tokens) not in shapes, f"{node.name} is of all tokens"
     return result.gm
+
+
+def test_what_is_behind_attention_over_latents_is_computed_of_the_wanted_rows():
+    builder = GraphBuilder()
+    x = builder.method("unsqueeze", latent_layer(builder, builder.embed()), 0)
+    gm = builder.canonical(head(builder, feed_forward(builder, x)))
+    gm = assert_moved(apply(LowerAttention(), apply(AbsorbLatents(), gm)))
+    assert "bmm" in [node.target.__name__ for node in behind_attention(gm) if callable(node.target)]
+
+
+def test_a_product_whose_rows_are_no_tokens_stays():
+    def of_columns(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+        by_column = builder.call(torch.transpose, x, 1, 2)  # [1, HIDDEN, T]
+        weight = builder.call(torch.unsqueeze, builder.weight("w", HIDDEN, HIDDEN), 0)
+        return builder.call(torch.transpose, builder.call(torch.bmm, weight, by_column), 1, 2)
+
+    gm = model(of_columns)
+    assert GatherRowsEarly()(gm).matches == 0
 
 
 def test_the_last_layer_is_computed_of_the_wanted_rows():

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.config_sections import CudaGraphSection
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner, _lengths
+from mllm_compile.runtime.forward_batch import ForwardMode
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.runner_config import RunnerConfig
 from tests.runtime.runner_cases import DEFAULTS
 
@@ -53,3 +56,22 @@ def test_decodes_choose_no_tokens_where_they_are_not_to_or_kernels_lack(
         assert graphs._make_decode_loop() is None
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("mode", "shared", "runs"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 0, "whole"),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 64, "pieces of 8"),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 64, None),
+    ],
+)
+def test_a_decode_that_reads_a_prefix_once_is_not_the_captured_one(monkeypatch, mode, shared, runs):
+    graphs = object.__new__(GraphRunner)
+    graphs.dispatcher = GraphDispatcher(mode, (8,), (8,))
+    monkeypatch.setattr(GraphRunner, "_places", lambda self, size: SimpleNamespace(take_tokens=lambda *batch: None))
+    monkeypatch.setattr(GraphRunner, "_run_pieces", lambda self, batch, size: f"pieces of {size.num_tokens}")
+    monkeypatch.setattr(GraphRunner, "_replay_decode", lambda self, batch, size: "whole")
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, num_tokens=5, batch_size=5, common_prefix_len=shared)
+    ran = graphs.run(batch)
+    assert getattr(ran, "next_token_logits", ran) == runs
