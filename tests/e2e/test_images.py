@@ -22,7 +22,6 @@ from mllm_compile.process.timeline import Timeline
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
-    VISION_MODELS,
     image,
     media_prompt,
     save_vision_model,
@@ -42,6 +41,9 @@ TEXT = [3, 4, 5, 6, 7]
 PROMPTS: list[MediaPrompt | list[int]] = [ONE, TWO, CUT, LAST, TEXT]
 
 
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # each unlike the others
+
+
 @dataclass(frozen=True)
 class Served:
     """A model's folder, and Transformers' answers to PROMPTS."""
@@ -55,7 +57,7 @@ class Served:
         return Engine(vision_engine_config(self.folder, self.cache, **runtime))
 
 
-@pytest.fixture(scope="module", params=VISION_MODELS)
+@pytest.fixture(scope="module", params=TOWERS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_vision_model(request.param, folder)
@@ -140,6 +142,12 @@ def test_images_are_refused_where_text_alone_is_served(served: Served) -> None:
         pytest.raises(RequestError, match=r"runtime\.deterministic is set, under which text alone is served"),
     ):
         engine.generate(ONE, GREEDY)
+
+
+def test_a_text_with_experts_takes_images_too(tmp_path: Path) -> None:
+    model = save_vision_model("qwen3_vl_moe", tmp_path / "model")
+    with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache")) as engine:
+        assert tokens(engine, [TWO, TEXT]) == [transformers_greedy(model, p, MAX_TOKENS) for p in (TWO, TEXT)]
 
 
 @pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores
