@@ -30,6 +30,10 @@ def generate_command(
     prompt: Annotated[
         str, typer.Option(help="The text to go on from; - reads it from standard input, less a newline at its end.")
     ],
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="A picture's file, before the prompt in a user's message. May be given several times."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the likeliest token each time; by default the model's own setting.")
@@ -81,6 +85,7 @@ def generate_command(
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if not text and not chat:
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
+    pictures = [{"type": "image", "image": _picture(path)} for path in image or ()]
     if isinstance(engine_config, EngineConfig) and _surely_has_no_tokenizer(engine_config):
         raise _no_tokenizer(model)
 
@@ -114,12 +119,13 @@ def generate_command(
         if engine.tokenizer is None:  # a runtime's, or a hub's model
             raise _no_tokenizer(model)
         params = dataclasses.replace(engine.default_params, **changes)
-        if chat:
-            outputs = engine.stream_chat([{"role": "user", "content": text}], params)
+        if chat or pictures:
+            content = [*pictures, {"type": "text", "text": text}] if pictures else text
+            outputs = engine.stream_chat([{"role": "user", "content": content}], params)
         else:
             outputs = engine.stream(text, params)
         if sys.stdout.isatty() if echo is None else echo:
-            _print_prompt(text + "\n" if chat else text)
+            _print_prompt(text + "\n" if chat or pictures else text)
         _print_stream(_timed(outputs, timeline), is_quiet=quiet)
     if timings:
         print_timeline(sys.stderr, timeline.spans)
@@ -139,6 +145,17 @@ def _read(text_or_file: str | None, *signs: str) -> str | None:
         raise RequestError(
             f"{shown(text_or_file)} cannot be read ({error}). Give a file of UTF-8 text, or the text itself."
         ) from None
+
+
+def _picture(path: Path) -> bytes:
+    """The bytes of a picture's file, before anything is compiled.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    from mllm_compile.media.sources import read_image
+
+    return read_image(path, "--image", local_paths=True).frames[0].data
 
 
 def _surely_has_no_tokenizer(config: EngineConfig) -> bool:

@@ -24,6 +24,8 @@ from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import held_files
+from mllm_compile.media.door import MediaDoor
+from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
@@ -97,6 +99,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)
             raise
+    files, tower = _text_files(compiled), _tower(runner)
     eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
     most_threads = None if group is None else group.threads
     is_cpu = runner.device.type == "cpu"
@@ -113,12 +116,13 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         shutdown=partial(_shut_down, runner, group),
         prepare_thread=prepare_thread,
         grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
+        media=MediaDoor(config.model.source, files, limits.max_model_len, tower if isinstance(tower, str) else None),
         config=compiled.config,
         folder=compiled.folder,
-        tokenizer_files=_tokenizer_files(compiled),
+        tokenizer_files=files,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
-        tower=_tower(runner),
+        tower=tower,
     )
 
 
@@ -225,17 +229,21 @@ def _load_text_parts(
         return tokenizer, defaults, default_params(defaults, compiled.folder)
 
 
-def _tokenizer_files(compiled: CompiledRuntime) -> dict[str, bytes]:
-    """The bytes that were hashed, not those that a file has now."""
+def _text_files(compiled: CompiledRuntime) -> dict[str, bytes]:
+    """The files of the tokenizer and of the processor: the bytes that were hashed, not those that a file has now."""
     start = TOKENIZER + "/"
-    return {name.removeprefix(start): data for name, data in compiled.artifact.texts.items() if name.startswith(start)}
+    texts = compiled.artifact.texts
+    files = {name.removeprefix(start): data for name, data in texts.items() if name.startswith(start)}
+    if any(name in files for name in PROCESSOR_FILES):
+        files[CONFIG_FILE] = texts[CONFIG_FILE]
+    return files
 
 
 def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, timeline: Timeline) -> None:
     """Stores beside the runtime what this device was found to hold, and how long this start took."""
     device = compiled.config.runtime.device
     pool = runner.token_to_kv_pool
-    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in runner.model.layers]
+    shapes = [layer.cache_shape for layer in runner.model.layers]
     page_bytes = pool.bytes_per_page(pool.page_size, shapes, pool.dtype)
     graphs = runner.graph_runner.figures if runner.graph_runner is not None else []
     folder, key = compiled.artifact.measured_folder, device_key(device)

@@ -117,12 +117,14 @@ class Engine:
         self.eos_token_ids = parts.eos_token_ids
         self.tokenizer = parts.tokenizer
         self.default_params = parts.default_params
+        self.media = parts.media
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,
             eos_token_ids=parts.eos_token_ids,
             default_params=parts.default_params,
             grammars=parts.grammars,
+            media=parts.media,
             tower=parts.tower,
         )
         self.core = EngineCore(
@@ -163,7 +165,8 @@ class Engine:
 
         Args:
             prompts: a text, a list of token ids, vLLM's dict of either (`{"prompt": …}`, `{"prompt_token_ids": …}`,
-                `"cache_salt"` beside: prompts share cached KV within one salt only), a MediaPrompt, or a list of such.
+                `"cache_salt"` beside: prompts share cached KV within one salt only; `"multi_modal_data"` beside a text
+                with placeholders: `{"image": …, "video": …}`, docs/images.md), a MediaPrompt, or a list of such.
             sampling_params: for all prompts, or one for each; None takes the model's own defaults.
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.
@@ -191,7 +194,8 @@ class Engine:
         """Like generate, for one conversation or a list of them.
 
         Args:
-            messages: a list of `{"role": …, "content": …}`, or a list of such lists.
+            messages: a list of `{"role": …, "content": …}`, or a list of such lists; a content may be a list of parts,
+                texts and images in OpenAI's form (docs/images.md).
             sampling_params, progress, priority: as in generate.
             template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`.
         """

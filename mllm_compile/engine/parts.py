@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
-from mllm_compile.engine.requests import GrammarSource, PromptTokenizer
+from mllm_compile.engine.requests import GrammarSource, MediaSource, PromptTokenizer
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -29,9 +29,10 @@ class EngineParts:
         shutdown: gives the device's memory back; called once, after the last step.
         prepare_thread: called on the engine's thread before its first step.
         grammars: compiles SamplingParams.structured_outputs; None: they are refused.
+        media: prepares prompts with pictures; None: they are refused.
         config: the engine's config, every `auto` resolved.
         folder: the runtime's; None: they come from nowhere on disk.
-        tokenizer_files: the files that the tokenizer was read from, by name; for a process that needs another one.
+        tokenizer_files: the files that texts and pictures are read with, by name; for a process that reads some too.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         experts_chosen: gives each layer's counts by expert, likewise.
         tower: what prompts with images are checked with; a text: why none are served.
@@ -47,6 +48,7 @@ class EngineParts:
     shutdown: Callable[[], None] = lambda: None
     prepare_thread: Callable[[], None] = lambda: None
     grammars: GrammarSource | None = None
+    media: MediaSource | None = None
     config: ResolvedConfig | None = None
     folder: Path | None = None
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)

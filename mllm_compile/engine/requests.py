@@ -1,8 +1,8 @@
 """Turns a caller's input into Submissions, or refuses it and says what is wrong; runs on the caller's thread.
 
-A prompt is a text, token ids, or vLLM's dict of either. This module splits a list of prompts, tokenizes texts and
-checks each prompt against the vocabulary. The scheduler refuses a prompt that could never fit the KV cache, also before
-it is queued.
+A prompt is a text, token ids, vLLM's dict of either, or a MediaPrompt. This module splits a list of prompts, tokenizes
+texts, has pictures prepared, and checks each prompt against the vocabulary. The scheduler refuses a prompt that could
+never fit the KV cache, also before it is queued.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.media.messages import has_media, take_media
+from mllm_compile.media.sources import SourceItem, read_items
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.grammar import Grammar
@@ -38,7 +40,7 @@ Phrases = tuple[tuple[int, ...], ...]
 logger = logging.getLogger("mllm_compile.engine")
 
 _REASONS_SHOWN = 3
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
 
 class PromptTokenizer(Decoder, Protocol):
@@ -62,13 +64,36 @@ class GrammarSource(Protocol):
         """
 
 
+class MediaSource(Protocol):
+    """Prepares prompts with pictures; mllm_compile.media.door.MediaDoor does.
+
+    Attributes:
+        why_not: the reason why the runtime takes none; None: it does.
+    """
+
+    why_not: str | None
+
+    def check(self) -> None:
+        """
+        Raises:
+            RequestError: the engine takes no pictures.
+        """
+
+    def prepare(self, text: str, items: Seq[SourceItem], adds_special_tokens: bool) -> MediaPrompt:
+        """
+        Raises:
+            RequestError: a picture or the text is refused.
+            MllmError: the system gives no process, or no memory.
+        """
+
+
 @dataclass(slots=True)
 class _Prepared:
     """A prompt on its way to a Submission: token ids, or the reason why it has none."""
 
     text: str | None = None
     token_ids: list[int] | None = None
-    error: RequestError | None = None
+    error: MllmError | None = None
     cache_salt: str | None = None
     media: RequestMedia | None = None
 
@@ -82,6 +107,7 @@ class RequestBuilder:
         eos_token_ids: ids that end a completion.
         default_params: for callers that pass none.
         grammars: compiles structured_outputs; None: they are refused.
+        media: prepares prompts with pictures; None: they are refused.
         tower: what prompts with images are checked with; a text: why they are refused.
     """
 
@@ -93,10 +119,12 @@ class RequestBuilder:
         eos_token_ids: frozenset[int],
         default_params: SamplingParams,
         grammars: GrammarSource | None = None,
+        media: MediaSource | None = None,
         tower: GridTower | str = "the model takes text alone",
     ) -> None:
         self._tokenizer = tokenizer
         self.grammars = grammars
+        self._media = media
         self._tower = tower
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -316,21 +344,60 @@ class RequestBuilder:
     def _prepare_dict(self, item: Mapping[str, Any]) -> _Prepared:
         """vLLM's TextPrompt or TokensPrompt; of one with both the model sees the token ids."""
         given = {key: value for key, value in item.items() if value is not None}
-        text, token_ids, salt = (given.get(key) for key in _PROMPT_KEYS)
+        text, token_ids, salt, media = (given.get(key) for key in _PROMPT_KEYS)
         unknown = next((key for key in given if key not in _PROMPT_KEYS), None)
         if unknown is not None:
-            fault = f"a prompt's keys are {', '.join(_PROMPT_KEYS)}, got {shown(unknown)}. Only text is served."
+            fault = f"a prompt's keys are {', '.join(_PROMPT_KEYS)}, got {shown(unknown)}."
         elif text is None and token_ids is None:
             fault = f"a prompt's dict has prompt or prompt_token_ids, got {brief(item)}"
-        elif text is not None and not isinstance(text, str):
+        elif text is not None and not isinstance(text, str | MediaPrompt):
             fault = f"the prompt of a prompt's dict is a text, got {brief(text)}"
         elif salt is not None and (not isinstance(salt, str) or not salt):
             fault = f"a prompt's cache_salt is a text that is not empty, got {brief(salt)}"
+        elif media is not None and (not isinstance(text, str) or token_ids is not None):
+            fault = "multi_modal_data belongs to a prompt's text, whose placeholders it fills; got it beside token ids"
         else:
-            prepared = self._prepare_text(str(text)) if token_ids is None else self._prepare_ids(token_ids)
-            prepared.text, prepared.cache_salt = text, salt
+            prepared = self._prepare_given(text, token_ids, media)
+            prepared.cache_salt = salt
             return prepared
         return _Prepared(error=RequestError(fault))
+
+    def _prepare_given(self, text: str | MediaPrompt | None, token_ids: Any, media: Any) -> _Prepared:
+        if isinstance(text, MediaPrompt):
+            return self._prepare_media(text)
+        has_none = media is None or (isinstance(media, Mapping) and not media)
+        if not has_none and text is not None:
+            try:
+                self._check_media()
+                items = read_items(media, local_paths=True)
+            except RequestError as error:
+                return _Prepared(text, error=error)
+            return self._with_pictures(text, items, True) if items else self._prepare_text(text)
+        prepared = self._prepare_text(text or "") if token_ids is None else self._prepare_ids(token_ids)
+        prepared.text = text
+        return prepared
+
+    def _with_pictures(self, text: str, items: Seq[SourceItem], adds_special_tokens: bool) -> _Prepared:
+        """The prompt of a text with placeholders."""
+        fault = _text_fault(text)
+        if fault is not None:
+            return _Prepared(text, error=fault)
+        try:
+            prepared = self._prepare_media(self._check_media().prepare(text, items, adds_special_tokens))
+        except MllmError as error:
+            return _Prepared(text, error=error)
+        prepared.text = text
+        return prepared
+
+    def _check_media(self) -> MediaSource:
+        """
+        Raises:
+            RequestError: no pictures are taken.
+        """
+        if self._media is None:
+            raise RequestError("this engine takes text alone. Leave images out, or serve a vision-language model.")
+        self._media.check()
+        return self._media
 
     def _prepare_media(self, prompt: MediaPrompt) -> _Prepared:
         prepared = self._prepare_ids(prompt.prompt_token_ids)
@@ -381,7 +448,12 @@ class RequestBuilder:
         def render(messages: Seq[Message]) -> _Prepared:
             text = None
             try:
+                if has_media(messages):
+                    self._check_media()
+                messages, items = take_media(messages, local_paths=True)
                 text = tokenizer.apply_chat_template(messages, **template_options)
+                if items:
+                    return self._with_pictures(text, items, False)
                 fault = _text_fault(text)
                 if fault is not None:
                     return _Prepared(text, error=fault)
@@ -445,7 +517,7 @@ def as_request_ids(request_id: Any) -> list[str]:
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """One text, one list of token ids, one dict of either, or one prompt with images."""
+    """One text, one list of token ids, one dict of either, or one MediaPrompt."""
     if isinstance(prompts, (str, Mapping, MediaPrompt)):
         return True
     return isinstance(prompts, Seq) and bool(prompts) and isinstance(prompts[0], numbers.Integral)
@@ -467,7 +539,7 @@ def warn_of_refused(submissions: Seq[Submission]) -> None:
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """The prompts one by one: a text, a list of token ids or a dict of either is one prompt.
+    """The prompts one by one: a text, a list of token ids, a dict of either or a MediaPrompt is one prompt.
 
     Raises:
         RequestError: neither a prompt nor a list.

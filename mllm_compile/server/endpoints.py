@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from mllm_compile.errors import MllmError
+from mllm_compile.media.messages import has_media
 from mllm_compile.server.api import anthropic, anthropic_answers
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, read_fields, read_object
@@ -136,6 +137,8 @@ def _tokenize(front: Front) -> Answer:
 
         def encode() -> list[int]:
             if isinstance(fields, TokenizeChatFields):
+                if has_media(fields.messages):
+                    raise bad_request("messages: expected texts; what images take, the usage of an answer says")
                 return tokenizer.encode(chat_text(facts, fields), fields.add_special_tokens is True)
             return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
+from mllm_compile.media.door import MediaDoor
 from mllm_compile.server.wire.messages import Hello, params_of_wire
 from mllm_compile.text.calls.derive import derive
 from mllm_compile.text.calls.syntax import ChatSyntax
@@ -27,10 +28,12 @@ class EngineFacts:
         marks: ids of those that the syntax has, None for what ends an answer.
         defaults: sampling parameters of a request that says none.
         builder: checks prompts as the engine does.
+        media: prepares prompts with pictures.
     """
 
-    def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax) -> None:
+    def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax, media: MediaDoor) -> None:
         self.hello = hello
+        self.media = media
         self.tokenizer = tokenizer
         self.syntax = syntax
         self.special_tokens = syntax.special_tokens(_special_texts(tokenizer))
@@ -52,9 +55,10 @@ class EngineFacts:
         """
         files, hello.tokenizer_files = hello.tokenizer_files, {}
         if earlier is not None and hello.fingerprint and earlier.hello.fingerprint == hello.fingerprint:
-            return cls(hello, earlier.tokenizer, earlier.syntax)
+            return cls(hello, earlier.tokenizer, earlier.syntax, earlier.media)
         tokenizer = load_tokenizer(Path("tokenizer"), files.get)
-        return cls(hello, tokenizer, syntax_of(tokenizer))
+        media = MediaDoor(hello.model or "the model", files, hello.max_model_len, hello.why_no_media)
+        return cls(hello, tokenizer, syntax_of(tokenizer), media)
 
 
 def syntax_of(tokenizer: Tokenizer | None) -> ChatSyntax:

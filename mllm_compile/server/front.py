@@ -20,7 +20,7 @@ from mllm_compile.server.flow.admission import Admission
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.dispatcher import Dispatcher
 from mllm_compile.server.flow.job import Job
-from mllm_compile.server.flow.writer import Headers, Send
+from mllm_compile.server.flow.writer import Headers, Outlet
 from mllm_compile.server.http import Bodies
 from mllm_compile.server.metrics import Metrics
 from mllm_compile.server.names import ModelNames
@@ -31,6 +31,7 @@ from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
 logger = logging.getLogger("mllm_compile.server")
 
 _THREADS = 4  # that tokenize
+_PICTURE_THREADS = 2  # that wait for workers, as many as there are
 _SWEEP_S = 0.5
 
 
@@ -49,6 +50,7 @@ class Front:
         self.is_draining = False
         self.started_s = time.monotonic()
         self._texts = ThreadPoolExecutor(_THREADS, thread_name_prefix="mllm-texts")
+        self._pictures = ThreadPoolExecutor(_PICTURE_THREADS, thread_name_prefix="mllm-pictures")
         self._told: set[str] = set()
         self.supervisor = Supervisor(
             command_of,
@@ -140,6 +142,10 @@ class Front:
         """The result of a function that tokenizes."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, function, *args)
 
+    async def _planned(self, request: Request, facts: EngineFacts) -> Plan:
+        threads = self._pictures if request.has_media else self._texts
+        return await asyncio.get_running_loop().run_in_executor(threads, request.plan, facts)
+
     async def facts(self, model: str | None) -> EngineFacts:
         """The facts of the engine that serves a model; wakes it, waits for it.
 
@@ -164,7 +170,7 @@ class Front:
         """True if a request waits neither for an engine nor for a thread."""
         return request.is_quick and self.supervisor.state == READY
 
-    async def start(self, request: Request, prefix: str, send: Send, client: str, header_id: str | None) -> Job:
+    async def start(self, request: Request, prefix: str, outlet: Outlet, client: str, header_id: str | None) -> Job:
         """Starts a request; waits for nothing if `starts_at_once`.
 
         Raises:
@@ -178,11 +184,11 @@ class Front:
         try:
             facts = await self.facts(request.fields.model)
             try:
-                plan: Plan = request.plan(facts) if request.is_quick else await self.in_thread(request.plan, facts)
+                plan: Plan = request.plan(facts) if request.is_quick else await self._planned(request, facts)
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 name = self._name(prefix, request.fields.request_id, header_id)
-                job = self._job(name, request, plan, facts, send, client, headers)
+                job = self._job(name, request, plan, facts, outlet, client, headers)
             except MllmError as error:
                 raise of_error(error, request.fields.subject) from None
             job.arrived_s = arrived_s
@@ -213,7 +219,7 @@ class Front:
         request: Request,
         plan: Plan,
         facts: EngineFacts,
-        send: Send,
+        outlet: Outlet,
         client: str,
         headers: Headers,
     ) -> Job:
@@ -226,7 +232,7 @@ class Front:
         job = Job(
             name,
             plan.format(head),
-            send,
+            outlet,
             is_stream=bool(request.fields.stream),
             stream_interval=request.fields.stream_interval or 1,
             headers=[(b"x-request-id", name.encode()), *headers],
@@ -235,7 +241,8 @@ class Front:
             on_over=lambda job: request_over(job, self.metrics, client),
         )
         for prompt in plan.prompts:
-            run = PromptRun(self.dispatcher.next_key(), prompt.token_ids, prompt.text, plan.is_only_echoed)
+            key = self.dispatcher.next_key()
+            run = PromptRun(key, prompt.token_ids, prompt.text, plan.is_only_echoed, prompt.media)
             job.add(run, plan.params, facts.tokenizer, plan.make_parser)
         return job
 

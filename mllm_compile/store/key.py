@@ -24,6 +24,7 @@ from mllm_compile.config.model_folder import CONFIG_FILE, ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object
+from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
@@ -110,6 +111,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "backend": config.compile.backend,
         "expert stats": "on" if config.runtime.expert_stats else "off",
         "attention": _attention(config),
+        **_states(config),
         **_ranks(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
@@ -119,6 +121,12 @@ def _ranks(config: ResolvedConfig) -> dict[str, str]:
     """For how many ranks a program is; of one rank this is no factor."""
     num_ranks = config.runtime.tensor_parallel_size
     return {"tensor parallel": f"{num_ranks} ranks"} if num_ranks > 1 else {}
+
+
+def _states(config: ResolvedConfig) -> dict[str, str]:
+    """The type of states, which kernels are compiled for on CUDA; float32, the default, is no factor."""
+    dtype = config.runtime.state_dtype
+    return {} if dtype == "float32" or not config.runtime.device.startswith("cuda") else {"states": dtype}
 
 
 def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:
@@ -228,8 +236,9 @@ def _model_code(config: ResolvedConfig, model: ModelFolder) -> str:
 
 
 def _text(model: ModelFolder) -> str:
-    """The tokenizer and the generation defaults: two models of one shape (a fine-tune and its base) may differ here."""
-    files = [*tokenizer_files(model.path), model.path / GENERATION_CONFIG_FILE]
+    """The tokenizer, the processor and the generation defaults, in which models of one shape may differ."""
+    others = (model.path / name for name in (GENERATION_CONFIG_FILE, *PROCESSOR_FILES))
+    files = [*tokenizer_files(model.path), *others]
     return _file_hashes(model.path, files) or "none"
 
 

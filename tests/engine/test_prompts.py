@@ -37,8 +37,8 @@ def test_vllms_dicts_are_prompts_alone_in_lists_and_in_streams(engine, prompt):
     [
         ({}, "has prompt or prompt_token_ids"),
         ({"prompt": None}, "has prompt or prompt_token_ids"),
-        ({"text": "abc"}, "got 'text'. Only text is served"),
-        ({"prompt": "abc", "multi_modal_data": {"image": 1}}, "got 'multi_modal_data'"),
+        ({"text": "abc"}, "multi_modal_data, got 'text'"),
+        ({"prompt": "abc", "multi_modal_data": {"image": 1}}, "this engine takes text alone"),
         ({"prompt": 5}, "is a text, got int 5"),
         ({"prompt": ""}, "empty text"),
         ({"prompt_token_ids": "abc"}, "token ids are integers, got str"),

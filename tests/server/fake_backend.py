@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 import zlib
 from functools import partial
@@ -21,7 +22,8 @@ from mllm_compile.process.progress import NullReporter, Reporter
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.server.backend.process import EngineServer, channel_at
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
-from tests.fakes import FakeStepRunner, fake_engine
+from tests.fakes import FakeStepRunner, fake_engine, hashed_token
+from tests.media.cases import TEMPLATE, TOWER, make_door, make_files
 from tests.text.calls import templates
 
 TINY = Path(mllm_compile.model.__file__).parent / "tiny"
@@ -115,6 +117,13 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         files["chat_template.jinja"] = getattr(templates, settings["template"]).encode()
     if "template" in settings and settings.get("says", True):
         next_token = partial(said_text, tokenizer, settings.get("header", "<|im_start|>assistant\n"))
+    media = None
+    if "pictures" in settings:
+        with tempfile.TemporaryDirectory() as folder:
+            files = {**make_files(Path(folder)), "chat_template.jinja": TEMPLATE.encode()}
+        tokenizer = load_tokenizer(TINY, files.get)
+        media = make_door(files, **settings["pictures"])
+        next_token = hashed_token
     has_tokenizer = settings.get("has_tokenizer", True)
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))
     limits = {"max_running_requests": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "num_pages": 2049}
@@ -122,6 +131,8 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         runner,
         tokenizer=tokenizer if has_tokenizer else None,
         grammars=FakeGrammars(),
+        media=media,
+        tower=TOWER if media is not None else "the model takes text alone",
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=frozenset({EOS}),
         tokenizer_files=files if has_tokenizer else {},

@@ -219,6 +219,7 @@ class MessagesRequest:
     refusal = staticmethod(refusal)
     num_prompts = 1
     is_quick = False
+    has_media = False  # refused where its parts are read
 
     def __init__(self, body: bytes) -> None:
         self.fields, self.ignored = read_chat(body)

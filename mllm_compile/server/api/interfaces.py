@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import ChatAnswers, CompletionAnswers
@@ -50,9 +51,13 @@ class Request(Protocol):
         ignored: names in it that nobody knows.
         num_prompts: how many prompts it has.
         is_quick: its plan takes about as long as handing it to a thread, and getting it back.
+        has_media: its plan waits for a worker that prepares pictures.
     """
 
     ignored: list[str]
+
+    @property
+    def has_media(self) -> bool: ...
 
     @property
     def is_quick(self) -> bool: ...
@@ -76,6 +81,7 @@ class CompletionRequest:
 
     prefix = "cmpl-"
     refusal = staticmethod(openai_refusal)
+    has_media = False
 
     def __init__(self, body: bytes) -> None:
         self.fields, self.ignored = read_fields(CompletionFields, body)
@@ -114,6 +120,7 @@ class ChatRequest:
         self.fields, self.ignored = read_fields(ChatFields, body)
         if self.fields.top_logprobs is not None and not self.fields.logprobs:
             raise bad_request("top_logprobs: expected it with logprobs: true")
+        self.has_media = has_media(self.fields.messages)
         _check_stream(self.fields)
 
     def plan(self, facts: EngineFacts) -> Plan:
@@ -140,9 +147,10 @@ def chat_plan(
     Raises:
         ApiError, MllmError: it is refused.
     """
+    items = prompts.take_pictures(facts, fields)
     text = prompts.chat_text(facts, fields)
     reading = AnswerReading(facts, fields, text, params)
-    found = prompts.chat_prompts(facts, fields, reading.params, text)
+    found = prompts.chat_prompts(facts, fields, reading.params, text, items)
     return Plan(
         found,
         reading.params,

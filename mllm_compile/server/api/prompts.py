@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mllm_compile.errors import MllmError
+from mllm_compile.media.messages import has_media, take_media
+from mllm_compile.media.sources import SourceItem
+from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.shown import brief
 from mllm_compile.server.api.errors import bad_request, of_error
@@ -28,6 +34,7 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
+    media: SharedPrompt | None = None
 
 
 def prompt_items(prompt: Any) -> list[str | list[int]]:
@@ -67,12 +74,34 @@ def completion_prompts(
     return _checked(facts, fields, prompts, params)
 
 
-def chat_prompts(facts: EngineFacts, fields: ChatFields, params: SamplingParams, text: str) -> list[Prompt]:
-    """Token ids of a chat, whose `text` is that of `chat_text`.
+def take_pictures(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
+    """The pictures of a chat, in whose messages places are left for them.
+
+    Raises:
+        ApiError, RequestError: a picture is none, or is an address; or the model takes none.
+    """
+    if not has_media(fields.messages):
+        return []
+    facts.media.check()
+    fields.messages, items = take_media(fields.messages, local_paths=False)
+    if fields.truncate_prompt_tokens not in (None, -1):
+        raise bad_request("truncate_prompt_tokens: expected it without images, which it would cut")
+    return items
+
+
+def chat_prompts(
+    facts: EngineFacts, fields: ChatFields, params: SamplingParams, text: str, items: Sequence[SourceItem]
+) -> list[Prompt]:
+    """Token ids of a chat, whose `text` is that of `chat_text`; with pictures after a worker has prepared them.
 
     Raises:
         ApiError, RequestError: the prompt is refused.
+        MllmError: the system gives no process, or no memory.
     """
+    if items:
+        shared = facts.media.prepare_shared(text, items, fields.add_special_tokens is True)
+        token_ids = np.frombuffer(shared.token_ids, np.int32).tolist()
+        return _checked(facts, fields, [Prompt(token_ids, media=shared)], params)
     token_ids = _tokenizer(facts).encode(text, fields.add_special_tokens is True)
     return _checked(facts, fields, [Prompt(_truncated(token_ids, fields))], params)
 
@@ -164,5 +193,5 @@ def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], 
                 fields.subject,
                 "context_length_exceeded",
             )
-        checked.append(Prompt(token_ids, prompt.text))
+        checked.append(Prompt(token_ids, prompt.text, prompt.media))
     return checked

@@ -77,6 +77,7 @@ class ResponsesRequest:
     refusal = staticmethod(openai_refusal)
     num_prompts = 1
     is_quick = False
+    has_media = False  # refused where its parts are read
 
     def __init__(self, body: bytes) -> None:
         self._given, self.ignored = read_fields(ResponseFields, body, _REFUSED)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mllm_compile.errors import EngineDeadError, MllmError
+from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.log_lines import start_log
@@ -163,6 +164,9 @@ class EngineServer:
 
 def _submission(engine: Engine, command: Submit) -> Submission:
     prompt: dict[str, Any] = {"prompt_token_ids": np.frombuffer(command.prompt, np.int32).tolist()}
+    if command.media is not None:
+        shared = SharedPrompt(command.media.segment, command.prompt, command.media.is_feature, command.media.items)
+        prompt = {"prompt": shared.take()}
     if command.cache_salt is not None:
         prompt["cache_salt"] = command.cache_salt
     params = messages.params_of_wire(command.params)
@@ -183,6 +187,7 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         eos_token_ids=sorted(engine.eos_token_ids),
         default_params=messages.params_to_wire(engine.default_params),
         tokenizer_files=dict(engine.tokenizer_files),
+        why_no_media="the model takes text alone" if engine.media is None else engine.media.why_not,
         fingerprint="" if folder is None else f"mllm-{folder.name}",
         seconds=timeline.age_s,
         stages=timeline.stages,

@@ -5,6 +5,7 @@ The rules are those of engine/sequences.py, so a served text is the text of `Eng
 
 from __future__ import annotations
 
+from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.wire.messages import Scores, StopReason
 from mllm_compile.text.calls.events import End, Event, ReasoningDelta
@@ -19,13 +20,22 @@ class PromptRun:
     Attributes:
         key: its number on the wire.
         text: as the client gave it, None for token ids.
+        media: its pictures, whose memory is given back when its request is over.
         is_only_echoed: nothing is to be generated (max_tokens 0); the one token that is, is dropped.
         is_waiting: it has not been admitted yet.
         scores: log-probabilities of its tokens but the first, once they have come.
     """
 
-    def __init__(self, key: int, token_ids: list[int], text: str | None, is_only_echoed: bool) -> None:
+    def __init__(
+        self,
+        key: int,
+        token_ids: list[int],
+        text: str | None,
+        is_only_echoed: bool,
+        media: SharedPrompt | None = None,
+    ) -> None:
         self.key = key
+        self.media = media
         self.token_ids = token_ids
         self.text = text
         self.is_only_echoed = is_only_echoed

@@ -14,7 +14,7 @@ from mllm_compile.server.api.errors import ApiError, bad_request, of_error, of_k
 from mllm_compile.server.flow.choice import Choice, PromptRun
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.wire import messages
-from mllm_compile.server.wire.messages import Abort, Command, End, StepRest, Submit
+from mllm_compile.server.wire.messages import Abort, Command, End, Media, StepRest, Submit
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -57,13 +57,18 @@ class Dispatcher:
             name = job.name if len(job.prompts) == 1 else f"{job.name}-{index}"
             self._runs[prompt.key] = (job, prompt)
             ids = array.array("i", prompt.token_ids).tobytes()
-            self._send(Submit(prompt.key, name, ids, fields, priority, cache_salt))
+            submit = Submit(prompt.key, name, ids, fields, priority, cache_salt)
+            if prompt.media is not None:
+                submit.media = Media(prompt.media.segment, prompt.media.is_feature, prompt.media.items)
+            self._send(submit)
 
     def cancel(self, job: Job, prompts: Iterable[PromptRun]) -> None:
         """Forgets a job that is over; the engine is told of what it still computes."""
         self.jobs.pop(job.name, None)
         for prompt in prompts:
             self._no_longer_waits(prompt)
+            if prompt.media is not None:
+                prompt.media.remove()
             if self._runs.pop(prompt.key, None) is not None:
                 self._send(Abort(prompt.key))
 

@@ -24,6 +24,14 @@ StopReason = int | str | None
 Alternatives = list[tuple[int, float]]  # (token id, log-probability), best first
 
 
+class Media(msgspec.Struct, array_like=True):
+    """The pictures of a prompt, as media.workers.SharedPrompt has them; who takes them removes the memory's name."""
+
+    segment: str
+    is_feature: bytes
+    items: list[dict[str, Any]]
+
+
 class Submit(msgspec.Struct, tag=1, array_like=True):
     """Starts a request. `key` is the front's number of it, `prompt` int32 token ids."""
 
@@ -33,6 +41,7 @@ class Submit(msgspec.Struct, tag=1, array_like=True):
     params: dict[str, Any]
     priority: int
     cache_salt: str | None
+    media: Media | None = None
 
 
 class Abort(msgspec.Struct, tag=2, array_like=True):
@@ -63,7 +72,8 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     default_params: dict[str, Any]
-    tokenizer_files: dict[str, bytes]  # none: prompts are token ids
+    tokenizer_files: dict[str, bytes]  # and the processor's; none: prompts are token ids
+    why_no_media: str | None  # why pictures are refused
     fingerprint: str  # of the runtime: the same texts come from the same one
     seconds: float  # of its start
     stages: list[tuple[str, float]]

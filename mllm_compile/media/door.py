@@ -1,0 +1,82 @@
+"""The way of pictures into an engine: what a caller gives becomes a MediaPrompt, or is refused in clear words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+from mllm_compile.errors import RequestError
+from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
+from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.media.sources import SourceItem
+from mllm_compile.media.workers import MediaWorkers, SharedPrompt
+
+
+class MediaDoor:
+    """The door of one model; from any thread. Nothing of it starts before the first picture.
+
+    Args:
+        model: its name, for errors.
+        files: name → bytes of the files of its tokenizer and processor, and its config.json.
+        max_model_len: most tokens of a request.
+        why_not: the reason why the runtime takes no pictures; None: it does.
+    """
+
+    def __init__(self, model: str, files: Mapping[str, bytes], max_model_len: int, why_not: str | None) -> None:
+        self._model = model
+        self._files = dict(files)
+        self._max_model_len = max_model_len
+        self.why_not = why_not
+        self._lock = threading.Lock()
+        self._workers: MediaWorkers | None = None
+
+    @property
+    def has_processor(self) -> bool:
+        """True if the model's folder has a processor of pictures."""
+        return CONFIG_FILE in self._files and any(name in self._files for name in PROCESSOR_FILES)
+
+    def prepare(self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool) -> MediaPrompt:
+        """The prompt of a text with placeholders and its items.
+
+        Raises:
+            RequestError: the model takes none, Pillow is missing, one of them is refused, or the prompt is too long.
+            MllmError: the system gives no process, or no shared memory.
+        """
+        return self.prepare_shared(text, items, adds_special_tokens).take()
+
+    def prepare_shared(self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool) -> SharedPrompt:
+        """Like prepare; the tensors stay in shared memory, for another process."""
+        shared = self._open().prepare(text, items, adds_special_tokens)
+        num_tokens = len(shared.is_feature)
+        if num_tokens >= self._max_model_len:
+            shared.remove()
+            own = sum(item["length"] for item in shared.items)
+            raise RequestError(
+                f"the prompt has {num_tokens:,} tokens, {own:,} of them for {len(shared.items)} images or videos, but "
+                f"the model's context is {self._max_model_len:,} tokens, the answer included. Give smaller or fewer "
+                "pictures, shorten the text, or serve the model with a larger runtime.max_model_len."
+            )
+        return shared
+
+    def check(self) -> None:
+        """
+        Raises:
+            RequestError: the model or its runtime takes no pictures.
+        """
+        if not self.has_processor:
+            raise RequestError(
+                f"{self._model} takes text alone: its folder has no processor of images "
+                f"({' or '.join(PROCESSOR_FILES[:2])}). Leave the images out, or serve a vision-language model."
+            )
+        if self.why_not is not None:
+            raise RequestError(f"{self._model}: {self.why_not}. Leave the images out.")
+
+    def _open(self) -> MediaWorkers:
+        self.check()
+        if find_spec("PIL") is None:
+            raise RequestError("images need Pillow, which is not installed. Run: pip install 'mllm_compile[images]'.")
+        with self._lock:
+            if self._workers is None:
+                self._workers = MediaWorkers(self._files)
+            return self._workers

@@ -1,0 +1,13 @@
+"""The most that pictures and videos of one request may be; docs/images.md explains them to users."""
+
+from __future__ import annotations
+
+MAX_ITEMS = 64  # pictures and videos of a prompt
+MAX_FRAMES = 768  # of a video
+MAX_FILE_BYTES = 32 << 20  # of a picture's file
+MAX_PIXELS = 1 << 26  # of a picture, by its header: 8192 by 8192
+MAX_PROMPT_PIXELS = 1 << 28  # of all pictures and frames of a prompt
+MAX_SECONDS = 30  # of processor time for a prompt's pictures, decoding and preparing together
+MAX_MEMORY = 8 << 30  # bytes that the process which decodes may write to
+MAX_TENSOR_BYTES = 1 << 30  # that a prompt's pictures become
+MAX_HELD_BYTES = 4 << 30  # of a server's requests that wait: above it further pictures are refused

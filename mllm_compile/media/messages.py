@@ -1,0 +1,97 @@
+"""Pictures in chat messages: parts in OpenAI's form or Transformers' become items, a template gets their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mllm_compile.errors import RequestError
+from mllm_compile.media.sources import SourceItem, checked_items, read_image, read_video
+from mllm_compile.runtime.shown import brief, shown
+
+_IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")
+_VIDEO_KINDS = ("video", "video_url", "input_video")
+_DETAILS = (None, "auto", "high")
+
+
+def has_media(messages: Any) -> bool:
+    """True if a part of a message's content is a picture or a video."""
+    parts = (part for message in _listed(messages) for part in _parts(message))
+    return any(_kind(part) in (*_IMAGE_KINDS, *_VIDEO_KINDS) for part in parts)
+
+
+def take_media(messages: Any, *, local_paths: bool) -> tuple[Any, list[SourceItem]]:
+    """The messages with places where pictures were, and the pictures in their order.
+
+    What is no message, or no part, stays as it is: others refuse it in their own words.
+
+    Args:
+        local_paths: a part may name a file of this machine.
+
+    Raises:
+        RequestError: a picture is none, or cannot be taken.
+    """
+    if not has_media(messages):
+        return messages, []
+    items: list[SourceItem] = []
+    found: list[Any] = []
+    for n, message in enumerate(messages):
+        if not _parts(message):
+            found.append(message)
+            continue
+        where = f"messages: message {n}"
+        content = [_without_media(part, where, items, local_paths) for part in message["content"]]
+        found.append({**message, "content": content})
+    return found, checked_items(items)
+
+
+def _without_media(part: Any, where: str, items: list[SourceItem], local_paths: bool) -> Any:
+    kind = _kind(part)
+    if kind in _IMAGE_KINDS:
+        given = _given_image(part, kind, where)
+        items.append(read_image(given, f"image {_count(items, 'image')}", local_paths=local_paths))
+        return {"type": "image"}
+    if kind in _VIDEO_KINDS:
+        if kind != "video" or part.get("video") is None:
+            raise RequestError(
+                f"{where}: video files are not read. Give frames from Python, as {{'type': 'video', 'video': …}} with "
+                "a list of pictures, or send frames as images."
+            )
+        items.append(read_video(part["video"], f"video {_count(items, 'video')}", local_paths=local_paths))
+        return {"type": "video"}
+    return part
+
+
+def _given_image(part: Mapping[str, Any], kind: str, where: str) -> Any:
+    key = "image_url" if kind == "input_image" else kind
+    given = part.get(key)
+    detail = part.get("detail")
+    if isinstance(given, Mapping):
+        detail = given.get("detail", detail)
+        given = given.get("url")
+    if detail not in _DETAILS:
+        raise RequestError(
+            f"{where}: detail: expected auto or high, got {brief(detail)}; the model's own processor sets the size."
+        )
+    if given is None or (isinstance(given, str) and not given):
+        form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,…'}}"
+        raise RequestError(f"{where}: a part has the type {shown(kind)}, but no picture; expected {form}.")
+    return given
+
+
+def _count(items: Sequence[SourceItem], kind: str) -> int:
+    return sum(item.kind == kind for item in items)
+
+
+def _listed(messages: Any) -> Sequence[Any]:
+    return messages if isinstance(messages, (list, tuple)) else ()
+
+
+def _parts(message: Any) -> Sequence[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, (list, tuple)) else ()
+
+
+def _kind(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind if isinstance(kind, str) else None

@@ -1,0 +1,233 @@
+"""A model's own processor, by Transformers: a prompt's text and its decoded pictures become a MediaPrompt.
+
+Runs in a worker (server.py), which alone imports Transformers. Each item goes through the processor by itself, so its
+tensors need no cutting; then the text, with each placeholder replaced by what the processor made of it, is tokenized
+once. Images are prepared by the processor's Pillow form on every machine: the same picture has the same tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mllm_compile.media.decode import Refused
+from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
+from mllm_compile.media.inputs import MediaItem, MediaKind, MediaPrompt
+from mllm_compile.text.tokenizer import TOKENIZER_CONFIG_FILE
+
+_NO_TENSORS = (
+    *("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"),
+    *("text_replacement_offsets", "video_metadata"),
+)
+_MOST_REASON = 400  # characters
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedItem:
+    """A picture's pixels [1, height, width, 3] uint8, or a video's [frames, height, width, 3] with its metadata."""
+
+    kind: MediaKind
+    where: str
+    frames: np.ndarray
+    metadata: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Processed:
+    """One item, processed by itself."""
+
+    text: str  # that stands for its placeholder
+    num_features: int
+    digest: bytes
+    tensors: dict[str, np.ndarray]
+
+
+class MediaProcessor:
+    """The processor in a folder with a model's files.
+
+    Raises:
+        Refused: Transformers cannot load it, or it is of no kind that is served.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._processor = _load(folder)
+        except Refused:
+            raise
+        except Exception as error:  # whatever Transformers raises at strange files
+            raise Refused(f"the model's processor cannot be loaded ({_reason(error)})") from None
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+        self._ids = {kind: _token_id(config, kind) for kind in ("image", "video")}
+        self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in ("image", "video")}
+        self._settings = _settings_of(folder)
+
+    def prepare(self, text: str, items: Sequence[DecodedItem], adds_special_tokens: bool) -> MediaPrompt:
+        """The prompt of a text whose placeholders stand for `items` in their order.
+
+        Raises:
+            Refused: places and items are not as many, or the processor refuses one.
+        """
+        self._check_counts(text, items)
+        processed = [self._process(item) for item in items]
+        ids = self._processor.tokenizer(self._expanded(text, items, processed), add_special_tokens=adds_special_tokens)
+        token_ids = [int(token_id) for token_id in ids["input_ids"]]
+        places = {kind: np.flatnonzero(np.asarray(token_ids) == self._ids[kind]) for kind in ("image", "video")}
+        is_feature = np.zeros(len(token_ids), bool)
+        taken = {"image": 0, "video": 0}
+        found = []
+        for item, made in zip(items, processed, strict=True):
+            begin = taken[item.kind]
+            own = places[item.kind][begin : begin + made.num_features]
+            taken[item.kind] += made.num_features
+            if len(own) < made.num_features:
+                break
+            is_feature[own] = True
+            start, last = int(own[0]), int(own[-1])
+            found.append(MediaItem(item.kind, start, last - start + 1, made.digest, made.tensors))
+        if any(taken[kind] != len(places[kind]) for kind in taken):
+            raise Refused(
+                "the prompt holds a token of images or videos beside its placeholders; write one placeholder for each "
+                "item, and nothing that is repeated for its features"
+            )
+        return MediaPrompt(token_ids, tuple(sorted(found, key=lambda item: item.start)), is_feature)
+
+    def _check_counts(self, text: str, items: Sequence[DecodedItem]) -> None:
+        for kind, token in self._tokens.items():
+            given = sum(item.kind == kind for item in items)
+            if token is None or self._ids[kind] is None:
+                if given:
+                    raise Refused(f"the model takes no {kind}s, and the request has {given}. Leave them out")
+                continue
+            places = text.count(token)
+            if places != given:
+                raise Refused(
+                    f"the prompt has {places} places for {kind}s ({token}), but {given} {kind}s were given. Write "
+                    f"{token} once for each, where it belongs; a chat's template does so by itself"
+                )
+
+    def _expanded(self, text: str, items: Sequence[DecodedItem], processed: Sequence[_Processed]) -> str:
+        waiting: dict[str, list[str]] = {"image": [], "video": []}
+        for item, made in zip(items, processed, strict=True):
+            waiting[item.kind].append(made.text)
+        kind_of = {token: kind for kind, token in self._tokens.items() if token is not None}
+        turns = {kind: iter(texts) for kind, texts in waiting.items()}
+        pattern = "|".join(map(re.escape, kind_of))
+        return re.sub(pattern, lambda match: next(turns[kind_of[match.group()]]), text)
+
+    def _process(self, item: DecodedItem) -> _Processed:
+        token = self._tokens[item.kind]
+        given: dict[str, Any] = {"images": [item.frames[0]]}
+        if item.kind == "video":
+            given = self._video_arguments(item)
+        try:
+            made = self._processor(text=[token], **given, return_tensors="np", return_text_replacement_offsets=True)
+            replacements = made["text_replacement_offsets"][0]
+        except Exception as error:  # whatever a processor raises at sizes that it does not like
+            raise Refused(f"{item.where}: the model's processor refuses it ({_reason(error)})") from None
+        num_features = int((np.asarray(made["input_ids"]) == self._ids[item.kind]).sum())
+        if len(replacements) != 1 or not num_features:
+            raise Refused(f"{item.where}: the model's processor makes no features of it, so it cannot be served")
+        tensors = {name: _array(value, item.where) for name, value in made.items() if name not in _NO_TENSORS}
+        return _Processed(replacements[0]["replacement"], num_features, self._digest(item), tensors)
+
+    def _video_arguments(self, item: DecodedItem) -> dict[str, Any]:
+        if getattr(self._processor, "video_processor", None) is None:
+            raise Refused(
+                f"{item.where}: Transformers prepares videos with torchvision, which is not installed. Install the "
+                "torchvision that fits torch, or give single frames as images"
+            )
+        given: dict[str, Any] = {"videos": [item.frames.transpose(0, 3, 1, 2)], "do_sample_frames": False}
+        metadata = dict(item.metadata or {})
+        metadata.setdefault("frames_indices", list(range(len(item.frames))))
+        metadata.setdefault("total_num_frames", len(item.frames))
+        if len(metadata["frames_indices"]) != len(item.frames):
+            raise Refused(
+                f"{item.where}: expected frames_indices of its {len(item.frames)} frames, got "
+                f"{len(metadata['frames_indices'])}"
+            )
+        return given | {"video_metadata": [metadata]}
+
+    def _digest(self, item: DecodedItem) -> bytes:
+        about = [self._settings, item.kind, list(item.frames.shape), item.metadata]
+        seen = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+        seen.update(np.ascontiguousarray(item.frames).data)
+        return seen.digest()
+
+
+def _load(folder: Path) -> Any:
+    """The processor, its images by Pillow, its videos where torchvision is installed."""
+    from transformers import AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
+    from transformers.models.auto.processing_auto import processor_class_from_name
+    from transformers.utils import is_torchvision_available
+
+    name = _class_name(folder)
+    kind = processor_class_from_name(name)
+    if kind is None:
+        raise Refused(f"the model's processor is a {name}, which this Transformers does not have")
+    load = {
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
+        "image_processor": lambda: AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        "video_processor": lambda: AutoVideoProcessor.from_pretrained(folder) if is_torchvision_available() else None,
+    }
+    parts = kind.get_attributes()
+    other = next((part for part in parts if part not in load), None)
+    if other is not None or not {"tokenizer", "image_processor"} <= set(parts):
+        raise Refused(f"the model's processor ({name}) is of {', '.join(parts)}; texts, images and videos are served")
+    options, _ = kind.get_processor_dict(folder)
+    return _may_lack_videos(kind).from_args_and_dict([load[part]() for part in parts], options)
+
+
+def _may_lack_videos(kind: Any) -> Any:
+    """The class, whose part for videos may be None: that needs torchvision."""
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+
+
+def _class_name(folder: Path) -> str:
+    for file in (*PROCESSOR_FILES, TOKENIZER_CONFIG_FILE):
+        name = _read_json(folder / file).get("processor_class")
+        if isinstance(name, str):
+            return name
+    raise Refused(f"none of the model's files ({', '.join(PROCESSOR_FILES)}) names its processor_class")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_bytes()) if path.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _settings_of(folder: Path) -> list[str]:
+    """The things that tensors depend on beside pixels."""
+    import transformers
+
+    files = [folder / name for name in PROCESSOR_FILES]
+    sums = [hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "" for path in files]
+    return [transformers.__version__, *sums]
+
+
+def _token_id(config: Mapping[str, Any], kind: MediaKind) -> int | None:
+    """The id of a feature's token, by the model's config."""
+    found = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
+    return found if isinstance(found, int) else None
+
+
+def _array(value: Any, where: str) -> np.ndarray:
+    array = np.ascontiguousarray(value)
+    if array.dtype.kind not in "fiub":
+        raise Refused(f"{where}: the model's processor makes a {array.dtype} of it, which no program takes")
+    return array
+
+
+def _reason(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return (said if len(said) <= _MOST_REASON else f"{said[:_MOST_REASON]}…") or type(error).__name__

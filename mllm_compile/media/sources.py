@@ -1,0 +1,269 @@
+"""Checks what a caller gives as a picture or a video, and brings it into one form: bytes that a worker decodes.
+
+Nothing is decoded here, and no address is fetched. Local paths are read for callers in this process alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mllm_compile.errors import RequestError
+from mllm_compile.media.inputs import MediaKind
+from mllm_compile.media.limits import MAX_FILE_BYTES, MAX_FRAMES, MAX_ITEMS, MAX_PIXELS, MAX_PROMPT_PIXELS
+from mllm_compile.runtime.shown import brief, shown
+
+_IMAGE = "a PIL image, the bytes of a file, a data URL, a local path, or an array [height, width, 3] of uint8"
+_VIDEO = "an array [frames, height, width, 3] of uint8, a list of pictures, or (frames, {'fps': …})"
+_FRAMES_KEYS = ("fps", "frames_indices", "total_num_frames", "duration")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A picture before it is decoded.
+
+    Attributes:
+        data: a file's bytes; or pixels, 3 bytes each, row by row.
+        size: (height, width) of pixels; None: `data` is a file.
+    """
+
+    data: bytes
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class SourceItem:
+    """A picture, or a video's frames in order.
+
+    Attributes:
+        where: names it in errors: "image 0".
+        metadata: of a video: the keys of Transformers' VideoMetadata that a caller has given.
+    """
+
+    kind: MediaKind
+    where: str
+    frames: tuple[Source, ...]
+    metadata: Mapping[str, Any] | None = None
+
+
+def read_items(multi_modal_data: Any, *, local_paths: bool) -> list[SourceItem]:
+    """The items of vLLM's `multi_modal_data`, images first.
+
+    Args:
+        multi_modal_data: {"image": one or a list, "video": likewise}.
+        local_paths: a text that is no URL is a path that is read.
+
+    Raises:
+        RequestError: it is something else, or exceeds a bound.
+    """
+    if not isinstance(multi_modal_data, Mapping):
+        raise RequestError(
+            f"multi_modal_data: expected {{'image': …, 'video': …}}, got {brief(multi_modal_data)}. {_give(_IMAGE)}"
+        )
+    unknown = next((key for key in multi_modal_data if key not in ("image", "video")), None)
+    if unknown is not None:
+        raise RequestError(
+            f"multi_modal_data: expected the keys 'image' and 'video', got {shown(unknown)}. "
+            "Sound and embeddings are not served."
+        )
+    images, videos = multi_modal_data.get("image"), multi_modal_data.get("video")
+    items = [read_image(one, f"image {n}", local_paths=local_paths) for n, one in enumerate(_listed(images))]
+    items += [read_video(one, f"video {n}", local_paths=local_paths) for n, one in enumerate(_listed_videos(videos))]
+    return checked_items(items)
+
+
+def checked_items(items: list[SourceItem]) -> list[SourceItem]:
+    """The same items.
+
+    Raises:
+        RequestError: they are too many, or have too many pixels that need no decoding.
+    """
+    if len(items) > MAX_ITEMS:
+        raise RequestError(f"expected at most {MAX_ITEMS} images and videos in a prompt, got {len(items)}. Give fewer.")
+    pixels = sum(math.prod(frame.size) for item in items for frame in item.frames if frame.size is not None)
+    if pixels > MAX_PROMPT_PIXELS:
+        raise RequestError(
+            f"the prompt's images and videos have {pixels:,} pixels; expected at most {MAX_PROMPT_PIXELS:,}. "
+            "Give smaller ones, or fewer."
+        )
+    return items
+
+
+def read_image(given: Any, where: str, *, local_paths: bool) -> SourceItem:
+    """
+    Raises:
+        RequestError: it is no picture, or exceeds a bound.
+    """
+    return SourceItem("image", where, (_source(given, where, local_paths),))
+
+
+def read_video(given: Any, where: str, *, local_paths: bool) -> SourceItem:
+    """
+    Raises:
+        RequestError: it is no video, has no frames, or exceeds a bound.
+    """
+    frames, metadata = given, None
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+        frames, metadata = given
+        metadata = _checked_metadata(metadata, where)
+    if isinstance(frames, np.ndarray):
+        frames = list(frames) if frames.ndim == 4 else None
+    if not isinstance(frames, Sequence) or isinstance(frames, (str, bytes, bytearray)):
+        raise RequestError(f"{where}: expected {_VIDEO}, got {brief(given)}. Video files are not read: give frames.")
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise RequestError(f"{where}: expected 1 to {MAX_FRAMES} frames, got {len(frames)}. Sample it to fewer frames.")
+    found = [_source(frame, f"{where}, frame {n}", local_paths) for n, frame in enumerate(frames)]
+    return SourceItem("video", where, tuple(found), metadata)
+
+
+def _checked_metadata(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    unknown = next((key for key in metadata if key not in _FRAMES_KEYS), None)
+    if unknown is not None:
+        raise RequestError(f"{where}: expected the keys {', '.join(_FRAMES_KEYS)} beside frames, got {shown(unknown)}.")
+    found: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if key == "frames_indices":
+            value = value.tolist() if isinstance(value, np.ndarray) else value
+            is_right = isinstance(value, list) and all(type(index) is int and index >= 0 for index in value)
+        else:
+            is_right = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+        if not is_right:
+            raise RequestError(f"{where}: {key}: expected positive numbers, got {brief(value)}.")
+        found[key] = value
+    return found
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _listed_videos(given: Any) -> list[Any]:
+    """One video is an array, a list of pictures, or a pair with its metadata; several are a list of these."""
+    if given is None:
+        return []
+    if not isinstance(given, (list, tuple)) or (isinstance(given, tuple) and len(given) == 2):
+        return [given]
+    is_several = bool(given) and all(
+        isinstance(one, (list, tuple)) or (isinstance(one, np.ndarray) and one.ndim == 4) for one in given
+    )
+    return list(given) if is_several else [given]
+
+
+def _source(given: Any, where: str, local_paths: bool) -> Source:
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        return Source(_bounded(bytes(given), where))
+    if isinstance(given, np.ndarray):
+        return _of_array(given, where)
+    if isinstance(given, str) and given[:5].lower() == "data:":
+        return Source(of_data_url(given, where))
+    if isinstance(given, str) and "://" in given[:16]:
+        raise RequestError(
+            f"{where}: {shown(given)} is an address, and none is fetched. Fetch it yourself and give its bytes, or a "
+            "data URL (data:image/png;base64,…)."
+        )
+    if isinstance(given, (str, os.PathLike)):
+        if not local_paths:
+            raise RequestError(f"{where}: expected a data URL (data:image/png;base64,…), got {brief(given)}.")
+        return Source(_of_file(os.fspath(given), where))
+    if callable(getattr(given, "tobytes", None)) and hasattr(given, "getexif"):
+        return _of_pil(given, where)
+    raise RequestError(f"{where}: expected {_IMAGE}, got {brief(given)}.")
+
+
+def _bounded(data: bytes, where: str) -> bytes:
+    if not data:
+        raise RequestError(f"{where}: the picture is empty; expected the bytes of a picture's file.")
+    if len(data) > MAX_FILE_BYTES:
+        raise RequestError(
+            f"{where}: the picture's file has {len(data):,} bytes; expected at most {MAX_FILE_BYTES:,}. "
+            "Save it smaller, or as a JPEG."
+        )
+    return data
+
+
+def of_data_url(url: str, where: str) -> bytes:
+    """The bytes of `data:image/…;base64,…`.
+
+    Raises:
+        RequestError: it is no such URL, or too long.
+    """
+    head, comma, body = url.partition(",")
+    kind, *parameters = head[len("data:") :].lower().split(";")
+    if not comma or "base64" not in parameters or not (kind.startswith("image/") or not kind):
+        raise RequestError(f"{where}: expected data:image/…;base64,… with the picture, got {shown(head[:60])}.")
+    if len(body) > MAX_FILE_BYTES * 4 // 3 + 1024:
+        raise RequestError(
+            f"{where}: the data URL has {len(body):,} characters; expected a picture of at most {MAX_FILE_BYTES:,} "
+            "bytes. Save it smaller, or as a JPEG."
+        )
+    try:
+        data = base64.b64decode(body.encode("ascii"), validate=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise RequestError(f"{where}: the data URL is no base64 ({error}). Encode the picture's bytes again.") from None
+    return _bounded(data, where)
+
+
+def _of_file(path: str | bytes, where: str) -> bytes:
+    path = os.path.expanduser(os.fsdecode(path))
+    try:
+        # Not blocking: a pipe without a writer would hold the caller for good.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise RequestError(f"{where}: {shown(path)} is no regular file. Give a picture's file.")
+            return _bounded(file.read(MAX_FILE_BYTES + 1), where)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{where}: {shown(path)} cannot be read ({reason}). Give a picture's file.") from None
+
+
+def _of_array(pixels: np.ndarray, where: str) -> Source:
+    if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+        raise RequestError(
+            f"{where}: expected an array [height, width, 3] of uint8, got {list(pixels.shape)} of {pixels.dtype}."
+        )
+    size = check_size(pixels.shape[0], pixels.shape[1], where)
+    return Source(np.ascontiguousarray(pixels).tobytes(), size)
+
+
+def _of_pil(image: Any, where: str) -> Source:
+    from mllm_compile.media.decode import Refused, rgb_of
+
+    width, height = image.size
+    size = check_size(height, width, where)
+    try:
+        pixels = rgb_of(image)
+    except (Refused, OSError, ValueError, SyntaxError) as error:  # a lazy image reads its file now
+        raise RequestError(f"{where}: the PIL image cannot be read ({error}). Give one that was loaded.") from None
+    size = pixels.shape[0], pixels.shape[1]
+    return Source(pixels.tobytes(), size)
+
+
+def check_size(height: int, width: int, where: str) -> tuple[int, int]:
+    """(height, width).
+
+    Raises:
+        RequestError: there are no pixels, or too many.
+    """
+    if height < 1 or width < 1 or height * width > MAX_PIXELS:
+        raise RequestError(
+            f"{where}: the picture is {width:,} × {height:,}; expected 1 to {MAX_PIXELS:,} pixels. "
+            "Give a smaller picture."
+            if height and width
+            else f"{where}: the picture is {width} × {height}, without a pixel. Give another picture."
+        )
+    return height, width
+
+
+def _give(what: str) -> str:
+    return f"An image is {what}."

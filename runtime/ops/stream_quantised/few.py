@@ -1,0 +1,154 @@
+"""few.cu: boxes of 16 rows, in rings that leave room for the next kernel's. 8 tokens.
+
+Shape legend: as linear.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
+from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, HEADERS, QuantisedKind, QuantisedTiling
+
+MAX_TOKENS = 8
+
+_STEP_BYTES = 64  # of a row, that a warp's step takes
+_WARPS = 8  # of a block
+_INPUT_REGISTERS = 64  # of a thread, at most: where two blocks are on a multiprocessor it has twice as many
+_ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
+_MOST_STAGES = 16
+_COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
+_ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
+
+
+@dataclass(frozen=True)
+class FewTiling(QuantisedTiling):
+    """
+    Attributes:
+        split: blocks of a cluster, which divide the columns.
+        passes: times that a block goes over its rows, each with a part of the columns.
+        clusters: they take groups of rows in turns.
+        warps: warps of a block.
+        resident: blocks of a multiprocessor that there are registers for.
+        piece: columns of a row in a stage.
+        stages: stages of the ring.
+    """
+
+    source: ClassVar[str] = "ops/stream_quantised/few.cu"
+    headers: ClassVar[tuple[str, ...]] = HEADERS
+    function: ClassVar[str] = "quantised_linear"
+
+    split: int
+    passes: int
+    clusters: int
+    warps: int
+    resident: int
+    piece: int
+    stages: int
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return self.clusters * self.split
+
+    @cached_property
+    def num_threads(self) -> int:
+        return 32 * self.warps
+
+    def boxes(self, num_tokens: int) -> Boxes:
+        return Boxes(NORM_ROWS, self.piece // self.kind.panel, 0)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Bytes of the ring and its alignment; sums of warps and of blocks, operands, factors and barriers."""
+        kind = self.kind
+        of_groups = self.piece // GROUP * (kind.scale_bytes + kind.zeros) if kind.group else 0
+        stage = math.ceil(NORM_ROWS * (self.piece // kind.values_a_byte + of_groups) / 1024) * 1024
+        turns = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
+        places = math.ceil(turns / self.split)
+        sums = MAX_TOKENS * NORM_ROWS * 4
+        unsent = turns if self.split > 1 and self.passes > 1 else 1
+        totals = self.warps * self.input_registers // (8 * kind.values_a_byte) if kind.values == "int4" else 1
+        of_place = self.split * sums + MAX_TOKENS * 32 + NORM_ROWS * 4 + 32 + 8
+        return (
+            1023
+            + self.stages * (stage + 16)
+            + self.warps * sums
+            + places * of_place
+            + unsent * sums
+            + MAX_TOKENS * 4 * (1 + totals)
+            + 8
+        )
+
+    @property
+    def input_registers(self) -> int:
+        """Registers of a thread that hold inputs."""
+        pieces = math.ceil(self.kind.columns / self.split / self.piece / self.passes)
+        return pieces * _registers_of_piece(self.kind, self.piece)
+
+    def constants(self) -> dict[str, int]:
+        return {
+            **self.kind.constants(),
+            "SPLIT": self.split,
+            "PASSES": self.passes,
+            "WARPS": self.warps,
+            "CLUSTERS": self.clusters,
+            "RESIDENT": self.resident,
+            "PIECE": self.piece,
+            "STAGES": self.stages,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+def _registers_of_piece(kind: QuantisedKind, piece: int) -> int:
+    """Registers of a thread that hold its inputs of a piece: 16 bytes of a row are a lane's of a step."""
+    return 8 * kind.values_a_byte * math.ceil(piece // kind.values_a_byte / _STEP_BYTES / _WARPS)
+
+
+def divide(
+    kind: QuantisedKind, piece_bytes: int = 1024, resident: int = 2, split: int | None = None
+) -> FewTiling | None:
+    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for `resident` blocks;
+    None: none fits.
+    """
+    groups, piece = kind.rows // NORM_ROWS, piece_bytes * kind.values_a_byte
+    unit = math.lcm(kind.panel, _ZEROS_UNIT if kind.zeros else 1)
+    splits = [of for of in (1, 2) if kind.columns % (of * unit) == 0 and split in (None, of)]
+    if not splits:
+        return None
+    split = min(splits, key=lambda split: math.ceil(groups * split / MULTIPROCESSORS) / split)  # of what a block takes
+    pieces, of_piece = math.ceil(kind.columns / split / piece), _registers_of_piece(kind, piece)
+    passes = math.ceil(pieces * of_piece / _INPUT_REGISTERS)
+    if passes > 1 and kind.group:  # scales take registers too
+        passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
+    clusters = min(groups, MULTIPROCESSORS // split)
+    room = _ROOM_BYTES // resident - _RESERVED_BYTES
+    tilings = (
+        FewTiling(kind, MAX_TOKENS, split, passes, clusters, _WARPS, resident, piece, stages)
+        for stages in range(_MOST_STAGES, 1, -1)
+    )
+    return next((tiling for tiling in tilings if tiling.shared_bytes <= room), None)
+
+
+@cache
+def choose(kind: QuantisedKind) -> FewTiling:
+    if kind.values == "fp8":
+        tilings = [divide(kind)]
+    else:
+        tilings = [divide(kind, size, split=split) for split, size in itertools.product((1, 2), (1024, 512))]
+    found = [tiling for tiling in tilings if tiling is not None]
+    if not found:
+        raise ValueError(f"the linear {kind.name} does not divide")
+    return min(found, key=_cost)
+
+
+def _cost(tiling: FewTiling) -> int:
+    """Columns that a block reads, each of 16 rows, those past the last one too; a pass begins with the wait for x."""
+    kind = tiling.kind
+    turns = math.ceil(kind.rows / NORM_ROWS / tiling.clusters)
+    of_pass = math.ceil(kind.columns / tiling.split / tiling.piece / tiling.passes) * tiling.piece
+    return tiling.passes * (turns * of_pass + _COLUMNS_OF_WAIT)

@@ -1,0 +1,112 @@
+"""Pictures at an engine's calls: as vLLM's users and OpenAI's write them. The model is a fake."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from mllm_compile.errors import RequestError
+from mllm_compile.media.sources import read_items
+from mllm_compile.text.tokenizer import load_tokenizer
+from tests.engine.cases import params
+from tests.fakes import fake_engine
+from tests.media.cases import PLACE, TEMPLATE, TOWER, file_of, make_door, pixels_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer(files):
+    return load_tokenizer(Path("model"), {**files, "chat_template.jinja": TEMPLATE.encode()}.get)
+
+
+@pytest.fixture
+def engine(door, tokenizer):
+    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine:
+        yield engine
+
+
+def chat(*parts):
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "How many?"}]}]
+
+
+def url_part(data):
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a_prompt_with_multi_modal_data_is_answered(engine):
+    prompt = {"prompt": f"{PLACE}How many?", "multi_modal_data": {"image": pixels_of(1)}}
+    (output,) = engine.generate(prompt, params())
+    assert output.prompt == prompt["prompt"]
+    assert output.prompt_token_ids.count(3) == 6
+    assert len(output.outputs[0].token_ids) == 8
+
+
+def test_the_pictures_reach_the_request(engine):
+    built = engine.builder.build_one(
+        {"prompt": f"{PLACE}?", "multi_modal_data": {"image": [pixels_of(1)]}, "cache_salt": "mine"}, params()
+    )
+    (image,) = built.sequences[0].request.media.images
+    assert (image.start, image.end, image.grid) == (1, 7, (1, 4, 6))
+    assert built.sequences[0].request.cache_salt == ("mine",)
+
+
+def test_a_media_prompt_that_was_prepared_is_taken_with_a_salt(engine, door):
+    prepared = door.prepare(f"{PLACE}?", read_items({"image": pixels_of(1)}, local_paths=True), True)
+    for prompt in (prepared, {"prompt": prepared, "cache_salt": "mine"}):
+        assert len(engine.generate(prompt, params())[0].outputs[0].token_ids) == 8
+
+
+def test_a_chat_with_image_parts_is_answered(engine):
+    data = file_of(pixels_of(2))
+    (output,) = engine.chat(chat(url_part(data), {"type": "image", "image": data}), params())
+    assert output.prompt_token_ids.count(3) == 12
+    assert output.prompt.count(PLACE) == 2
+    assert len(output.outputs[0].token_ids) == 8
+
+
+def test_of_several_prompts_only_the_wrong_one_is_refused(engine):
+    good = {"prompt": PLACE, "multi_modal_data": {"image": pixels_of(3)}}
+    bad = {"prompt": PLACE, "multi_modal_data": {"image": b"no picture"}}
+    outputs = engine.generate([good, bad, "text"], params())
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "image 0: the picture is no picture" in str(outputs[1].error)
+
+
+def test_text_goes_its_way_without_a_worker(files, tokenizer):
+    door = make_door(files)
+    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine:
+        engine.generate([{"prompt": "a", "multi_modal_data": {}}, "b"], params())
+        engine.chat(chat(), params())
+    assert door._workers is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ({"prompt_token_ids": [7], "multi_modal_data": {"image": b"x"}}, "belongs to a prompt's text"),
+        ({"multi_modal_data": {"image": b"x"}}, "has prompt or prompt_token_ids"),
+        ({"prompt": PLACE, "multi_modal_data": {"audio": b"x"}}, "got 'audio'"),
+        ({"prompt": PLACE, "multi_modal_data": pixels_of(0)}, "multi_modal_data: expected {'image'"),
+        ({"prompt": PLACE, "multi_modal_data": {"image": "https://host/cat.png"}}, "none is fetched"),
+        ({"prompt": "a", "mm_processor_kwargs": {"x": 1}}, "got 'mm_processor_kwargs'"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(engine, prompt, said):
+    with pytest.raises(RequestError, match=said):
+        engine.generate(prompt, params())
+
+
+def test_an_engine_of_text_refuses_pictures():
+    with fake_engine() as engine, pytest.raises(RequestError, match="this engine takes text alone"):
+        engine.generate({"prompt": "a", "multi_modal_data": {"image": pixels_of(0)}})
+
+
+def test_a_runtime_without_a_program_refuses_pictures(files, tokenizer):
+    door = make_door(files, why_not="this runtime has no program for images")
+    with (
+        fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine,
+        pytest.raises(RequestError, match="has no program for images"),
+    ):
+        engine.chat(chat(url_part(b"x")), params())

@@ -1,0 +1,108 @@
+"""Pictures over HTTP: data URLs in chats, prepared by workers of the front; the engine behind it is a fake."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.media.cases import file_of, pixels_of
+from tests.server.harness import Answer, Server, eventually, fake_server
+
+pytest.importorskip("PIL")
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with fake_server(settings={"pictures": {}, "limits": {"max_model_len": 256}}) as server:
+        yield server
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def messages(*urls: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "How many?"}]}]
+
+
+def ask(server: Server, *urls: str, **fields: Any) -> Answer:
+    return server.post(CHAT, {"messages": messages(*urls), "max_tokens": 4, "temperature": 0, **fields})
+
+
+def left(server: Server) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"mllm-media-{server.process.pid}-*"))
+
+
+def test_a_chat_with_pictures_is_answered(server):
+    one, two = (data_url(file_of(pixels_of(seed, 32, 48))) for seed in (1, 2))
+    answer = ask(server, one, two)
+    assert answer.status == 200, answer.body
+    # Two pictures of 6 tokens between two marks, 9 bytes of text and a colon.
+    assert answer.json["usage"]["prompt_tokens"] == 2 * 8 + 10
+    text = answer.json["choices"][0]["message"]["content"]
+    assert text == ask(server, one, two).json["choices"][0]["message"]["content"]
+    *events, end = ask(server, one, two, stream=True).events
+    assert end is None
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == text
+    eventually(lambda: not left(server))
+
+
+def test_an_address_is_refused_by_name(server):
+    answer = ask(server, "https://host/cat.png")
+    assert answer.status == 400
+    assert "'https://host/cat.png' is an address, and none is fetched" in answer.error["message"]
+    assert ask(server, "/etc/passwd").error["message"].startswith("image 0: expected a data URL")
+    assert ask(server, "file:///etc/passwd").status == 400
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"hello", "image 0: the picture is no picture that can be read"),
+        (b"\x89PNG\r\n\x1a\n", "image 0: the picture"),
+        (b"", "image 0: the picture is empty"),
+    ],
+)
+def test_what_is_no_picture_is_a_bad_request(server, data, said):
+    answer = ask(server, data_url(data))
+    assert answer.status == 400
+    assert said in answer.error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_refused(server):
+    url = data_url(file_of(pixels_of(3, 64, 64)))
+    answer = ask(server, *[url] * 16)
+    assert answer.status == 400
+    assert "256 of them for 16 images" in answer.error["message"]
+    assert not left(server)
+
+
+def test_others_go_on_beside_pictures(server):
+    urls = [data_url(file_of(pixels_of(seed))) for seed in range(4)]
+    bad = data_url(b"no picture")
+    with ThreadPoolExecutor(12) as threads:
+        asked = [threads.submit(ask, server, url) for url in [*urls, bad, *urls, bad]]
+        texts = [threads.submit(server.complete) for _ in range(4)]
+        assert [one.result().status for one in asked] == [200, 200, 200, 200, 400] * 2
+        assert all(one.result().status == 200 for one in texts)
+    eventually(lambda: not left(server))
+
+
+def test_pictures_are_no_business_of_tokenize(server):
+    answer = server.post("/tokenize", {"messages": messages(data_url(b"x"))})
+    assert answer.status == 400
+    assert "expected texts" in answer.error["message"]
+
+
+def test_a_server_of_text_refuses_pictures():
+    with fake_server() as server:
+        answer = ask(server, data_url(file_of(pixels_of(0))))
+        assert answer.status == 400
+        assert "takes text alone" in answer.error["message"]
