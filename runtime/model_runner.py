@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,19 @@ from mllm_compile.runtime.device.memory import (
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, UnsupportedModelError
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
+from mllm_compile.runtime.forward_batch import (
+    ForwardBatch,
+    ForwardMode,
+    LogitsProcessorOutput,
+    MediaInputs,
+    TokenInputs,
+)
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
+from mllm_compile.runtime.program.executor import Segments
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
@@ -558,10 +568,36 @@ class ModelRunner:
             extend_seq_lens_cpu=new_cpu,
             extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
         )
+        features = self._largest_features()  # held beside the step, as images are that a chunk ends within
+        batch.media = None if features is None else self._media_of(features, num_tokens)
         logits = self.forward(batch)
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
+
+    def _largest_features(self) -> torch.Tensor | None:
+        """Runs the tower on as many features as a step may encode; None: the model has none.
+
+        Each is a frame of its own: that attention is short, and takes no less memory."""
+        media, device = self.model.media, self.device
+        if media is None:
+            return None
+        tower, runtime = media.facts, self.config.runtime
+        count = min(MAX_FEATURES, max(runtime.max_num_batched_tokens, runtime.max_model_len))
+        grid, unit = (count, tower.merge, tower.merge), tower.merge**2
+        narrow = replace(tower, patch_width=1)  # its pixels are made on the device
+        arrays, segments = tower_inputs(narrow, [(np.zeros((count * unit, 1), dtype=np.float32), grid)])
+        inputs: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        for name, one in segments.items():
+            inputs[name] = Segments(torch.from_numpy(one.bounds).to(device), one.longest)
+        inputs["pixel_values"] = torch.zeros(count, unit * tower.patch_width, device=device)
+        return self.run_tower(inputs)
+
+    def _media_of(self, features: torch.Tensor, num_tokens: int) -> MediaInputs:
+        """The inputs of a step all of whose tokens take features."""
+        of_step = features.new_zeros(num_tokens, features.shape[1])
+        is_feature = torch.ones(num_tokens, dtype=torch.bool, device=self.device)
+        return MediaInputs(of_step, is_feature, torch.zeros(3, num_tokens, dtype=torch.int64, device=self.device))
 
 
 @contextmanager

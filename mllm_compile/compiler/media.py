@@ -14,6 +14,7 @@ from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.compiler.lowering import pass_target, rewrite_graph
 from mllm_compile.compiler.program_builder import build_program, size_symbols
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter: Reporter) -> Lowered:
-    """Adds the programs for images; the same where the model has no tower of a protocol that is served, or is cut over
-    ranks, which serve text alone.
+    """Adds the programs for images; the same where the model has no tower of a protocol that is served (with an
+    announcement where it has one that is nearly so), or is cut over ranks, which serve text alone.
 
     Args:
         dump_dir: gets a text file for each graph after its passes.
@@ -41,7 +42,13 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     from mllm_compile.passes.pipeline import OF_TOWERS, pass_names
 
     hf_model, device = lowered.hf_model, config.runtime.device
-    facts = grid_tower(hf_model) if config.runtime.tensor_parallel_size == 1 else None
+    if config.runtime.tensor_parallel_size > 1:
+        return lowered
+    try:
+        facts = grid_tower(hf_model)
+    except UnsupportedModelError as error:
+        reporter.announce(f"{error} Its text is served.")
+        return lowered
     if facts is None:
         return lowered
     with reporter.stage("trace images"), gc_paused():

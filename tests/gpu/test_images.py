@@ -64,8 +64,9 @@ def errors_of(model: Any, outputs: Sequence[Any]) -> tuple[float, float]:
 @pytest.mark.parametrize("model_type", VISION_MODELS)
 def test_it_is_as_near_to_float32_as_transformers_in_bf16(model_type: str, tmp_path: Path) -> None:
     model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
-    with engine(tmp_path, "full_and_piecewise", enable_prefix_cache=False) as graphs:
-        outputs = graphs.generate(PROMPTS, PARAMS)
+    # Torch attends in the text, so that nothing is compiled; the tower's attention is the GPU's own.
+    with engine(tmp_path, "none", enable_prefix_cache=False, attention_backend="torch") as eager:
+        outputs = eager.generate(PROMPTS, PARAMS)
     ours, theirs = errors_of(model, outputs)
     assert ours <= MARGIN * theirs, (ours, theirs)
 

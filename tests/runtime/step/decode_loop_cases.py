@@ -31,11 +31,11 @@ def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
     """The op of ops/decode_loop.py."""
     turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens, table = arguments
     for index in range(input_ids.shape[0]):
-        row, seq_len, slot, _ = requests[turns[0], index].tolist()
+        row, seq_len, slot, delta = requests[turns[0], index].tolist()
         if row < 0:
             continue
         position = max(seq_len - 1, 0)
-        input_ids[index], positions[index], out_cache_loc[index] = last_tokens[row], position, slot
+        input_ids[index], positions[index], out_cache_loc[index] = last_tokens[row], position + delta, slot
         rows[index], seq_lens[index] = row, seq_len
         page, start = slot // page_size, position // page_size * page_size
         req_to_token[row, start : start + page_size] = page * page_size + torch.arange(page_size, dtype=torch.int32)
@@ -72,11 +72,11 @@ class LoopedRunner:
     def holds_decode(self, num_requests: int) -> bool:
         return num_requests <= self._most
 
-    def decode(self, rows, seq_lens, slots) -> CapturedDecode:
+    def decode(self, rows, seq_lens, slots, deltas=None) -> CapturedDecode:
         runner, count = self._runner, rows.size
         self.decodes += 1
         requests = torch.zeros(NUM_TURNS, count, REQUEST_FIELDS, dtype=torch.int32)
-        for field, values in enumerate((rows, seq_lens, slots)):
+        for field, values in enumerate((rows, seq_lens, slots, *(() if deltas is None else (deltas,)))):
             requests[0, :, field] = torch.from_numpy(values.astype("int32"))
         input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
         lengths, turns = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
@@ -85,7 +85,7 @@ class LoopedRunner:
         table = torch.zeros(count, req_to_token.shape[1] // page_size, dtype=torch.int32)
         places = [input_ids, positions, out_cache_loc, row_places, lengths]
         begin_decode([turns, requests, state.last_tokens, req_to_token, *places, table], page_size)
-        batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc)
+        batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc, positions=positions)
         logits = runner.forward(batch).next_token_logits
         chosen = torch.zeros(NUM_TURNS, count, dtype=torch.int64)
         arguments = [logits, *state.sampling.tables, row_places, lengths, turns, state.last_tokens, chosen]

@@ -1,0 +1,75 @@
+"""Prompts with images in the scheduler: where their chunks end, and which of them share pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mllm_compile.runtime.media.grids import Grid, GridTower
+from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+from tests.runtime.schedule.scheduler_simulation import FREE, make_config, make_request
+
+TOKEN = 90
+TOWER = GridTower(
+    merge=1, patch_width=1, feature_width=8, window=0, table_side=0, align_corners=False, image_token_id=TOKEN
+)
+
+
+def request_of(name: str, *parts: int | tuple[int, bytes]) -> Request:
+    """Parts are lengths of texts, or the number of an image's features and its digest's first letter."""
+    ids: list[int] = []
+    items = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += [3] * part
+            continue
+        count, letter = part
+        grid: Grid = (1, 1, count)
+        tensors = {"pixel_values": np.zeros((count, 1)), "image_grid_thw": np.array([grid])}
+        items.append((len(ids), count, letter * 32, tensors))
+        ids += [TOKEN] * count
+    request = make_request(name, ids, max_tokens=2, **FREE)
+    request.media = RequestMedia.of(TOWER, ids, np.array(ids) == TOKEN, items)
+    return request
+
+
+def chunks(scheduler: Scheduler, *requests: Request) -> list[list[int]]:
+    """Runs requests to their end; the tokens of prompts in each step."""
+    for request in requests:
+        scheduler.add(request)
+    found = []
+    while (batch := scheduler.schedule()) is not None:
+        found.append(batch.num_new[batch.num_decodes :].tolist())
+        scheduler.update(batch, np.full(batch.num_requests, 5, dtype=np.int64))
+    return [step for step in found if step]
+
+
+def test_a_chunk_ends_before_an_image_that_is_one_too_many_for_the_step() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    # 10 features, then 8: both begin within 16 tokens.
+    assert chunks(scheduler, request_of("two", 2, (10, b"a"), 1, (8, b"b"), 2)) == [[13], [10]]
+
+
+def test_an_image_larger_than_a_step_is_encoded_alone_and_its_tokens_follow() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    assert chunks(scheduler, request_of("large", 1, (40, b"a"), 1)) == [[16], [16], [10]]
+
+
+def test_of_several_prompts_those_whose_images_are_too_many_wait_for_the_next_step() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=32, enable_prefix_cache=False))
+    two = [request_of(name, 1, (14, name[:1].encode()), 1, (10, b"x"), 1) for name in ("a", "b")]
+    # 24 features of the first; the second has 5 tokens of the budget left, of which one is text.
+    steps = chunks(scheduler, *two)
+    assert steps[0] == [27, 1]
+    assert sum(map(sum, steps)) == 54
+
+
+def test_pages_are_shared_by_prompts_of_the_same_image_alone() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=32, page_size=4))
+    chunks(scheduler, request_of("first", 2, (12, b"a"), 4))
+    again, other = request_of("again", 2, (12, b"a"), 4), request_of("other", 2, (12, b"b"), 4)
+    chunks(scheduler, again, other)
+    assert again.num_cached_tokens == 16
+    assert other.num_cached_tokens == 0
+    assert (again.cache_keys[:2] == 3).all() and (again.cache_keys[2:14] < 0).all()
