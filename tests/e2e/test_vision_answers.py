@@ -53,7 +53,7 @@ def test_held_out_pictures_are_answered(engine, pictures):
     asked = pictures.held_out(200)
     outputs = engine.chat([chat(picture.pixels, question) for picture, question, _ in asked], GREEDY)
     right = sum(output.outputs[0].text == answer for output, (_, _, answer) in zip(outputs, asked, strict=True))
-    assert right >= 185
+    assert right >= 190
 
 
 def test_two_pictures_of_one_call_do_not_mix(engine, pictures):
